@@ -1,0 +1,208 @@
+"""How good are predicted class probabilities: accuracy, proper scores, calibration, detection.
+
+Every function takes tensors on any device and returns 0-d tensors (or a frozen dataclass of tensors) in the dtype
+of its first argument. Entropies and log-likelihoods are in nats. Nothing here knows of posteriors: probabilities
+may come from anywhere.
+
+    >>> import torch
+    >>> probabilities = torch.tensor([[0.9, 0.1], [0.4, 0.6]], dtype=torch.float64)
+    >>> labels = torch.tensor([0, 0])
+    >>> round(float(brier(probabilities, labels)), 4)
+    0.37
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+__all__ = [
+    "ReliabilityBins",
+    "accuracy",
+    "auroc",
+    "brier",
+    "ece",
+    "mutual_information",
+    "nll",
+    "predictive_entropy",
+    "reliability_bins",
+    "temperature",
+]
+
+
+def accuracy(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Fraction of points whose most probable class is the label; between 0 and 1."""
+    _check(probabilities, labels)
+    return (probabilities.argmax(-1) == labels).to(probabilities.dtype).mean()
+
+
+def nll(
+    probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, reduction: str = "mean"
+) -> Float[Tensor, "*shape"]:
+    """Negative log-likelihood −log p(label), in nats a point; `reduction` is "mean" or "none" (one value a point).
+
+    Infinite where the label has probability exactly 0: form softmax in float64 if that comes from rounding.
+    """
+    _check(probabilities, labels)
+    if reduction not in ("mean", "none"):
+        raise ValueError(f'reduction must be "mean" or "none", not {reduction!r}')
+    values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
+    return values if reduction == "none" else values.mean()
+
+
+def brier(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Mean over points of Σ_c (p_c − [c = label])²; between 0 and 2 (Brier 1950, the sum over all classes)."""
+    _check(probabilities, labels)
+    truth = torch.nn.functional.one_hot(labels.long(), probabilities.shape[1]).to(probabilities.dtype)
+    return (probabilities - truth).square().sum(-1).mean()
+
+
+@dataclass(frozen=True, eq=False)
+class ReliabilityBins:
+    """Confidence and accuracy in equal-width bins of confidence; NaN in bins that hold no point."""
+
+    edges: Float[Tensor, " B1"]
+    """Bin edges from 0 to 1, one more than bins; a bin holds lower < confidence <= upper."""
+    confidence: Float[Tensor, " B"]
+    """Mean of the largest probability in each bin."""
+    accuracy: Float[Tensor, " B"]
+    """Fraction of correct predictions in each bin."""
+    count: Int[Tensor, " B"]
+    """Number of points in each bin."""
+
+
+def reliability_bins(
+    probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15
+) -> ReliabilityBins:
+    """Group points by confidence (the largest probability) into `bins` equal-width bins of (0, 1]."""
+    _check(probabilities, labels)
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, not {bins}")
+    confidence, predicted = probabilities.max(-1)
+    edges = torch.linspace(0, 1, bins + 1, dtype=probabilities.dtype, device=probabilities.device)
+    where = (torch.bucketize(confidence, edges) - 1).clamp(0, bins - 1)
+    count = torch.bincount(where, minlength=bins)
+    correct = (predicted == labels).to(probabilities.dtype)
+    return ReliabilityBins(
+        edges=edges,
+        # 0 / 0 is the NaN that marks an empty bin
+        confidence=torch.bincount(where, weights=confidence, minlength=bins) / count,
+        accuracy=torch.bincount(where, weights=correct, minlength=bins) / count,
+        count=count,
+    )
+
+
+def ece(probabilities: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bins: int = 15) -> Float[Tensor, ""]:
+    """Expected calibration error: Σ_b (n_b/N) |accuracy_b − confidence_b| over 15 equal-width bins; in [0, 1].
+
+    Source: Guo et al. 2017, equation 3. Biased upwards on few points, as every binned estimate is.
+    """
+    table = reliability_bins(probabilities, labels, bins=bins)
+    gap = (table.accuracy - table.confidence).abs().nan_to_num(0.0)
+    return (gap * table.count / table.count.sum()).sum()
+
+
+def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor, " N"]) -> Float[Tensor, ""]:
+    """Area under the ROC curve: P(score of a positive > score of a negative) + ½ P(they are equal).
+
+    `positive` is a mask (boolean, or 0 and 1) of shape (N,). Mann-Whitney form with mid-ranks for ties, O(N log N).
+    Raises ValueError if either class is absent: the area is then undefined.
+    """
+    if scores.ndim != 1 or positive.shape != scores.shape:
+        raise ValueError(f"scores and positive must be (N,), not {tuple(scores.shape)} and {tuple(positive.shape)}")
+    if not torch.isfinite(scores).all():
+        raise ValueError("scores must be finite: a NaN or Inf has no rank")
+    if positive.dtype != torch.bool and not ((positive == 0) | (positive == 1)).all():
+        raise ValueError("positive must be boolean, or hold only 0 and 1")
+    mask = positive.bool()
+    n1 = mask.sum()
+    n0 = mask.numel() - n1
+    if n1 == 0 or n0 == 0:
+        raise ValueError(f"AUROC needs both classes: {int(n1)} positive and {int(n0)} negative points were given")
+    _, tie, count = torch.unique(scores, return_inverse=True, return_counts=True)
+    last = count.cumsum(0)
+    midrank = (last - (count - 1) / 2).to(torch.float64)
+    u = midrank[tie][mask].sum() - n1 * (n1 + 1) / 2
+    area: Tensor = u / (n1 * n0)
+    return area.to(scores.dtype)
+
+
+def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
+    """Total uncertainty of each prediction: −Σ_c p_c log p_c, in nats; between 0 and log C. 0 log 0 is 0."""
+    _check_probabilities(probabilities)
+    return _entropy(probabilities)
+
+
+def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
+    """Epistemic uncertainty: H(mean_s p_s) − mean_s H(p_s), in nats; between 0 and log C.
+
+    `samples` are the class probabilities under S draws of the weights. This is the mutual information between the
+    label and the weights (Houlsby et al. 2011): what more data could take away of the total, the predictive entropy
+    of the mean. It is 0 where all draws agree. With S draws it is at most log S.
+    """
+    if samples.ndim != 3 or samples.shape[0] < 2:
+        raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
+    _check_probabilities(samples)
+    # Rounding can take the difference of two equal entropies below its bound of 0.
+    return (_entropy(samples.mean(0)) - _entropy(samples).mean(0)).clamp_min(0.0)
+
+
+def temperature(
+    logits: Float[Tensor, "N C"], labels: Int[Tensor, " N"], *, bounds: tuple[float, float] = (1e-2, 1e2)
+) -> Float[Tensor, ""]:
+    """The T > 0 that minimises the NLL of softmax(logits / T) on a validation split (Guo et al. 2017, section 4.2).
+
+    The NLL is convex in 1/T, so its derivative Σ_n (E_p[f_n] − f_n,label) changes sign once: bisection on log T in
+    float64 finds the minimiser to rounding. Where it lies outside `bounds` (every point classified correctly drives
+    T to 0, labels worse than chance to infinity) the nearer bound is returned.
+    """
+    _check_shapes(logits, labels)
+    if not torch.isfinite(logits).all():
+        raise ValueError("logits must be finite")
+    if not 0 < bounds[0] < bounds[1]:
+        raise ValueError(f"bounds must satisfy 0 < lower < upper, not {bounds}")
+    f = logits.to(torch.float64)
+    f = f - f.gather(-1, labels.long()[:, None])
+    low, high = f.new_tensor(bounds).log()
+    for _ in range(60):
+        middle = (low + high) / 2
+        # d NLL / d(1/T): positive means that the logits are already too sharp, so T must grow
+        slope = (torch.softmax(f / middle.exp(), -1) * f).sum()
+        low, high = torch.where(slope > 0, middle, low), torch.where(slope > 0, high, middle)
+    optimum: Tensor = (low + high) / 2
+    return optimum.exp().to(logits.dtype)
+
+
+def _entropy(p: Tensor) -> Tensor:
+    pointwise: Tensor = torch.special.entr(p)
+    return pointwise.sum(-1)
+
+
+def _check(probabilities: Tensor, labels: Tensor) -> None:
+    _check_shapes(probabilities, labels)
+    _check_probabilities(probabilities)
+
+
+def _check_shapes(values: Tensor, labels: Tensor) -> None:
+    if values.ndim != 2 or labels.shape != values.shape[:1]:
+        raise ValueError(f"expected (N, C) values and (N,) labels, not {tuple(values.shape)} and {tuple(labels.shape)}")
+    if labels.numel() == 0:
+        raise ValueError("no data: a score of zero points is undefined")
+    if labels.is_floating_point():
+        raise ValueError(f"labels must be integers, not {labels.dtype}")
+    if labels.min() < 0 or labels.max() >= values.shape[1]:
+        raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {int(labels.min())}..{int(labels.max())}")
+
+
+def _check_probabilities(p: Tensor) -> None:
+    if not p.is_floating_point() or p.ndim < 2 or p.numel() == 0:
+        raise ValueError(
+            f"probabilities must be a non-empty floating (..., N, C) tensor, not {tuple(p.shape)} {p.dtype}"
+        )
+    # written so that a NaN fails too; bf16 has 8 bits, hence a tolerance from the dtype
+    tolerance = max(1e-4, 8 * torch.finfo(p.dtype).eps)
+    if not (p >= 0).all() or not ((p.sum(-1) - 1).abs() <= tolerance).all():
+        raise ValueError("probabilities must be non-negative and sum to 1 over classes; were logits given?")

@@ -1,0 +1,164 @@
+"""Metrics against scikit-learn, against brute force and against their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+
+from curvops.posterior import metrics
+
+
+@pytest.fixture
+def problem() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(200, 5, dtype=torch.float64, generator=generator)
+    return logits.softmax(-1), torch.randint(0, 5, (200,), generator=generator)
+
+
+def test_scores_against_scikit_learn(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
+    p, y = problem
+    assert float(metrics.accuracy(p, y)) == reference.accuracy_score(y, p.argmax(-1))
+    assert float(metrics.nll(p, y)) == pytest.approx(reference.log_loss(y, p), rel=1e-10)
+    assert float(metrics.nll(p, y, reduction="none").mean()) == pytest.approx(float(metrics.nll(p, y)), rel=1e-12)
+    truth = np.eye(5)[y]
+    assert float(metrics.brier(p, y)) == pytest.approx(float(((p.numpy() - truth) ** 2).sum(1).mean()), rel=1e-10)
+
+
+def test_brier_of_two_classes_is_twice_scikit_learns() -> None:
+    p = torch.rand(50, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(50) % 2
+    expected = 2 * reference.brier_score_loss(y, p[:, 0])
+    assert float(metrics.brier(torch.cat([1 - p, p], 1), y)) == pytest.approx(expected, rel=1e-10)
+
+
+def test_ece_by_brute_force(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
+    p, y = problem
+    total = 0.0
+    confidence, predicted = p.max(-1)
+    for b in range(15):
+        inside = (confidence > b / 15) & (confidence <= (b + 1) / 15)
+        if inside.any():
+            gap = (predicted[inside] == y[inside]).double().mean() - confidence[inside].mean()
+            total += float(gap.abs()) * int(inside.sum()) / len(y)
+    assert float(metrics.ece(p, y)) == pytest.approx(total, abs=1e-10)
+
+
+def test_bins_count_every_point_once_and_mark_empty_ones() -> None:
+    p = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.8, 0.2]], dtype=torch.float64)
+    table = metrics.reliability_bins(p, torch.tensor([0, 1, 0]), bins=5)
+    assert table.count.tolist() == [0, 0, 1, 1, 1]
+    assert table.accuracy[2:].tolist() == [0.0, 1.0, 1.0]
+    assert torch.isnan(table.accuracy[:2]).all() and torch.isnan(table.confidence[:2]).all()
+
+
+def test_a_calibrated_forecast_has_no_ece_and_a_confident_error_all() -> None:
+    half = torch.full((10, 2), 0.5, dtype=torch.float64)
+    assert float(metrics.ece(half, torch.arange(10) % 2)) == 0.0
+    sure = torch.tensor([[1.0, 0.0]] * 4)
+    assert float(metrics.ece(sure, torch.ones(4, dtype=torch.long))) == 1.0
+
+
+@pytest.mark.parametrize("levels", [3, 10_000], ids=["ties", "distinct"])
+def test_auroc_against_scikit_learn_and_pairs(levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    scores = torch.randint(0, levels, (90,), generator=generator).double() / levels
+    positive = torch.rand(90, generator=generator) < 0.3
+    expected = reference.roc_auc_score(positive, scores)
+    pairs = [
+        (a > b) + 0.5 * (a == b) for a, b in itertools.product(scores[positive].tolist(), scores[~positive].tolist())
+    ]
+    value = float(metrics.auroc(scores, positive))
+    assert value == pytest.approx(expected, abs=1e-10) == pytest.approx(sum(pairs) / len(pairs), abs=1e-10)
+    assert float(metrics.auroc(scores, positive.long())) == value
+    assert float(metrics.auroc(-scores, positive)) == pytest.approx(1 - value, abs=1e-10)
+
+
+def test_entropy_bounds_and_value(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
+    p, _ = problem
+    entropy = metrics.predictive_entropy(p)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(probs=p).entropy(), rtol=1e-10, atol=1e-10)
+    uniform = torch.full((1, 8), 1 / 8, dtype=torch.float64)
+    assert float(metrics.predictive_entropy(uniform)) == pytest.approx(math.log(8), rel=1e-12)
+    assert float(metrics.predictive_entropy(torch.eye(3)).sum()) == 0.0
+
+
+def test_mutual_information_is_the_mean_divergence_from_the_mean() -> None:
+    samples = torch.randn(7, 20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    mean = samples.mean(0)
+    divergence = (samples * (samples.log() - mean.log())).sum(-1).mean(0)
+    torch.testing.assert_close(metrics.mutual_information(samples), divergence, rtol=1e-10, atol=1e-12)
+    agreeing = samples[:1].expand(7, -1, -1)
+    assert float(metrics.mutual_information(agreeing).abs().max()) <= 1e-15
+    opposite = torch.eye(2, dtype=torch.float64)[:, None]
+    assert float(metrics.mutual_information(opposite)) == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_temperature_is_the_stationary_point(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(400, 5, dtype=torch.float64, generator=generator)
+    y = torch.distributions.Categorical(logits=logits).probs.multinomial(1, generator=generator).squeeze(1)
+    sharp = 4 * logits
+    t = metrics.temperature(sharp, y)
+    grid = torch.linspace(0.5, 1.5, 201, dtype=torch.float64) * t
+    values = torch.stack([metrics.nll((sharp / s).softmax(-1), y) for s in grid])
+    assert int(values.argmin()) == 100
+    assert 3 < float(t) < 5.5
+    scale = t.clone().requires_grad_()
+    slope = torch.autograd.grad(torch.nn.functional.cross_entropy(sharp / scale, y), scale)[0]
+    assert abs(float(slope)) < 1e-10
+    # scaling the logits scales the temperature
+    assert float(metrics.temperature(3 * sharp, y)) == pytest.approx(3 * float(t), rel=1e-10)
+
+
+def test_temperature_stops_at_its_bounds() -> None:
+    logits = torch.eye(4, dtype=torch.float64)
+    assert float(metrics.temperature(logits, torch.arange(4), bounds=(0.5, 2.0))) == pytest.approx(0.5)
+    assert float(metrics.temperature(logits, (torch.arange(4) + 1) % 4, bounds=(0.5, 2.0))) == pytest.approx(2.0)
+
+
+GOOD = torch.full((3, 2), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("p", "y"),
+    [
+        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long)),
+        (torch.randn(3, 2) * 5, torch.tensor([0, 1, 0])),
+        (GOOD * float("nan"), torch.tensor([0, 1, 0])),
+        (GOOD, torch.tensor([0, 1, 2])),
+        (GOOD, torch.tensor([0, -1, 1])),
+        (GOOD, torch.tensor([0, 1])),
+        (GOOD, torch.tensor([0.0, 1.0, 0.0])),
+        (GOOD[0], torch.tensor([0, 1, 0])),
+    ],
+    ids=["empty", "logits", "nan", "label too large", "label negative", "lengths", "float labels", "one row"],
+)
+def test_bad_input_is_refused(p: torch.Tensor, y: torch.Tensor) -> None:
+    for score in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece):
+        with pytest.raises((ValueError, TypeError)):
+            score(p, y)
+
+
+def test_other_bad_input_is_refused() -> None:
+    y = torch.tensor([0, 1, 0])
+    with pytest.raises(ValueError, match="both classes"):
+        metrics.auroc(torch.rand(3), torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="finite"):
+        metrics.auroc(torch.tensor([0.0, float("nan")]), torch.tensor([True, False]))
+    with pytest.raises(ValueError, match="0 and 1"):
+        metrics.auroc(torch.rand(3), torch.tensor([0, 2, 1]))
+    with pytest.raises(ValueError, match="draws"):
+        metrics.mutual_information(GOOD[None])
+    with pytest.raises(ValueError, match="bins"):
+        metrics.ece(GOOD, y, bins=0)
+    with pytest.raises(ValueError, match="reduction"):
+        metrics.nll(GOOD, y, reduction="sum")
+    with pytest.raises(ValueError, match="bounds"):
+        metrics.temperature(GOOD, y, bounds=(1.0, 0.5))
+    with pytest.raises(ValueError, match="finite"):
+        metrics.temperature(GOOD / 0, y)
