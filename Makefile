@@ -1,0 +1,66 @@
+# Each target sets up what it needs: an environment of its own, pinned by constraints.txt. A second run starts at once.
+#   make demo ARGS=--quick        make test ARGS="tests/linalg -x"        make bench ARGS="-k mlp"
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+PEERS := .venv-peers/bin
+INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# The build back end is installed beforehand, so that it too is the pinned one.
+EDITABLE := $(INSTALL) --no-build-isolation --editable
+
+.PHONY: help demo test bench docs lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo | test | bench | docs | lint | clean"
+
+demo: .venv/.installed
+	$(BIN)/python -m curvops demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict curvops
+	$(BIN)/lint-imports
+
+# The shape checks of the test run would be timed too: --override-ini leaves them out.
+bench: .venv-peers/.installed
+	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --benchmark-only \
+	    --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
+	find curvops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first: what comes after must build on that very version.
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python $(INSTALL) torch hatchling
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	$(BIN)/python $(EDITABLE) '.[demo,test]'
+	@touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python $(EDITABLE) '.[docs]'
+	@touch $@
+
+# laplace-torch and backpack pull torchvision, whose build does not fit a CPU-only torch and breaks their import: it is
+# removed again. laplace-torch, --no-deps, gets its few real needs by name.
+.venv-peers/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS)/python $(INSTALL) torch hatchling
+	$(PEERS)/python $(INSTALL) curvlinops-for-pytorch posteriors
+	$(PEERS)/python $(INSTALL) --no-deps laplace-torch asdfghjkl torchmetrics lightning-utilities
+	$(PEERS)/python $(EDITABLE) '.[bench]'
+	$(PEERS)/python -m pip uninstall --quiet --yes torchvision
+	@touch $@

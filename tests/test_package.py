@@ -1,0 +1,50 @@
+"""The package as a whole: its version, what importing it costs, and the habits a reader relies on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import curvops
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "curvops").rglob("*.py"))
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert curvops.__version__ == version("curvops")
+
+
+def test_import_adds_no_heavy_module_to_torch_and_gpytorch() -> None:
+    """Of the second that `import curvops` may cost, these alone would take most."""
+    program = """
+import sys, torch, gpytorch
+before = set(sys.modules)
+import curvops
+heavy = {"matplotlib", "pandas", "rich", "scipy.optimize", "scipy.sparse.linalg", "scipy.stats", "sklearn", "typer"}
+print(*sorted(heavy & (set(sys.modules) - before)))
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_top_level_folders_are_the_four() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: nothing says which folders are the project's")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = {path.split("/")[0] for path in tracked.splitlines() if "/" in path}
+    visible = {folder for folder in folders if not folder.startswith(".")}
+    assert visible == {"curvops", "tests", "benchmarks", "docs"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_answers_one_question(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+
+
+def test_package_is_typed() -> None:
+    assert (ROOT / "curvops" / "py.typed").exists()
