@@ -1,0 +1,174 @@
+"""What an algorithm hands back: answers with their reasons, residuals and error bars."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from jaxtyping import Bool, Float
+from linear_operator.utils.errors import NotPSDError
+from scipy.special import stdtrit
+from torch import Tensor
+
+
+class Reason(Enum):
+    """Why an algorithm stopped. The value is the remedy, in plain sentences."""
+
+    CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
+    ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
+    PRECISION_LIMIT = (
+        "The residual is at the rounding level of this dtype, which has no more to give. "
+        "Use refine=True, solve in float64, or accept a larger rtol."
+    )
+    ITERATION_LIMIT = (
+        "The iteration limit was reached before the tolerance. "
+        "Raise maxiter, add a preconditioner (curvops.linalg.nystrom), or accept a larger rtol."
+    )
+    STAGNATION = (
+        "The residual stopped shrinking far above the rounding level. "
+        "Check that the operator is symmetric and deterministic; add a preconditioner or a larger prior precision."
+    )
+    NOT_POSITIVE_DEFINITE = (
+        "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "
+        "Use minres, or add a prior (add_diagonal) larger than the most negative eigenvalue."
+    )
+    SINGULAR = (
+        "The operator is singular to working precision and the right-hand side leaves its range. "
+        "Add a prior (add_diagonal), or project the right-hand side on the range."
+    )
+    NON_FINITE = (
+        "A right-hand side, a product or a solution holds NaN or Inf. "
+        "Check the parameters and the data, or use a dtype with a wider range."
+    )
+    BREAKDOWN = (
+        "The Krylov space became invariant: the basis is complete for this start vector and results from it are exact. "
+        "For more directions, use another start vector."
+    )
+    RANK_CAPPED = (
+        "The rank or depth was capped by the memory or product budget before the aim was reached. "
+        "Raise memory_budget, max_rank or max_matvecs, or accept the smaller basis."
+    )
+
+
+ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Solution of A x = b, one reason, flag and residual per column of b.
+
+    ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
+    ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products seen.
+    ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
+    ``matvecs`` counts products of A with one vector, the checks included.
+    """
+
+    x: Tensor
+    reasons: tuple[Reason, ...]
+    converged: Bool[Tensor, " K"]
+    relative_residuals: Float[Tensor, " K"]
+    backward_errors: Float[Tensor, " K"]
+    iterations: int
+    matvecs: int
+    history: Float[Tensor, "steps K"]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether each column either converged or gave all that the dtype can give."""
+        return all(reason in ACCEPTED for reason in self.reasons)
+
+    def raise_if_failed(self, rtol: float) -> Solution:
+        """Return self if every column is accepted.
+
+        Raises:
+            NotPositiveDefinite: a column failed because the operator is not positive definite.
+            NotConverged: a column failed for any other reason.
+        """
+        if self.accepted:
+            return self
+        indefinite = Reason.NOT_POSITIVE_DEFINITE in self.reasons
+        raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol)
+
+
+class NotConverged(RuntimeError):
+    """A solve failed; ``solution`` holds what was reached."""
+
+    def __init__(self, solution: Solution, rtol: float) -> None:
+        self.solution = solution
+        self.rtol = rtol
+        failed = [j for j, reason in enumerate(solution.reasons) if reason not in ACCEPTED]
+        worst = max((_sortable(float(solution.relative_residuals[j])) for j in failed), default=0.0)
+        parts = [
+            f"{len(failed)} of {len(solution.reasons)} columns did not converge; "
+            f"worst true relative residual {worst:.2e}, asked for {rtol:.2e}."
+        ]
+        for reason in dict.fromkeys(solution.reasons[j] for j in failed):
+            count = sum(solution.reasons[j] is reason for j in failed)
+            parts.append(f"{reason.name} at iteration {solution.iterations} ({count} columns): {reason.value}")
+        super().__init__("\n".join(parts))
+
+
+class NotPositiveDefinite(NotConverged, NotPSDError):  # type: ignore[misc, unused-ignore]
+    """A solve met a direction of non-positive curvature."""
+
+
+def _sortable(residual: float) -> float:
+    return math.inf if math.isnan(residual) else residual
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A stochastic number with its error bar.
+
+    ``stderr`` is the standard error from ``samples`` independent probes; ``samples == 0`` means an exact value.
+    ``bias_bound`` bounds what more probes would not remove. Same units for value, stderr and bias_bound.
+    ``matvecs`` counts products of the operator with one vector.
+    """
+
+    value: Float[Tensor, ""]
+    stderr: Float[Tensor, ""]
+    samples: int
+    matvecs: int
+    bias_bound: Float[Tensor, ""] | float = 0.0
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Interval from Student's t with samples − 1 degrees of freedom, widened by the bias bound.
+
+        One sample knows nothing of its spread, so its interval is the whole line.
+
+        Raises:
+            ValueError: ``level`` is not strictly between 0 and 1.
+        """
+        if not 0.0 < level < 1.0:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
+        if self.samples == 1:
+            half = torch.full_like(self.value, math.inf)
+        elif self.samples > 1:
+            half = half + float(stdtrit(self.samples - 1, 0.5 + level / 2)) * self.stderr
+        return self.value - half, self.value + half
+
+    def __add__(self, constant: float | Tensor) -> Estimate:
+        """The estimate moved by a known constant; the error bar stays."""
+        return Estimate(self.value + constant, self.stderr, self.samples, self.matvecs, self.bias_bound)
+
+    def __mul__(self, factor: float) -> Estimate:
+        """The estimate and its error bar times a known factor."""
+        size = abs(factor)
+        return Estimate(self.value * factor, self.stderr * size, self.samples, self.matvecs, self.bias_bound * size)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenpairs:
+    """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
+
+    values: Float[Tensor, " k"]
+    vectors: Float[Tensor, "n k"]
+    residuals: Float[Tensor, " k"]
+    reasons: tuple[Reason, ...]
+    matvecs: int

@@ -1,0 +1,67 @@
+import math
+
+import pytest
+import torch
+from linear_operator.utils.errors import NotPSDError
+
+from curvops.linalg.results import Estimate, NotConverged, NotPositiveDefinite, Reason, Solution
+
+
+def solution(*reasons):
+    k = len(reasons)
+    converged = torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons])
+    residuals = torch.where(converged, 1e-8, 0.25)
+    return Solution(torch.zeros(3, k), reasons, converged, residuals, residuals, 7, 9, torch.ones(8, k))
+
+
+def estimate(samples, bias_bound=0.0):
+    return Estimate(torch.tensor(10.0), torch.tensor(1.0), samples, 5, bias_bound)
+
+
+def test_every_reason_carries_its_own_remedy():
+    assert len({reason.value for reason in Reason}) == len(Reason.__members__)
+    assert all(reason.value.endswith(".") and 1 <= reason.value.count(". ") <= 2 for reason in Reason)
+
+
+def test_accepted_solutions_pass_through():
+    s = solution(Reason.CONVERGED, Reason.PRECISION_LIMIT, Reason.ZERO_RIGHT_HAND_SIDE)
+    assert s.raise_if_failed(1e-6) is s
+
+
+def test_message_says_how_many_how_far_and_what_to_do():
+    with pytest.raises(NotConverged) as info:
+        solution(Reason.CONVERGED, Reason.ITERATION_LIMIT).raise_if_failed(1e-6)
+    message = str(info.value)
+    for part in ("1 of 2", "2.50e-01", "1.00e-06", "ITERATION_LIMIT", "iteration 7", Reason.ITERATION_LIMIT.value):
+        assert part in message
+    assert not isinstance(info.value, NotPSDError)
+    assert info.value.solution.iterations == 7
+
+
+def test_indefinite_is_the_error_that_botorch_retries():
+    with pytest.raises(NotPSDError) as info:
+        solution(Reason.NOT_POSITIVE_DEFINITE).raise_if_failed(1e-6)
+    assert isinstance(info.value, NotPositiveDefinite) and "minres" in str(info.value)
+
+
+def test_interval_is_students_t_widened_by_the_bias():
+    low, high = estimate(2, bias_bound=0.5).interval()
+    assert float(high - 10) == pytest.approx(12.706 + 0.5, abs=1e-3)
+    assert float(10 - low) == pytest.approx(12.706 + 0.5, abs=1e-3)
+
+
+def test_exact_and_single_sample_intervals():
+    assert estimate(0).interval() == (10.0, 10.0)
+    low, high = estimate(1).interval()
+    assert low == -math.inf and high == math.inf
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
+def test_level_outside_the_unit_interval(level):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        estimate(3).interval(level)
+
+
+def test_affine_maps_of_an_estimate():
+    e = 3.0 + (-2.0) * estimate(4, bias_bound=0.25)
+    assert float(e.value) == -17 and float(e.stderr) == 2 and e.bias_bound == 0.5
