@@ -110,7 +110,7 @@ class NotConverged(RuntimeError):
         super().__init__("\n".join(parts))
 
 
-class NotPositiveDefinite(NotConverged, NotPSDError):  # type: ignore[misc, unused-ignore]
+class NotPositiveDefinite(NotConverged, NotPSDError):
     """A solve met a direction of non-positive curvature."""
 
 

@@ -7,14 +7,14 @@ Small results (scalars per column, K × K matrices) are float64 whatever the vec
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from linear_operator import LinearOperator
 from torch import Tensor
 
-Matrix = Tensor | LinearOperator
+Matrix: TypeAlias = Tensor | LinearOperator
 CHUNK = 1 << 20
 
 
@@ -105,12 +105,14 @@ def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k
 
 def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """2-norm of each column, accumulated in float64."""
-    return torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
+    sizes: Tensor = torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
+    return sizes
 
 
 def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """Largest absolute entry of each column."""
-    return torch.linalg.vector_norm(X, ord=torch.inf, dim=0).double()
+    sizes: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=0)
+    return sizes.double()
 
 
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
@@ -179,7 +181,7 @@ def independent_basis(X: Float[Tensor, "n k"], gram_host: Float[Tensor, "k k"]) 
         W = torch.zeros(len(sizes), len(kept), dtype=torch.float64)
         W[kept] = scale[:, None] * vectors / values.sqrt()
         Q = combine(X, W.to(X.device))
-        L, info = torch.linalg.cholesky_ex(gram(Q, Q))
+        L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
         return _divide(Q, L)
     scaled = X[:, kept.to(X.device)] * scale.to(X)
     Q, R = torch.linalg.qr(scaled)
