@@ -1,0 +1,99 @@
+"""What does the rest of the library ask of a likelihood?
+
+A likelihood turns outputs ``f`` of shape (n, C) and targets ``y`` into log-probabilities, residuals
+``r = -d log p / d f`` and products with the output Fisher ``H`` (C x C per point), which is never formed.
+Every method takes ``(outputs[, block], targets, weights)``. Weights (n,) are one non-negative factor per point of the
+log-likelihood, or None for ones; they enter residuals and curvature alike. All likelihoods are sums over points.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Outputs = Float[Tensor, "n C"]
+Block = Float[Tensor, "*K n C"]
+RootBlock = Float[Tensor, "*K n R"]
+Weights = Float[Tensor, " n"] | None
+
+
+class Likelihood(ABC):
+    """Distribution p(y | f) of a target given the C outputs of the network. Immutable; copies share their tensors."""
+
+    @abstractmethod
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        """Log-likelihood of each point in nats, with its normalising constant, times the point's weight."""
+
+    @abstractmethod
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        """Gradient of the negative log-likelihood of each point with respect to its outputs."""
+
+    @abstractmethod
+    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+        """H u, where H is the output Fisher of each point times its weight. Costs O(C) a point and vector."""
+
+    @abstractmethod
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+        """L z, where H = L L^T and L is C x R with R = ``root_columns(C)``."""
+
+    @abstractmethod
+    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+        """L^T u, the adjoint of ``root_product``."""
+
+    def root_columns(self, num_outputs: int) -> int:
+        """Number R of columns of the square root L for C = ``num_outputs``."""
+        return num_outputs
+
+    @abstractmethod
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        """Draw one target per point from p(. | f), in the form that ``log_prob`` takes."""
+
+    @abstractmethod
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        """Residual at one sampled target, scaled so that E[r r^T] = H, weights included.
+
+        The true targets enter only through what they do to H (class weights, ignored points).
+        """
+
+    @abstractmethod
+    def mean(self, f: Outputs) -> Outputs:
+        """Mean of the target given the outputs (class probabilities for a categorical)."""
+
+    @abstractmethod
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        """Refuse targets that this likelihood cannot score.
+
+        Without ``num_outputs`` (C is known only after a forward pass) whatever depends on C is left unchecked.
+        Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
+        """
+
+    @property
+    def hyperparameters(self) -> tuple[Tensor, ...]:
+        """Tensors that may require a gradient; every method is differentiable with respect to them."""
+        return ()
+
+    def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Likelihood:
+        """A copy with ``hyperparameters`` replaced, unchecked: for rebuilding an operator from its tensors."""
+        if len(tensors) != len(self.hyperparameters):
+            raise ValueError(f"{self!r} has {len(self.hyperparameters)} hyperparameters; {len(tensors)} were given.")
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
+        """A copy with its tensors on another device or in another floating dtype; gradients flow through."""
+        return self
+
+
+def within(x: Tensor, low: float, strict: bool = False) -> bool:
+    """Whether all entries are finite and above ``low``. Waits for the device."""
+    x = x.detach()
+    return bool(((x > low if strict else x >= low) & x.isfinite()).all())
