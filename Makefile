@@ -26,15 +26,15 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict curvops
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 # The shape checks of the test run would be timed too: --override-ini leaves them out.
 bench: .venv-peers/.installed
-	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --benchmark-only \
-	    --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
+	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --disable-warnings \
+	    --benchmark-only --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
 docs: .venv/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
