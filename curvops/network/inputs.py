@@ -1,0 +1,109 @@
+"""What may a network be called with?
+
+Inputs are one tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword arguments), all with the
+same leading dimension n, the number of points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
+    """Inputs given by a user, moved as :func:`move` does.
+
+    Lists become tuples, and mappings (Hugging Face batches) dicts. Gradients flow through. Raises TypeError when ``x``
+    is none of the three forms, and ValueError when it holds no points, its components disagree about their number, or
+    it contains NaN or Inf (waits for the device once a tensor).
+    """
+    inputs = normalise(x)
+    if num_points(inputs) == 0:
+        raise ValueError("The inputs hold no points (their leading dimension is 0). Pass at least one.")
+    for name, tensor in components(inputs):
+        require_finite(name, tensor)
+    return move(inputs, device, dtype)
+
+
+def normalise(x: object) -> Inputs:
+    """The tensor, tuple or dict that ``x`` stands for. Raises TypeError when it is neither."""
+    inputs = tuple(x) if isinstance(x, (tuple, list)) else dict(x) if isinstance(x, Mapping) else x
+    if isinstance(inputs, Tensor):
+        return inputs
+    if isinstance(inputs, tuple) and inputs and all(isinstance(part, Tensor) for part in inputs):
+        return inputs
+    if isinstance(inputs, dict) and inputs and all(isinstance(part, Tensor) for part in inputs.values()):
+        return inputs
+    raise TypeError(
+        "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors; given "
+        f"{_kind(x)}. Convert NumPy arrays with torch.from_numpy, and drop entries that are not tensors."
+    )
+
+
+def components(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the inputs with the names that messages use for them."""
+    if isinstance(inputs, Tensor):
+        yield "inputs", inputs
+    elif isinstance(inputs, tuple):
+        yield from ((f"inputs[{i}]", part) for i, part in enumerate(inputs))
+    else:
+        yield from ((f"inputs[{name!r}]", part) for name, part in inputs.items())
+
+
+def num_points(inputs: Inputs) -> int:
+    """The common leading dimension n. Raises ValueError when there is none."""
+    lengths = {name: len(tensor) if tensor.ndim else None for name, tensor in components(inputs)}
+    first = next(iter(lengths.values()))
+    if first is None or any(length != first for length in lengths.values()):
+        shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in components(inputs))
+        raise ValueError(
+            f"All inputs need the same leading dimension, the number of points; given {shapes}. Put the batch "
+            "dimension first, and keep what does not vary between points (masks, positions) inside the model."
+        )
+    return first
+
+
+def take(inputs: Inputs, index: slice) -> Inputs:
+    """The points in a slice, as views."""
+    return _each(inputs, lambda tensor: tensor[index])
+
+
+def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
+    """The inputs on a device, with floating tensors (and no others) cast to ``dtype``. None leaves as it is."""
+    return _each(inputs, lambda tensor: move_tensor(tensor, device, dtype))
+
+
+def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    """One tensor moved as :func:`move` does."""
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError when a floating tensor holds NaN or Inf. Waits for the device once."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    # The extremes carry NaN and Inf along, and take a tenth of the time of isfinite().all().
+    low, high = tensor.detach().aminmax()
+    if not bool(low.isfinite() & high.isfinite()):
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
+
+
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, tuple):
+        return tuple(change(part) for part in inputs)
+    return {name: change(part) for name, part in inputs.items()}
+
+
+def _kind(x: object) -> str:
+    if isinstance(x, (tuple, list)):
+        return f"a {type(x).__name__} of ({', '.join(type(part).__name__ for part in x)})"
+    if isinstance(x, Mapping):
+        return "a mapping of " + ", ".join(f"{name!r}: {type(part).__name__}" for name, part in x.items())
+    return f"a {type(x).__name__}"
