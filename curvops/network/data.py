@@ -168,7 +168,7 @@ def as_batches(
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
     disagree, NaN or Inf, and negative weights.
     """
-    return Batches(_source(data, batch_size), device, dtype, check)
+    return Batches(as_source(data, batch_size), device, dtype, check)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ class _InMemory:
             yield take(self.inputs, part), *(tensor[part] for tensor in self.labels)
 
 
-def _source(data: object, batch_size: int) -> Iterable[object]:
+def as_source(data: object, batch_size: int) -> Iterable[object]:
     if isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(part, Tensor) for part in data[1:]):
         _require_batch_size(batch_size)
         inputs = normalise(data[0])

@@ -1,0 +1,1 @@
+"""Matrix-free linear algebra with a trained network, linearised at its weights."""

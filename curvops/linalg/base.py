@@ -1,0 +1,259 @@
+"""The base class of every operator: what it must know, how it multiplies, and an algebra that does not leak."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from linear_operator.operators import (
+    ConstantDiagLinearOperator,
+    DiagLinearOperator,
+    IdentityLinearOperator,
+    LinearOperator,
+    ZeroLinearOperator,
+    to_linear_operator,
+)
+from torch import Tensor
+
+from curvops.linalg.contract import SolverContract
+
+# Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
+COLUMN_BLOCK = 64
+
+
+def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
+    """Apply a product defined on (n, K) blocks to a vector (n,) or to a batch (..., n, K), as further columns."""
+    if rhs.ndim == 1:
+        return product(rhs.unsqueeze(-1)).squeeze(-1)
+    if rhs.ndim == 2:
+        return product(rhs)
+    *batch, rows, columns = rhs.shape
+    block = product(rhs.movedim(-2, 0).reshape(rows, -1))
+    return block.reshape(-1, *batch, columns).movedim(0, -2)
+
+
+class Operator(SolverContract, LinearOperator):
+    """A matrix known by its products: (m, n), usually far too large to be formed.
+
+    A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword, does no
+    work in `__init__` (linear_operator rebuilds an operator from its arguments at every product), and defines
+    `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
+
+    `symmetric` and `psd` (positive semi-definite) are promises that solvers rely on.
+    """
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether A = Aᵀ is known to hold."""
+        return self.psd
+
+    @property
+    def psd(self) -> bool:
+        """Whether A is known to be symmetric positive semi-definite."""
+        return False
+
+    # Products
+
+    def _product(self, block: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} defines neither _product nor _matmul; an Operator needs one of them.")
+
+    def _transposed_product(self, block: Tensor) -> Tensor:
+        if not self.symmetric:
+            raise TypeError(f"{type(self).__name__} is not symmetric and defines no _transposed_product.")
+        return self._product(block)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return by_columns(self._product, rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return by_columns(self._transposed_product, rhs)
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else algebra.Transposed(self)
+
+    def matmul(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
+        """A @ other for a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
+
+        Raises ValueError where dtype, device or size do not fit. One product with A per column.
+        """
+        if isinstance(other, LinearOperator):
+            return algebra.Product(self, other)
+        if other.dtype != self.dtype or other.device != self.device:
+            raise ValueError(
+                f"{type(self).__name__} holds {self.dtype} on {self.device}, the right-hand side {other.dtype} on "
+                f"{other.device}; convert one of them with .to(...)."
+            )
+        if other.shape[-1 if other.ndim == 1 else -2] != self.shape[-1]:
+            raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
+        return super().matmul(other)
+
+    # The algebra: every spelling returns an Operator of ours
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, ZeroLinearOperator) or (isinstance(other, numbers.Number) and other == 0):
+            return self
+        if isinstance(other, numbers.Number) or (isinstance(other, Tensor) and other.ndim < 2):
+            raise TypeError(
+                f"{type(self).__name__} + a {'number' if isinstance(other, numbers.Number) else 'vector'} would add to "
+                "every entry of the matrix; for the diagonal use add_diagonal("
+                f"{other if isinstance(other, numbers.Number) else 'v'})."
+            )
+        if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
+            return self.add_diagonal(other._diagonal())
+        if isinstance(other, Tensor):
+            if other.shape[-2:] != self.matrix_shape:
+                raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
+            other = structured.Dense(other)
+        if not isinstance(other, LinearOperator):
+            raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
+        return algebra.Sum(self, other)
+
+    def __radd__(self, other: Any) -> LinearOperator:
+        return self + other
+
+    def __neg__(self) -> LinearOperator:
+        return self.mul(-1.0)
+
+    def __sub__(self, other: Any) -> LinearOperator:
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> LinearOperator:
+        return (-self) + other
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        return algebra.Scaled(self, torch.as_tensor(other, dtype=self.dtype, device=self.device))
+
+    def _mul_matrix(self, other: Any) -> LinearOperator:
+        self.require_small("an elementwise product")
+        return structured.Dense(self.to_dense() * other.to_dense())
+
+    def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
+        """A + diag(d), as `Damped`: d a number, a 0-d tensor, or a vector (n,) (a batch (..., n) broadcasts).
+
+        Raises ValueError where the sizes do not fit or A is not square. Costs nothing until it is used.
+        """
+        if not self.is_square:
+            raise ValueError(f"add_diagonal needs a square operator, got {tuple(self.shape)}.")
+        shift = torch.as_tensor(diag, dtype=self.dtype, device=self.device)
+        shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
+        if shift.ndim and shift.shape[-1] != self.shape[-1]:
+            raise ValueError(f"the diagonal has {shift.shape[-1]} entries, the operator {self.shape[-1]}.")
+        return damped.Damped(self, shift, cache=damped.Cache())
+
+    def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
+        """A + jitter · I (linear_operator's name for a scalar `add_diagonal`)."""
+        return self.add_diagonal(jitter_val)
+
+    def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
+        """A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
+        root = to_linear_operator(low_rank_mat)
+        return self + structured.Dense(root.to_dense() @ root.to_dense().mT)
+
+    def inverse(self, rtol: float | None = None) -> LinearOperator:
+        """A⁻¹ as a lazy operator: each product is a solve, so J @ A.inverse() @ J.mT composes. `rtol` as in `cg`."""
+        return damped.Inverse(self, rtol=rtol)
+
+    # Entries, slices, batches
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if batch_indices and any(not _is_all(index) for index in batch_indices):
+            raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
+        rows, columns = (_positions(i, n, self.device) for i, n in zip((row_index, col_index), self.matrix_shape))
+        return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
+        rows, columns = row_index.expand(shape).reshape(-1), col_index.expand(shape).reshape(-1)
+        wanted, position = columns.unique(return_inverse=True)
+        blocks = [self._columns(part)[rows] for part in wanted.split(COLUMN_BLOCK)]
+        return torch.cat(blocks, 1).gather(1, position.unsqueeze(1)).squeeze(1).reshape(shape)
+
+    def _columns(self, index: Tensor) -> Tensor:
+        """The columns A[:, index], (m, len(index)): one product each."""
+        units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
+        units.scatter_(1, index.unsqueeze(1), 1.0)
+        return self.matmul(units.mT)  # type: ignore[return-value]
+
+    def _diagonal(self) -> Tensor:
+        parts = torch.arange(min(self.matrix_shape), device=self.device).split(COLUMN_BLOCK)
+        return torch.cat([self._columns(part)[part].diagonal() for part in parts])
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        batch_shape = torch.Size(batch_shape)
+        return self if batch_shape == self.batch_shape else algebra.Expanded(self, batch=batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._expand_batch((*self.batch_shape[:dim], 1, *self.batch_shape[dim:]))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return self._expand_batch([self.batch_shape[dim] for dim in dims])
+
+    def repeat(self, *sizes: Any) -> LinearOperator:
+        """The operator repeated over leading batch dimensions, as torch.Tensor.repeat with trailing (1, 1)."""
+        sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
+        if len(sizes) < 2 or tuple(sizes[-2:]) != (1, 1):
+            raise ValueError(f"only batch dimensions can be repeated: the last two sizes must be 1, got {sizes}.")
+        batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
+        return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
+
+    # Conversions
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        """The same operator in another dtype or on another device; index tensors keep their dtype."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        converted = [convert(arg, device, dtype) for arg in self._args]
+        options = {key: convert(value, device, dtype) for key, value in self._kwargs.items()}
+        return self.__class__(*converted, **options)  # type: ignore[no-any-return]
+
+    def type(self, dtype: torch.dtype) -> LinearOperator:
+        """The same operator in another dtype."""
+        return self.to(dtype=dtype)
+
+    def cpu(self) -> LinearOperator:
+        """The same operator on the CPU."""
+        return self.to(device=torch.device("cpu"))
+
+    def cuda(self, device_id: int | None = None) -> LinearOperator:
+        """The same operator on a CUDA device."""
+        return self.to(device=torch.device("cuda", device_id) if device_id is not None else torch.device("cuda"))
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` of the same products, on NumPy arrays (copied through the CPU)."""
+
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import, for those who ask
+
+        def wrap(matmul: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+            return lambda x: matmul(torch.as_tensor(x, dtype=self.dtype, device=self.device)).detach().cpu().numpy()
+
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        forward, adjoint = wrap(self._matmul), wrap(self._t_matmul)
+        return ScipyOperator(
+            shape=tuple(self.shape), matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint, dtype=dtype
+        )
+
+
+def _is_all(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)
+
+
+def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:
+    """A row or column index as a tensor of positions, None for all of them; raises IndexError out of range."""
+    if _is_all(index):
+        return None
+    positions = torch.arange(size, device=device)[index]
+    return positions.reshape(-1)
+
+
+def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """A tensor or operator on another device, floating ones in another dtype; anything else unchanged."""
+    if isinstance(value, LinearOperator):
+        return value.to(device=device, dtype=dtype)
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    return value
+
+
+# The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here, once.
+from curvops.linalg import algebra, damped, structured  # noqa: E402

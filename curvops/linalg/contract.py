@@ -1,0 +1,180 @@
+"""linear_operator's own entries (solve, logdet, roots, samples) answered by our algorithms, never by its CG or Lanczos.
+
+Matrices of at most `DENSE_SIZE` rows are formed and factorised, which costs no more than iterating and has every
+gradient; larger ones are only multiplied. Whatever an iteration could not reach is raised, never returned.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator, RootLinearOperator, to_linear_operator
+from torch import Tensor
+
+from curvops.linalg import differentiable
+from curvops.linalg.cg import cg
+from curvops.linalg.lanczos import lanczos
+from curvops.linalg.logdet import logdet
+from curvops.linalg.results import Estimate, LanczosResult, Solution
+from curvops.linalg.trace import trace
+
+DENSE_SIZE = 256
+
+
+class SolverContract:
+    """The solver entries of `Operator`; it relies on nothing but products."""
+
+    # Our algorithms as methods: one line each, returning the result types
+
+    def cg(self, B: Tensor, **options: Any) -> Solution:
+        """Block conjugate gradients, see `co.linalg.cg`."""
+        return cg(self, B, **options)
+
+    def lanczos(self, steps: int, **options: Any) -> LanczosResult:
+        """Lanczos tridiagonalisation, see `co.linalg.lanczos`."""
+        return lanczos(self, steps, **options)
+
+    def trace(self, **options: Any) -> Estimate:
+        """Stochastic trace, see `co.linalg.trace`."""
+        return trace(self, **options)
+
+    def stochastic_logdet(self, **options: Any) -> Estimate:
+        """Stochastic log-determinant in nats, see `co.linalg.logdet`."""
+        return logdet(self, **options)
+
+    # linear_operator's entries
+
+    def require_small(self: Any, purpose: str) -> None:
+        """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` rows."""
+        if self.shape[-1] > DENSE_SIZE:
+            raise ValueError(
+                f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; call .to_dense() "
+                "yourself if it fits in memory."
+            )
+
+    @property
+    def _is_small(self: Any) -> bool:
+        return bool(max(self.shape[-2:]) <= DENSE_SIZE)
+
+    def solve(self: Any, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
+        """A⁻¹ B (or L A⁻¹ B): (n,), (n, K) or (..., n, K); differentiable in B, L and the tensors inside A.
+
+        Raises `NotConverged` (a RuntimeError carrying the `Solution`) where the tolerance was not reached and
+        `NotPositiveDefinite` (also linear_operator's `NotPSDError`) where A is indefinite; warns once where the
+        dtype's precision was the limit. Cost: block CG, or the operator's closed form.
+        """
+        if not self.is_square:
+            raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
+        if right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
+            raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
+        if self._is_small:
+            columns = right_tensor.unsqueeze(-1) if right_tensor.ndim == 1 else right_tensor
+            solution = torch.linalg.solve(self.to_dense(), columns)
+            solution = solution.squeeze(-1) if right_tensor.ndim == 1 else solution
+        else:
+            solution = differentiable.solve(self, right_tensor)
+        return solution if left_tensor is None else left_tensor @ solution
+
+    def inv_quad(self: Any, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
+        """bᵀ A⁻¹ b per column (…, K), or summed over columns."""
+        columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.ndim == 1 else inv_quad_rhs
+        terms = (columns * self.solve(columns)).sum(-2)
+        return terms.sum(-1) if reduce_inv_quad else terms
+
+    def inv_quad_logdet(
+        self: Any, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """The pair (bᵀ A⁻¹ b, log det A); a term that was not asked for is an empty or zero tensor."""
+        zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
+        quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
+        return quadratic, self.logdet() if logdet else zero
+
+    def logdet(self: Any) -> Tensor:
+        """log det A in nats, a tensor (...,): dense Cholesky where A is small, else the value of an `Estimate`.
+
+        Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
+        """
+        if self._is_small:
+            return 2 * torch.linalg.cholesky(self.to_dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return differentiable.logdet(self)
+
+    def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
+        """`num_samples` draws of N(0, A), (num_samples, ..., n)."""
+        root = self.root_decomposition().root
+        noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
+        return (root @ noise).movedim(-1, 0)  # type: ignore[no-any-return]
+
+    def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
+        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), through the eigendecomposition of the dense matrix."""
+        self.require_small("the inverse square root")
+        values, vectors = torch.linalg.eigh(self.to_dense())
+        inverse_root = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
+        if lhs is None:
+            return inverse_root @ rhs
+        left = lhs @ inverse_root
+        return left @ rhs, left.square().sum(-1)
+
+    def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
+        """Eigenvalues (m,) and vectors (n, m): all of them where A is small, else the Ritz pairs of Lanczos."""
+        if self._is_small:
+            return self._symeig(eigenvectors=True)  # type: ignore[no-any-return]
+        values, vectors = self._ritz_pairs()
+        return values, to_linear_operator(vectors)
+
+    def _symeig(
+        self: Any, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
+    ) -> tuple[Tensor, LinearOperator | None]:
+        self.require_small("the eigendecomposition")
+        values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
+        return values, to_linear_operator(vectors) if eigenvectors else None
+
+    def _choose_root_method(self) -> str:
+        return "cholesky" if self._is_small else "lanczos"
+
+    def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
+        """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
+        if self._is_small:
+            return super().root_decomposition(method="cholesky" if method == "lanczos" else method)  # type: ignore
+        return RootLinearOperator(self._root_decomposition())
+
+    def _root_decomposition(self) -> Tensor:
+        values, vectors = self._ritz_pairs()
+        return vectors * values.clamp_min(0).sqrt()
+
+    def root_inv_decomposition(
+        self: Any, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
+    ) -> RootLinearOperator:
+        """R with R Rᵀ ≈ A⁻¹: from the Cholesky factor where A is small, else from the Ritz pairs of Lanczos."""
+        if self._is_small:
+            return super().root_inv_decomposition(  # type: ignore
+                initial_vectors, test_vectors, method="cholesky" if method in (None, "lanczos") else method
+            )
+        values, vectors = self._ritz_pairs()
+        return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
+
+    def _ritz_pairs(self: Any) -> tuple[Tensor, Tensor]:
+        result = lanczos(self, min(self.shape[-1], self._root_decomposition_size()))
+        values, rotation = torch.linalg.eigh(result.T)
+        return values, result.Q @ rotation.to(result.Q.dtype)
+
+    def _solve(self: Any, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
+        if num_tridiag:
+            raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
+        return self._solve_block(rhs) if rhs.ndim <= 2 else self.solve(rhs)  # type: ignore[no-any-return]
+
+    # What a subclass with a closed form replaces
+
+    def _solve_block(self: Any, block: Tensor) -> Tensor:
+        """A⁻¹ B for B (n,) or (n, K), raising `NotConverged`; the default is block CG."""
+        return differentiable.accept(cg(self, block, rtol=default_rtol(self.dtype)))
+
+    def _logdet_estimate(self: Any) -> Estimate:
+        """log det A with its standard error; the default is stochastic Lanczos quadrature."""
+        return logdet(self)
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """The relative residual that `solve` promises: 1e-6, tightened towards √eps in float64."""
+    return min(1e-6, math.sqrt(torch.finfo(dtype).eps))

@@ -1,0 +1,189 @@
+"""Structured operators that need no network (diagonal, low rank), and exact draws of N(0, A) through the algebra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum, is_psd
+from curvops.linalg.base import Operator
+from curvops.linalg.contract import DENSE_SIZE
+
+
+class Diagonal(Operator):
+    """diag(d) for a vector d (n,); every operation is elementwise."""
+
+    def __init__(self, entries: Tensor) -> None:
+        super().__init__(entries)
+
+    @property
+    def entries(self) -> Tensor:
+        """The diagonal d, (n,)."""
+        return self._args[0]  # type: ignore[no-any-return]
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    @property
+    def psd(self) -> bool:
+        return bool((self.entries >= 0).all())
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self.entries), len(self.entries)))
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self.entries.unsqueeze(-1) * block
+
+    def _diagonal(self) -> Tensor:
+        return self.entries
+
+    def _solve_block(self, block: Tensor) -> Tensor:
+        return block / (self.entries if block.ndim == 1 else self.entries.unsqueeze(-1))
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.entries.sqrt().unsqueeze(-1) * _normal(len(self.entries), k, self.entries, generator)
+
+
+class Dense(Operator):
+    """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The matrix, (..., m, n)."""
+        return self._args[0]  # type: ignore[no-any-return]
+
+    @property
+    def symmetric(self) -> bool:
+        return self.is_square and bool(torch.equal(self.tensor, self.tensor.mT))
+
+    def _size(self) -> torch.Size:
+        return self.tensor.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return Dense(self.tensor.mT)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.tensor @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.tensor.mT @ rhs
+
+    def to_dense(self) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+    def _diagonal(self) -> Tensor:
+        return self.tensor.diagonal(dim1=-2, dim2=-1)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return Dense(self.tensor[(*batch_indices, row_index, slice(None))][..., col_index])
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.tensor[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Dense(self.tensor.expand(*batch_shape, *self.matrix_shape))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return Dense(self.tensor.unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return Dense(self.tensor.permute(*dims, -2, -1))
+
+
+class LowRank(Operator):
+    """U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0; a product costs two multiplications by U.
+
+    `add_diagonal` keeps closed forms (Woodbury); made by `co.linalg.nystrom(...).operator()`.
+    """
+
+    def __init__(self, vectors: Tensor, values: Tensor) -> None:
+        super().__init__(vectors, values)
+
+    @property
+    def vectors(self) -> Tensor:
+        """U, (n, r)."""
+        return self._args[0]  # type: ignore[no-any-return]
+
+    @property
+    def values(self) -> Tensor:
+        """s, (r,)."""
+        return self._args[1]  # type: ignore[no-any-return]
+
+    @property
+    def root(self) -> Tensor:
+        """W = U √s with A = W Wᵀ, (n, r)."""
+        return self.vectors * self.values.sqrt()
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    @property
+    def psd(self) -> bool:
+        return bool((self.values >= 0).all())
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.vectors.shape[0], self.vectors.shape[0]))
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self.vectors @ (self.values.unsqueeze(-1) * (self.vectors.mT @ block))
+
+    def _diagonal(self) -> Tensor:
+        return self.vectors.square() @ self.values
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.root @ _normal(len(self.values), k, self.values, generator)
+
+
+def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """k exact draws of N(0, A) as columns, (n, k), from the square roots that the parts of A have.
+
+    A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a `_draw` of their
+    own; a small matrix is factorised. Raises ValueError for a large operator with no known root.
+    """
+    own = getattr(operator, "_draw", None)
+    if own is not None:
+        return own(k, generator)  # type: ignore[no-any-return]
+    if isinstance(operator, Expanded):
+        return draw(operator.base, k, generator)
+    if isinstance(operator, Scaled) and operator.psd and operator.factor.ndim == 0:
+        return operator.factor.sqrt() * draw(operator.base, k, generator)
+    if isinstance(operator, Sum):
+        parts = [draw(term, k, generator) for term in operator.terms]
+        return torch.stack(parts).sum(0)
+    if isinstance(operator, Sliced) and operator.psd:
+        part = draw(operator.base, k, generator)
+        return part if operator.rows is None else part[operator.rows]
+    if isinstance(operator, Product) and operator.psd and len(operator.factors) > 2:
+        left, *middle, _ = operator.factors
+        return left._matmul(draw(Product(*middle) if len(middle) > 1 else middle[0], k, generator))  # type: ignore
+    if isinstance(operator, Product) and operator.psd and len(operator.factors) == 2:
+        left = operator.factors[0]
+        noise = _normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)
+        return left._matmul(noise)  # type: ignore[no-any-return]
+    return _draw_dense(operator, k, generator)
+
+
+def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
+    if isinstance(operator, Operator) and operator.shape[-1] > DENSE_SIZE:
+        raise ValueError(
+            f"no exact square root of this {type(operator).__name__} of shape {tuple(operator.shape)} is known "
+            f"(psd known: {is_psd(operator)}); draw from its parts, or from operator.inverse() of a Damped one."
+        )
+    values, vectors = torch.linalg.eigh(operator.to_dense())
+    floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
+    if bool((values < floor).any()):
+        raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
+    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * _normal(len(values), k, values, generator))
+
+
+def _normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(k, n, dtype=like.dtype, device=like.device, generator=generator).mT

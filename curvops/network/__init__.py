@@ -1,0 +1,1 @@
+"""The network floor: parameters, likelihoods, data, and the two engines behind J."""

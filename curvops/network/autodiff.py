@@ -1,0 +1,254 @@
+"""The general engine: J of one batch by automatic differentiation, streamed or from a recorded graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import linearize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curvops.network.model import Model
+from curvops.network.parameters import Blocks
+
+
+class Streamed:
+    """J of one batch, the passes run again at every product: nothing is kept beyond the product at hand.
+
+    A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector
+    (1 gradient). Without forward mode a push is a double backward pass.
+    """
+
+    kind = "streamed"
+    nbytes = 0
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
+        self.model, self.inputs, self.names, self.forward_mode = model, inputs, tuple(names), forward_mode
+        self._outputs: Tensor | None = None
+
+    @property
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ, inputs)."""
+        if self._outputs is None:
+            with torch.no_grad():
+                self._outputs = self.model(self.model.values, self.inputs)
+        return self._outputs
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        """J V for K tangents by name, (K, *shape) each."""
+        if not self.forward_mode:
+            return _Graph(self.model, self.inputs, self.names).push(tangents)
+        columns = next(iter(tangents.values())).shape[0]
+        return torch.stack([self._push_one({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+
+    def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
+        # Gradients stay off inside the recording context: the tangent alone is wanted.
+        with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
+            values = self.model.values
+            duals = {name: forward_ad.make_dual(values[name], tangent[name]) for name in self.names}
+            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
+        self._outputs = outputs
+        return torch.zeros_like(outputs) if result is None else result
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        return _Graph(self.model, self.inputs, self.names).pull(cotangents)
+
+
+class Recorded:
+    """J of one batch from one recorded forward pass, kept: 1.33 gradients a push and pull instead of 2.
+
+    Pulls run backward through the graph. Pushes replay `torch.func.linearize` where `replayable` says that the model
+    mutates nothing and a replay reproduces a forward-mode product; else they differentiate the pull (double backward).
+    """
+
+    kind = "recorded"
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str], replayable: bool) -> None:
+        self.model, self.names = model, tuple(names)
+        with _SavedBytes() as saved:
+            self._graph = _Graph(model, inputs, names)
+        self._replay = self._linearize(inputs) if replayable else None
+        self.nbytes = saved.total * (2 if self._replay else 3)
+
+    @property
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ, inputs)."""
+        return self._graph.outputs.detach()
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        """J V for K tangents by name, (K, *shape) each."""
+        if self._replay is None:
+            return self._graph.push(tangents)
+        columns = next(iter(tangents.values())).shape[0]
+        with torch.no_grad():
+            return torch.stack([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        return self._graph.pull(cotangents)
+
+    def _linearize(self, inputs: Any) -> Callable[[Blocks], Tensor] | None:
+        values = self.model.values
+        chosen = {name: values[name].detach() for name in self.names}
+        with self.model.differentiating(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its constant folding warns of its own graph
+            try:
+                _, replay = linearize(lambda part: self.model({**values, **part}, inputs), chosen)
+            except Exception:  # whatever tracing cannot follow, the double backward pass can
+                return None
+        return replay  # type: ignore[no-any-return]
+
+
+class _Graph:
+    """One recorded forward pass: pulls by backward passes, pushes by differentiating a pull (always its adjoint)."""
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
+        self.model, self.names = model, tuple(names)
+        with model.differentiating():
+            values = model.values
+            self._leaves = {name: values[name].detach().requires_grad_() for name in names}
+            self.outputs = model({**values, **self._leaves}, inputs)
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        rows = [self._backward(cotangent) for cotangent in cotangents]
+        return {name: torch.stack([row[name] for row in rows]) for name in self.names}
+
+    def _backward(self, cotangent: Tensor) -> Blocks:
+        leaves = list(self._leaves.values())
+        if not self.outputs.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
+        with self.model.differentiating():
+            gradients = torch.autograd.grad(
+                self.outputs, leaves, _usable(cotangent), retain_graph=True, allow_unused=True
+            )
+        pairs = zip(self.names, leaves, gradients)
+        return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
+
+    @cached_property
+    def _adjoint(self) -> tuple[Tensor, Blocks]:
+        """A dummy cotangent w and the recorded pull g(w) = Jᵀw, linear in w."""
+        with self.model.differentiating():
+            dummy = torch.zeros_like(self.outputs).requires_grad_()
+            gradients = torch.autograd.grad(
+                self.outputs, list(self._leaves.values()), dummy, create_graph=True, allow_unused=True
+            )
+        pairs = zip(self.names, gradients)
+        return dummy, {name: g for name, g in pairs if g is not None and g.requires_grad}
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        columns = next(iter(tangents.values())).shape[0]
+        if not self.outputs.requires_grad:
+            return self.outputs.new_zeros(columns, *self.outputs.shape)
+        dummy, pulled = self._adjoint
+        results = []
+        with self.model.differentiating():
+            for k in range(columns):
+                along = [_usable(tangents[name][k]) for name in pulled]
+                (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
+                results.append(result.detach())
+        return torch.stack(results)
+
+
+def forward_mode_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
+    """Whether forward-mode products of this batch exist and are the adjoint of backward-mode ones.
+
+    They are not where an operation has no forward derivative, or a wrong one (an embedding's padding row).
+    """
+    generator = torch.Generator(device=model.theta.device).manual_seed(0)
+    tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pushed = Streamed(model, inputs, names, forward_mode=True).push(tangents)
+    except (RuntimeError, NotImplementedError):
+        return False
+    cotangents = _randn_like(pushed, generator)
+    pulled = _Graph(model, inputs, names).pull(cotangents)
+    return adjoint(pushed, cotangents, tangents, pulled)
+
+
+def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
+    """Whether `torch.func.linearize` may be replayed: no operation mutates a tensor, and two replays equal a JVP."""
+    with _Mutations() as mutations, torch.no_grad(), model.differentiating():
+        model(model.values, inputs)
+    if mutations.seen:
+        return False
+    recorded = Recorded(model, inputs, names, replayable=True)
+    if recorded._replay is None:
+        return False
+    generator = torch.Generator(device=model.theta.device).manual_seed(1)
+    streamed = Streamed(model, inputs, names, forward_mode=True)
+    for _ in range(2):
+        tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
+        try:
+            replayed = recorded.push(tangents)
+        except Exception:  # a trace that cannot be replayed is a trace that is not used
+            return False
+        expected = streamed.push(tangents)
+        if not bool((replayed - expected).norm() <= tolerance(expected.dtype) * expected.norm()):
+            return False
+    return True
+
+
+def adjoint(pushed: Tensor, cotangents: Tensor, tangents: Mapping[str, Tensor], pulled: Mapping[str, Tensor]) -> bool:
+    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy."""
+    left = (pushed * cotangents).sum(dtype=torch.float64)
+    right = sum(((pulled[name] * tangents[name]).sum(dtype=torch.float64) for name in pulled), torch.zeros_like(left))
+    scale = pushed.norm().double() * cotangents.norm().double()
+    return bool((left - right).abs() <= tolerance(pushed.dtype) * scale)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may make between two routes to one product."""
+    return 10 * float(torch.finfo(dtype).eps) ** 0.5
+
+
+def saved_bytes(model: Model, inputs: Any) -> int:
+    """Bytes that one recorded forward pass keeps for these inputs."""
+    with _SavedBytes() as saved:
+        _Graph(model, inputs, model.selection.names)
+    return saved.total
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+class _SavedBytes:
+    """Counts the bytes of the distinct storages that autograd saves while it is entered."""
+
+    def __enter__(self) -> _SavedBytes:
+        self._storages: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def __exit__(self, *details: Any) -> None:
+        self._hooks.__exit__(*details)
+        self.total = sum(self._storages.values())
+
+
+class _Mutations(TorchDispatchMode):
+    """Notices operations that write into their arguments."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or func._schema.is_mutable
+        return func(*args, **(kwargs or {}))

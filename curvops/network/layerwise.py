@@ -1,0 +1,291 @@
+"""The fast engine where C is small: J of one batch from each layer's input a and output sensitivity δ.
+
+One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
+Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where the
+layer has fewer parameters than outputs (early convolutions, norms) those rows themselves are the smaller of the two,
+and are kept instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from curvops.network.autodiff import Recorded, Streamed, tolerance
+from curvops.network.layers import RULES, Local, Rule, rule_for
+from curvops.network.model import Model
+from curvops.network.parameters import Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer with its rule, the parameters it owns of the selection, and the shape of its output."""
+
+    path: str
+    module: Any
+    rule: Rule
+    names: dict[str, str]  # "weight" -> the parameter's name in the model
+    output: torch.Size
+    inputs: int  # numbers kept of its input, per point
+    multiply_adds: int
+
+    @property
+    def size(self) -> int:
+        """Parameters of this layer among the selected."""
+        return sum(self.shape_of(local).numel() for local in self.names)
+
+    @property
+    def as_rows(self) -> bool:
+        """Whether the layer's own Jacobian is smaller than its sensitivity δ."""
+        return self.size <= self.output[1:].numel()
+
+    def shape_of(self, local: str) -> torch.Size:
+        """Shape of the layer's "weight" or "bias"."""
+        return getattr(self.module, local).shape  # type: ignore[no-any-return]
+
+    def of(self, tangents: Mapping[str, Tensor]) -> Local:
+        """The tangents of this layer, by local name."""
+        return {local: tangents[name] for local, name in self.names.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer in a recorded forward pass: what it was given, and where it stands in the graph."""
+
+    layer: Layer
+    input: Tensor
+    version: int
+    kept: Tensor
+    edge: GradientEdge
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A layer kept as its input a and sensitivity δ (n, C, *out)."""
+
+    layer: Layer
+    kept: Tensor
+    delta: Tensor
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        z = self.layer.rule.push(self.layer.module, self.kept, self.layer.of(tangents)).flatten(2)
+        return torch.bmm(z, self.delta.flatten(2).mT).transpose(0, 1)
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
+        s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+
+    @property
+    def nbytes(self) -> int:
+        return self.delta.nbytes + self.kept.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A layer kept as its own Jacobian, (n, C, p) with p its parameters, locals side by side."""
+
+    layer: Layer
+    jacobian: Tensor
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
+        return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
+        flat = cotangents.flatten(1) @ self.jacobian.flatten(0, 1)
+        shapes = [self.layer.shape_of(local) for local in self.layer.names]
+        parts = flat.split([shape.numel() for shape in shapes], 1)
+        return {local: part.unflatten(1, shape) for local, part, shape in zip(self.layer.names, parts, shapes)}
+
+    @property
+    def nbytes(self) -> int:
+        return self.jacobian.nbytes
+
+
+class Layerwise:
+    """J of one batch as layer parts, plus an autodiff part for the parameters in `rest`."""
+
+    kind = "layerwise"
+
+    def __init__(
+        self, model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]], rest: Recorded | Streamed | None,
+        chunk_bytes: int,
+    ) -> None:  # fmt: skip
+        self.model, self.rest = model, rest
+        outputs, calls = record(model, inputs, owners)
+        self.outputs = outputs.detach()
+        self.parts = _parts(model, outputs, calls, chunk_bytes)
+        self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
+        self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        """J V for K tangents by name, (K, *shape) each."""
+        with torch.no_grad():
+            total = None if self.rest is None else self.rest.push(tangents)
+            for part in self.parts:
+                pushed = part.push(tangents)
+                total = pushed if total is None else total + pushed
+        if total is None:
+            columns = next(iter(tangents.values())).shape[0]
+            return self.outputs.new_zeros(columns, *self.outputs.shape)
+        return total
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        with torch.no_grad():
+            total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
+            for part in self.parts:
+                for local, gradient in part.pull(cotangents).items():
+                    name = part.layer.names[local]
+                    total[name] = total[name] + gradient if name in total else gradient
+            for name, value in self._zero.items():
+                if name not in total:  # a layer whose branch does not reach the outputs
+                    total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
+        return total
+
+
+def owners_of(model: Model) -> dict[nn.Module, dict[str, str]]:
+    """Layers with a rule and what they own of the selection: {layer: {"weight": the parameter's name}}.
+
+    A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
+    """
+    if model.module is None:
+        return {}
+    holders: dict[Tensor, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.module.modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            holders[parameter].append((module, local))
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    owners: dict[nn.Module, dict[str, str]] = defaultdict(dict)
+    for parameter, places in holders.items():
+        if names[parameter] in model.selection.names and all(rule_for(module) for module, _ in places):
+            for module, local in places:
+                owners[module][local] = names[parameter]
+    return dict(owners)
+
+
+def record(model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]]) -> tuple[Tensor, list[Call]]:
+    """One forward pass with its graph, and the calls of the layers in `owners`; no hook outlives the pass."""
+    calls: list[Call] = []
+    assert model.module is not None
+    paths = {module: path for path, module in model.module.named_modules()}
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        a, rule = args[0] if args else kwargs["input"], RULES[type(module)]
+        with torch.no_grad():
+            kept = rule.keep(module, a.detach())
+        layer = Layer(
+            paths[module],
+            module,
+            rule,
+            owners[module],
+            output.shape,
+            kept[0].numel(),
+            rule.multiply_adds(module, output),
+        )
+        # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
+        calls.append(Call(layer, a, a._version, kept, get_gradient_edge(output)))
+
+    handles: list[Any] = []
+    try:
+        for layer in owners:
+            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        with model.differentiating():
+            leaves = {name: value.detach().requires_grad_() for name, value in model.values.items()}
+            outputs = model(leaves, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, calls
+
+
+def unfit(model: Model, calls: Sequence[Call], owners: Mapping[nn.Module, dict[str, str]]) -> set[str]:
+    """Names of parameters whose layers never ran, ran on a tensor written to later, or on unbatched input."""
+    changed = [call for call in calls if call.input._version != call.version]
+    bad = {name for call in changed for name in call.layer.names.values()}
+    ran = {id(call.layer.module) for call in calls}
+    return bad | {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
+
+
+def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
+    """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
+    u = torch.randn(1, *engine.outputs.shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
+    ours, expected = engine.pull(u), reference.pull(u)
+    scale = torch.stack([value.norm() for value in expected.values()]).norm()
+    tol = tolerance(u.dtype)
+    bad = {
+        name
+        for name, value in expected.items()
+        if not bool((ours[name] - value).norm() <= tol * value.norm() + tol**2 * scale)
+    }
+    for part in engine.parts:
+        names = part.layer.names
+        tangents = {
+            name: torch.randn(1, *part.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
+            for local, name in names.items()
+        }
+        pushed, pulled = part.push(tangents), part.pull(u)
+        left = (pushed * u).sum()
+        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
+        if not bool((left - right).abs() <= tol * pushed.norm() * u.norm()):
+            bad |= set(names.values())
+    return bad
+
+
+def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:
+    """Factors or rows of each call, the outputs' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+    n, num_outputs = outputs.shape
+    per_output = sum(call.layer.output.numel() for call in calls) * outputs.element_size()
+    step = max(1, min(num_outputs, chunk_bytes // max(1, per_output)))
+    stores: list[Tensor | None] = [None] * len(calls)
+    for start in range(0, num_outputs, step):
+        width = min(step, num_outputs - start)
+        sensitivities = _sensitivities(model, outputs, calls, start, width)
+        for i, (call, delta) in enumerate(zip(calls, sensitivities)):
+            if delta is None:
+                continue
+            with torch.no_grad():
+                piece = _rows(call, delta) if call.layer.as_rows else delta
+                store = stores[i]
+                if store is None:
+                    store = stores[i] = piece.new_empty(n, num_outputs, *piece.shape[2:])
+                store[:, start : start + width] = piece
+    return [
+        Rows(call.layer, store) if call.layer.as_rows else Factors(call.layer, call.kept, store)
+        for call, store in zip(calls, stores)
+        if store is not None
+    ]
+
+
+def _sensitivities(model: Model, outputs: Tensor, calls: list[Call], start: int, width: int) -> list[Tensor | None]:
+    """δ (n, width, *out) of each call for outputs start … start + width, None where a branch does not reach them."""
+    unit = outputs.new_zeros(width, *outputs.shape)
+    index = torch.arange(width, device=outputs.device)
+    unit[index, :, start + index] = 1.0
+    edges = [call.edge for call in calls]
+    with model.differentiating():
+        if width == 1:
+            found = torch.autograd.grad(outputs, edges, unit[0], retain_graph=True, allow_unused=True)
+            return [None if g is None else g.detach().unsqueeze(1) for g in found]
+        try:
+            found = torch.autograd.grad(
+                outputs, edges, unit, is_grads_batched=True, retain_graph=True, allow_unused=True
+            )
+            return [None if g is None else g.detach().transpose(0, 1) for g in found]
+        except RuntimeError:  # an operation without a batching rule: one backward pass per output
+            singles = [_sensitivities(model, outputs, calls, start + i, 1) for i in range(width)]
+    return [None if column[0] is None else torch.cat(column, 1) for column in zip(*singles)]  # type: ignore[arg-type]
+
+
+def _rows(call: Call, delta: Tensor) -> Tensor:
+    layer = call.layer
+    rows = layer.rule.rows(layer.module, call.kept, delta, tuple(layer.names))
+    return torch.cat([rows[local].flatten(2) for local in layer.names], 2)

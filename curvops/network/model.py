@@ -1,0 +1,176 @@
+"""The user's model as a pure function of its parameters: a snapshot that nothing later can change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvops.network.parameters import Blocks, Selection, select
+
+STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+
+class Model:
+    """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
+
+    Built from an `nn.Module` or from a pair (function(params, inputs), params). The module itself is called through
+    `functional_call`, its training flags set to what they were at the snapshot and restored after each call.
+    Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
+    """
+
+    def __init__(self, source: Any, parameters: Any = None) -> None:
+        self.module, function, tensors, trainable, last = _parts(source)
+        self._function = function
+        if self.module is not None:
+            check_deterministic_modules(self.module)
+            self._modes = {module: module.training for module in self.module.modules()}
+            self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self.selection: Selection = select(tensors, trainable, parameters, last)
+        self.frozen = {
+            name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
+        }
+        # One flat copy; the named parameters are views of it.
+        chosen = {name: tensors[name].detach() for name in self.selection.names}
+        self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
+        self._settings = _settings_for(self.module)
+
+    @property
+    def theta(self) -> Float[Tensor, " D"]:
+        """The selected parameters as one vector."""
+        index = self.selection.index
+        return self._flat if index is None else self._flat[index]
+
+    @property
+    def values(self) -> Blocks:
+        """The selected parameters by name, views of the snapshot."""
+        parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
+        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+
+    def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
+        """The outputs at the selected parameters `values`. Raises TypeError or ValueError unless they are (n, C)."""
+        if self.module is None:
+            assert self._function is not None
+            return checked_outputs(self._function({**self.frozen, **values}, inputs))
+        args, kwargs = _arguments(inputs)
+        with self._as_recorded(self.module):
+            outputs = functional_call(self.module, {**self.frozen, **self._buffers, **values}, args, kwargs)
+        return checked_outputs(outputs)
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Record derivatives even under no_grad or inference_mode, through kernels that have them."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for setting in self._settings:
+                stack.enter_context(setting())
+            yield
+
+    @contextlib.contextmanager
+    def _as_recorded(self, module: nn.Module) -> Iterator[None]:
+        present = {part: part.training for part in module.modules()}
+        changed = {part: mode for part, mode in present.items() if self._modes.get(part, mode) != mode}
+        try:
+            for part in changed:
+                part.training = self._modes[part]
+            yield
+        finally:
+            for part, mode in changed.items():
+                part.training = mode
+
+    def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Model:
+        """A copy with parameters and buffers converted; the user's module is still only called, never changed."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+        copy = object.__new__(Model)
+        copy.__dict__.update(self.__dict__)
+        copy._flat = convert(self._flat)
+        copy.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
+        if self.module is not None:
+            copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
+        return copy
+
+
+def checked_outputs(outputs: Any) -> Float[Tensor, "n C"]:
+    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C)."""
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
+            "the tensor of outputs alone."
+        )
+    if not outputs.is_floating_point():
+        raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")
+    if outputs.ndim != 2:
+        remedy = "add outputs.unsqueeze(1)" if outputs.ndim == 1 else "flatten it to one row of outputs a point"
+        raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C); {remedy}.")
+    return outputs
+
+
+def check_deterministic_modules(module: nn.Module) -> None:
+    """Raise ValueError where a module is in a mode that makes its outputs random or dependent on the batch."""
+    for name, part in module.named_modules():
+        if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
+                "on the other points of a batch; call model.eval() first."
+            )
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so that each point's "
+                "output depends on its batch; use track_running_stats=True or another normalisation."
+            )
+
+
+def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str], list[str]]:
+    """Module, function, all named tensors, the trainable names, and the names of the last layer."""
+    if isinstance(source, nn.Module):
+        tensors: dict[str, Tensor] = dict(source.named_parameters())
+        trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        owners = [name.rpartition(".")[0] for name in tensors]
+        last = [name for name, owner in zip(tensors, owners) if owner == owners[-1]]
+        return source, None, tensors, trainable, last
+    if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
+        function, tensors = source[0], dict(source[1])
+        bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+        if bad:
+            raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
+        return None, function, tensors, list(tensors), list(tensors)[-1:]
+    raise TypeError(
+        f"model must be an nn.Module or a pair (function(params, inputs), params mapping), got {type(source).__name__}."
+    )
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
+    """Contexts that keep the model on kernels with derivatives of both modes; each is restored after a call."""
+    settings: list[Callable[[], Any]] = [lambda: sdpa_kernel(SDPBackend.MATH)]  # fused attention has no forward mode
+    parts = list(module.modules()) if module is not None else []
+    if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
+        settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
+    if any(isinstance(part, nn.RNNBase) for part in parts):
+        settings.append(lambda: torch.backends.mkldnn.flags(enabled=False))  # its float32 RNNs lack forward mode
+    return settings
+
+
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

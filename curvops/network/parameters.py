@@ -1,0 +1,153 @@
+"""Names and the flat vector: which parameters are selected, and how a vector of length D maps onto them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Blocks = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The selected parameters, by name, as one vector of length D.
+
+    `index` (D,) picks entries out of the concatenated tensors for a subnetwork; None takes all of them.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    index: Int[Tensor, " D"] | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """D."""
+        return self.size if self.index is None else len(self.index)
+
+    @property
+    def size(self) -> int:
+        """The entries in all tensors that the selection touches."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        """Named tensors as one vector. Raises ValueError for a missing name or a wrong shape."""
+        for name, shape in zip(self.names, self.shapes):
+            if name not in tensors:
+                raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")
+            if tensors[name].shape != shape:
+                raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(shape)}.")
+        return self.join({name: tensors[name].unsqueeze(0) for name in self.names}).squeeze(1)
+
+    def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
+        """One vector as named tensors; entries outside a subnetwork are zero."""
+        return {name: block.squeeze(0) for name, block in self.split(vector.unsqueeze(1)).items()}
+
+    def split(self, block: Float[Tensor, "D K"]) -> Blocks:
+        """A block of vectors as `{name: (K, *shape)}`: views where the block is stored as `(K, D).mT`."""
+        rows = block.mT
+        if self.index is not None:
+            rows = rows.new_zeros(rows.shape[0], self.size).index_copy(1, self.index, rows)
+        parts = rows.split([shape.numel() for shape in self.shapes], dim=1)
+        return {name: part.unflatten(1, shape or (1,)).reshape(-1, *shape)
+                for name, shape, part in zip(self.names, self.shapes, parts)}  # fmt: skip
+
+    def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
+        """`{name: (K, *shape)}` as a block of vectors, stored as `(K, D).mT`."""
+        rows = torch.cat([blocks[name].flatten(1) for name in self.names], dim=1)
+        return (rows if self.index is None else rows[:, self.index]).mT
+
+
+def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any, last: Sequence[str]) -> Selection:
+    """The selection that a user's `parameters=` argument means.
+
+    `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
+    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, or positions (integers
+    or a boolean mask) in the flat vector of the trainable parameters.
+
+    Raises ValueError where nothing is selected, a name is unknown, an index is out of range or repeated, or the
+    selected tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
+    """
+    index = None
+    if spec is None:
+        names = list(trainable)
+    elif isinstance(spec, Tensor):
+        names, index = _from_positions(parameters, trainable, spec)
+    elif isinstance(spec, str) and spec == "last_layer":
+        names = list(last)
+    elif isinstance(spec, str) or (isinstance(spec, Sequence) and all(isinstance(glob, str) for glob in spec)):
+        names = _from_globs(parameters, [spec] if isinstance(spec, str) else list(spec))
+    elif callable(spec):
+        names = _from_predicate(parameters, spec)
+    else:
+        raise TypeError(
+            f"parameters= got {type(spec).__name__}; expected None, 'last_layer', a glob, a list of globs, "
+            "a predicate (name, tensor) -> bool, an index tensor or a boolean mask."
+        )
+    if not names:
+        raise ValueError(f"parameters={spec!r} selects nothing; the model has {_some(parameters)}.")
+    _check_tensors({name: parameters[name] for name in names})
+    return Selection(tuple(names), tuple(parameters[name].shape for name in names), index)
+
+
+def _from_globs(parameters: Mapping[str, Tensor], globs: list[str]) -> list[str]:
+    for glob in globs:
+        if not fnmatch.filter(parameters, glob):
+            raise ValueError(f"parameters={glob!r} names no parameter; the model has {_some(parameters)}.")
+    return [name for name in parameters if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+
+def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Tensor], Any]) -> list[str]:
+    return [name for name, tensor in parameters.items() if chosen(name, tensor)]
+
+
+def _from_positions(
+    parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Tensor
+) -> tuple[list[str], Int[Tensor, " D"]]:
+    """The tensors that the positions touch, and the positions within those tensors alone."""
+    sizes = [parameters[name].numel() for name in trainable]
+    total = sum(sizes)
+    if spec.dtype == torch.bool:
+        if spec.shape != (total,):
+            raise ValueError(f"the mask has shape {tuple(spec.shape)}, expected ({total},), one entry a parameter.")
+        spec = spec.nonzero().squeeze(1)
+    if spec.ndim != 1 or spec.is_floating_point() or spec.is_complex():
+        raise TypeError(f"an index must be a vector of integers, got {spec.dtype} of shape {tuple(spec.shape)}.")
+    if spec.numel() == 0:
+        raise ValueError("the index selects nothing.")
+    spec = spec.long()
+    low, high = int(spec.min()), int(spec.max())
+    if low < 0 or high >= total:
+        raise ValueError(f"index {low if low < 0 else high} is out of range: the flat vector has {total} entries.")
+    if len(spec.unique()) != len(spec):
+        raise ValueError("the index holds a position twice; each parameter can be selected once.")
+    names, kept, start, shift = [], torch.full((total,), -1, device=spec.device), 0, 0
+    for name, size in zip(trainable, sizes):
+        if bool(((spec >= start) & (spec < start + size)).any()):
+            names.append(name)
+            kept[start : start + size] = torch.arange(shift, shift + size, device=spec.device)
+            shift += size
+        start += size
+    return names, kept[spec].to(parameters[names[0]].device)
+
+
+def _check_tensors(selected: Mapping[str, Tensor]) -> None:
+    for what in ("device", "dtype"):
+        kinds = {str(getattr(tensor, what)) for tensor in selected.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"the selected parameters mix {what}s {sorted(kinds)}; convert them, or select fewer.")
+    for name, tensor in selected.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"parameter {name!r} is of {tensor.dtype}; only real floating parameters can be selected.")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or leave it out of the selection.")
+
+
+def _some(parameters: Mapping[str, Tensor], most: int = 8) -> str:
+    names = list(parameters)
+    return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")

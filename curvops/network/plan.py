@@ -1,0 +1,126 @@
+"""The cost rule: which engine serves a product, in gradients, decided here and nowhere else.
+
+Unit: one loss gradient of the batch, 3 F multiply-adds where a forward pass takes F. By count:
+
+- streamed: a JVP and a VJP, each with its own forward pass, 2 gradients a vector, nothing built;
+- recorded: the same without the forward passes, 4/3 (a double backward push makes it 5/3), after 2 to build;
+- layerwise: two products a layer, 2/3 in all, plus reading what is kept once each way, after a forward pass, C backward
+  passes and the layer Jacobians to build. Layers without a rule add a recorded product.
+
+Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
+As many vectors are expected to follow as were asked for so far (the ski-rental bound: never twice the best cost).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from curvops.network.layerwise import Layer
+
+Kind = Literal["streamed", "recorded", "layerwise"]
+READ = 16
+STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What serves the products and why; `print(lin.plan)` shows it as a table.
+
+    `layers` are those that the layerwise engine can serve; `others` names the parameters that it cannot, with the reason.
+    Bytes are per data point. `counts` is updated as products run.
+    """
+
+    engine: Literal["auto", "autodiff", "layerwise"]
+    layers: tuple[Layer, ...]
+    others: dict[str, str]
+    num_outputs: int
+    itemsize: int
+    saved_bytes: int
+    replayable: bool
+    memory_budget: int
+    in_use: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def forward(self) -> int:
+        """Multiply-adds of one forward pass of one point, as far as they are known."""
+        return sum(layer.multiply_adds for layer in self.layers)
+
+    @property
+    def layerwise_bytes(self) -> int:
+        """Bytes a point that the layerwise engine keeps."""
+        kept = sum(self._numbers(layer) for layer in self.layers) * self.itemsize
+        return kept + (self.recorded_bytes if self.others else 0)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes a point that the recorded autodiff engine keeps."""
+        return self.saved_bytes * (2 if self.replayable else 3)
+
+    def candidates(self) -> tuple[Kind, ...]:
+        """The engines that may serve, before memory is looked at."""
+        if self.engine == "autodiff" or not self.layers:
+            return ("streamed", "recorded")
+        return ("streamed", "layerwise") if self.engine == "layerwise" else ("streamed", "recorded", "layerwise")
+
+    def per_vector(self, kind: Kind, columns: int = 1) -> float:
+        """Expected gradients per product with one vector, in a block of `columns`."""
+        recorded = REPLAYED if self.replayable else DOUBLE_BACKWARD
+        if kind != "layerwise":
+            return STREAMED if kind == "streamed" else recorded
+        work = sum(self._product(layer) + READ * self._read(layer) / columns for layer in self.layers)
+        return 2 * work / (3 * max(1, self.forward)) + (recorded if self.others else 0.0)
+
+    def build(self, kind: Kind) -> float:
+        """Expected gradients to build an engine for a batch."""
+        if kind != "layerwise":
+            return 0.0 if kind == "streamed" else RECORDING
+        rows = sum(layer.multiply_adds for layer in self.layers if layer.as_rows)
+        passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
+        return passes + (RECORDING if self.others else 0.0)
+
+    def choose(self, built: Kind, done: int, columns: int, points: int, free: int) -> Kind:
+        """The engine for a block of `columns` on a batch of `points`, `done` vectors after the first, `free` bytes left."""
+        expected = done + columns
+        bytes_needed = {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}
+        allowed = [k for k in self.candidates() if k == built or points * bytes_needed[k] <= free]
+        if self.engine == "layerwise" and "layerwise" in allowed:
+            return "layerwise"
+
+        def cost(kind: Kind) -> float:
+            return (0.0 if kind == built else self.build(kind)) + expected * self.per_vector(kind, columns)
+
+        return min(allowed, key=cost)
+
+    def _numbers(self, layer: Layer) -> int:
+        return self._read(layer) + (0 if layer.as_rows else layer.inputs)
+
+    def _read(self, layer: Layer) -> int:
+        """Numbers kept per point that a product reads: δ, or the layer's own Jacobian."""
+        return self.num_outputs * (layer.size if layer.as_rows else layer.output[1:].numel())
+
+    def _product(self, layer: Layer) -> int:
+        return self._read(layer) + (0 if layer.as_rows else layer.multiply_adds)
+
+    def __str__(self) -> str:
+        rows = [("layer", "parameters", "kept as", "bytes a point", "gradients a product")]
+        for layer in self.layers:
+            cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
+            kept = "Jacobian rows" if layer.as_rows else "a and δ"
+            size = self._numbers(layer) * self.itemsize
+            rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{size:,}", f"{cost:.2f}"))
+        rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return f"{table}\n{self._summary()}"
+
+    def _summary(self) -> str:
+        lines = [
+            f"{kind}: {self.per_vector(kind):.2f} gradients a product, {self.build(kind):.1f} to build, "
+            f"{ {'streamed': 0, 'recorded': self.recorded_bytes, 'layerwise': self.layerwise_bytes}[kind]:,} bytes a point"
+            for kind in self.candidates()
+        ]
+        served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
+        return "\n".join(
+            [*lines, f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"]
+        )

@@ -1,0 +1,50 @@
+"""The Jacobian of the network's outputs with respect to its parameters, at given inputs."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.network.passes import Passes
+from curvops.operators.network_operator import NetworkOperator
+
+
+class Jacobian(NetworkOperator):
+    """J (n·C, D): row n·C + c holds ∂f_c(x_n)/∂θ. Made by `lin.jacobian(x)`.
+
+    J @ V and J.mT @ U cost about half a GGN product each (`lin.plan`); nothing of its size is ever formed.
+    """
+
+    def __init__(self, theta: Tensor, passes: Passes | None = None, rows: int = 0) -> None:
+        super().__init__(theta, passes=passes, rows=rows)
+
+    @property
+    def passes(self) -> Passes:
+        """The walk over the inputs."""
+        return self._kwargs["passes"]  # type: ignore[no-any-return]
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
+        parts = [J.push(block).flatten(1) for _, J in self.passes.each(block.shape[1])]
+        return torch.cat(parts, 1).mT
+
+    def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
+        total: Tensor | None = None
+        start = 0
+        for _, J in self.passes.each(block.shape[1]):
+            n, num_outputs = J.outputs.shape
+            rows = block[start : start + n * num_outputs]
+            part = J.pull(rows.mT.unflatten(1, (n, num_outputs)))
+            total, start = part if total is None else total + part, start + n * num_outputs
+        assert total is not None
+        return total
+
+    def _converted(
+        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
+    ) -> LinearOperator:
+        passes = self.passes.cast(dtype, device)
+        return Jacobian(passes.model.theta, passes=passes, rows=self._kwargs["rows"])

@@ -1,0 +1,214 @@
+"""A trained network, linearised at its weights: the one object that every network operator is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.autodiff import saved_bytes
+from curvops.network.data import Batch, Batches, as_batches, as_source
+from curvops.network.inputs import Inputs, as_inputs, move, normalise, num_points, take
+from curvops.network.likelihood import Likelihood
+from curvops.network.likelihoods import as_likelihood
+from curvops.network.memory import default_budget
+from curvops.network.model import Model
+from curvops.network.passes import BatchMap, Passes
+from curvops.network.plan import Plan
+from curvops.operators.jacobian import Jacobian
+
+
+class Linearization:
+    """f(x, θ) ≈ f(x, θ*) + J(x)(θ − θ*) around a snapshot θ* of the network, made by `co.linearize`.
+
+    Training the network further changes nothing here. Sums run over the data, never means.
+    """
+
+    def __init__(
+        self, model: Model, data: Batches, likelihood: Likelihood, num_outputs: int, engine: str, memory_budget: int
+    ) -> None:
+        self.model, self.data, self.likelihood = model, data, likelihood
+        self.num_outputs, self.engine, self.memory_budget = num_outputs, engine, memory_budget
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget)
+        self._theta = model.theta
+
+    @property
+    def theta(self) -> Float[Tensor, " D"]:
+        """The selected parameters as one vector."""
+        return self._theta
+
+    @property
+    def num_parameters(self) -> int:
+        """D."""
+        return self.model.selection.num_parameters
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training points."""
+        return self.data.num_data
+
+    @property
+    def plan(self) -> Plan:
+        """What serves the products and why: engine per layer, bytes, expected gradients per product."""
+        return self.passes.plan
+
+    def jacobian(self, x: Any = None) -> Jacobian:
+        """J as an operator (n·C, D), rows point by point (n·C + c); at the training inputs where x is None.
+
+        Raises as `linearize` does for inputs that are empty, not finite or of another form.
+        """
+        if x is None:
+            return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
+        inputs = self._inputs(x)
+        step = max(self.data.sizes)
+        parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
+        passes = Passes(self.model, parts, self.engine, self.memory_budget)
+        return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
+
+    def predict(self, x: Any) -> Float[Tensor, "n C"]:
+        """f(x, θ*), the network's outputs at its snapshot. One forward pass."""
+        inputs, step = self._inputs(x), max(self.data.sizes)
+        with torch.no_grad():
+            parts = [
+                self.model(self.model.values, take(inputs, slice(i, i + step)))
+                for i in range(0, num_points(inputs), step)
+            ]
+        return torch.cat(parts)
+
+    def _inputs(self, x: Any) -> Inputs:
+        return as_inputs(x, self.theta.device, self.theta.dtype)
+
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """f(θ*) at the training inputs. One forward pass."""
+        return torch.cat([J.outputs for _, J in self.passes.each(0)])
+
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass."""
+        return self.sum_over_batches(
+            lambda batch, J: self.likelihood.log_prob(J.outputs, batch.targets, batch.weights).sum(), 0
+        )
+
+    def gradient(self) -> Float[Tensor, " D"]:
+        """Gradient of the negative log-likelihood (a sum over the data), Jᵀr. One gradient."""
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            return J.pull(self.likelihood.residual(J.outputs, batch.targets, batch.weights).unsqueeze(0))
+
+        return self.sum_over_batches(term, 1).squeeze(1)
+
+    def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
+        """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
+        total: Tensor | None = None
+        for batch, J in self.passes.each(columns):
+            part = term(batch, J)
+            total = part if total is None else total + part
+        assert total is not None  # empty data were refused at the door
+        return total
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        """Named tensors as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors)
+
+    def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """One vector as named tensors; entries outside a subnetwork are zero."""
+        return self.model.selection.unflatten(vector)
+
+    def cast(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Linearization:
+        """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""
+        likelihood = self.likelihood.to(device=device, dtype=dtype)
+        data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
+        return Linearization(model, data, likelihood, self.num_outputs, self.engine, self.memory_budget)
+
+    def __repr__(self) -> str:
+        return (
+            f"Linearization(num_parameters={self.num_parameters:,}, num_data={self.num_data:,}, "
+            f"num_outputs={self.num_outputs}, {self.theta.dtype}, {self.theta.device})"
+        )
+
+
+class _Labelled:
+    """The training data as (inputs, batch without its inputs): what a cached engine needs of a batch is small."""
+
+    def __init__(self, data: Batches) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        for batch in self._data:
+            yield batch.inputs, Batch((), batch.targets, batch.weights)
+
+
+def linearize(
+    model: Any,
+    data: Any,
+    likelihood: Any,
+    parameters: Any = None,
+    memory_budget: int | None = None,
+    *,
+    engine: Literal["auto", "autodiff", "layerwise"] = "auto",
+) -> Linearization:
+    """Linearise a network at its present weights.
+
+    model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C).
+    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets[, weights]); inputs may be a
+        tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype.
+    likelihood: `co.likelihoods.Categorical(...)`, `.Gaussian(noise=variance)`, `nn.CrossEntropyLoss(...)`,
+        `nn.MSELoss()`, "classification" or "regression".
+    parameters: None (all that require a gradient), "last_layer", a glob or a list of globs over names, a predicate
+        (name, tensor) -> bool, or positions (indices or a mask) in the flat vector: a subnetwork.
+    memory_budget: bytes for cached linearisations; None is a quarter of the memory free on the device now.
+    engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one.
+
+    Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
+    for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
+    random or depends on its batch, outputs that are not (N, C), a selection that matches nothing or mixes dtypes.
+    """
+    if engine not in ("auto", "autodiff", "layerwise"):
+        raise ValueError(f"engine={engine!r}; expected 'auto', 'autodiff' or 'layerwise'.")
+    if memory_budget is not None and memory_budget < 0:
+        raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
+    network = Model(model, parameters)
+    theta = network.theta
+    budget = default_budget(theta.device) if memory_budget is None else memory_budget
+    probability = as_likelihood(likelihood).to(device=theta.device, dtype=theta.dtype)
+    few = _first_points(data, theta)
+    num_outputs = _check_outputs(network, few)
+    step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
+    batches = as_batches(
+        data, step, theta.device, theta.dtype, lambda targets: probability.check_targets(targets, num_outputs)
+    )
+    return Linearization(network, batches, probability, num_outputs, engine, budget)
+
+
+def _first_points(data: Any, theta: Tensor) -> Inputs:
+    """The inputs of the first two points."""
+    for item in as_source(data, 2):
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
+            break
+        inputs = normalise(item[0])
+        if num_points(inputs) > 0:
+            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype)
+    as_batches(data, 1)  # says what is wrong with the data
+    raise ValueError("the data hold no points.")
+
+
+def _check_outputs(model: Model, few: Inputs) -> int:
+    """C; raises ValueError where outputs are random or a point's depend on the other points of its batch."""
+    with torch.no_grad(), model.differentiating(), torch.no_grad():
+        outputs, again = model(model.values, few), model(model.values, few)
+        if outputs.shape[0] != num_points(few):
+            raise ValueError(
+                f"{num_points(few)} points gave outputs of shape {tuple(outputs.shape)}, expected one row a point."
+            )
+        if not torch.equal(outputs, again) and bool(outputs.isfinite().all()):
+            raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
+        alone = model(model.values, take(few, slice(0, 1)))
+    slack = float(torch.finfo(outputs.dtype).eps) ** 0.5 * (1 + outputs.abs().max())
+    if bool(((outputs[:1] - alone).abs() > slack).any()):
+        raise ValueError(
+            "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
+            "that sees one point at a time."
+        )
+    return outputs.shape[1]

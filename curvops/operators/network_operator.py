@@ -1,0 +1,46 @@
+"""What the network's operators share: the weights give dtype and device, and conversion makes a new linearisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.base import Operator, convert
+
+
+class NetworkOperator(Operator):
+    """An operator of a linearisation. The first tensor is θ: it gives dtype and device, and its gradient is zero."""
+
+    @property
+    def theta(self) -> Tensor:
+        """θ*, (D,)."""
+        return self._args[0]  # type: ignore[no-any-return]
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self._attached(super()._matmul(rhs))
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._attached(super()._t_matmul(rhs))
+
+    def _attached(self, result: Tensor) -> Tensor:
+        """The result with a zero gradient for θ, where autograd asks for one."""
+        if torch.is_grad_enabled() and self.theta.requires_grad:
+            return result + 0 * self.theta.sum()
+        return result
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        """The operator of a new linearisation in another dtype or on another device."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        if (dtype in (None, self.dtype)) and (device in (None, self.device)):
+            return self
+        hyperparameters = [convert(tensor, device, dtype) for tensor in self._args[1:]]
+        return self._converted(hyperparameters, dtype, device)
+
+    def _converted(
+        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
+    ) -> LinearOperator:
+        lin = self._kwargs["lin"].cast(dtype, device)
+        return self.__class__(lin.theta, *hyperparameters, lin=lin)  # type: ignore[no-any-return]

@@ -1,0 +1,98 @@
+"""Covariance of the outputs at each point, lazily: nothing is solved before an entry is asked for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Dense, Operator
+
+# Rows of J solved for at a time.
+BLOCK = 128
+
+
+@dataclass(eq=False)
+class Blocks:
+    """Where a `PointCovariance` keeps its blocks once they are computed. Dropped by pickling and copying."""
+
+    value: Tensor | None = None
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __reduce__(self) -> tuple[type[Blocks], tuple[()]]:
+        return Blocks, ()
+
+
+class PointCovariance(Operator):
+    """The C × C diagonal blocks of J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
+
+    The first use solves N·C systems with P, in blocks; the result takes N·C² numbers and is kept.
+    """
+
+    def __init__(self, jacobian: LinearOperator, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
+        super().__init__(jacobian, inverse, outputs=outputs, blocks=blocks)
+
+    @property
+    def psd(self) -> bool:
+        return True
+
+    def _size(self) -> torch.Size:
+        c: int = self._kwargs["outputs"]
+        return torch.Size((self._args[0].shape[-2] // c, c, c))
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """All blocks, solved for on the first call."""
+        store: Blocks = self._kwargs["blocks"]
+        with store.lock:
+            if store.value is None:
+                store.value = self._solve_blocks()
+            return store.value
+
+    def _solve_blocks(self) -> Tensor:
+        jacobian, inverse = self._args
+        num_points, c, _ = self.shape
+        step = max(1, BLOCK // c)
+        found = []
+        for start in range(0, num_points, step):
+            rows = torch.arange(start * c, min(num_points, start + step) * c, device=self.device)
+            units = torch.zeros(len(rows), jacobian.shape[-2], dtype=self.dtype, device=self.device)
+            units.scatter_(1, rows.unsqueeze(1), 1.0)
+            with torch.no_grad():
+                gradients = jacobian._t_matmul(units.mT)
+                block = gradients.mT @ inverse._matmul(gradients)
+            block = block.unflatten(0, (-1, c)).unflatten(2, (-1, c))
+            found.append(torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1))
+        blocks = torch.cat(found)
+        return (blocks + blocks.mT) / 2
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.blocks() @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.blocks() @ rhs
+
+    def _diagonal(self) -> Tensor:
+        return self.blocks().diagonal(dim1=-2, dim2=-1)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return Dense(self.blocks())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.blocks()[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Dense(self.blocks())._expand_batch(batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return Dense(self.blocks())._unsqueeze_batch(dim)
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return Dense(self.blocks())._permute_batch(*dims)

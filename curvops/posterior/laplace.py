@@ -1,0 +1,186 @@
+"""The linearised Laplace posterior: a Gaussian over the weights, with the curvature as its precision.
+
+Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay 1992 for the evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
+from curvops.network.likelihoods import Categorical
+from curvops.operators import GGN, Linearization
+from curvops.posterior import links
+from curvops.posterior.covariance import Blocks, PointCovariance
+from curvops.posterior.spectrum import Spectrum
+
+# Draws of the logits where link="mc" is given no samples.
+LINK_DRAWS = 1000
+# A gradient of the log posterior above this share of the prior's own is not a mode's.
+MODE_TOLERANCE = 0.1
+
+
+class NotAMode(UserWarning):
+    """The weights of a posterior are not where its density is highest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Laplace:
+    """N(θ*, P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
+
+    lin: Linearization
+    curvature: LinearOperator
+    prior_precision: Tensor
+    spectrum: Spectrum = field(repr=False)
+
+    @cached_property
+    def precision(self) -> Damped:
+        """P = G + A, (D, D)."""
+        return self.curvature.add_diagonal(self.prior_precision)
+
+    @property
+    def mean(self) -> Float[Tensor, " D"]:
+        """θ*, the weights of the linearisation."""
+        return self.lin.theta
+
+    @cached_property
+    def mode_gap(self) -> float:
+        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient."""
+        prior = self.prior_precision * self.mean
+        return float((self.spectrum.gradient() + prior).norm() / prior.norm())
+
+    def with_prior(self, prior_precision: float | Tensor) -> Laplace:
+        """The posterior under another prior precision, sharing everything that does not depend on it."""
+        prior = checked_prior(prior_precision, self.lin)
+        return dataclasses.replace(self, prior_precision=prior)
+
+    def sample(self, k: int, generator: torch.Generator | None = None) -> Float[Tensor, "k D"]:
+        """k draws of the weights, the mean included: P⁻¹ ε with ε ~ N(0, P), by one block solve of k columns."""
+        return self.mean + draw(self.precision.inverse(), k, generator).mT
+
+    def predict(self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None) -> MultivariateNormal:
+        """Distribution of the linearised network's outputs at x, noise not included.
+
+        joint=False: a `MultivariateNormal` of batch shape (N,) and event (C,), the points independent. joint=True: a
+        `MultitaskMultivariateNormal` over (N, C), covariance J P⁻¹ Jᵀ. Covariances are lazy: exact ones solve for N·C
+        rows of J when first used. `samples`, draws (k, D) as `sample` returns them, give the covariance
+        mean_k (J z_k)(J z_k)ᵀ instead, for k products with J: each variance has a relative standard error of √(2/k).
+        """
+        mean, J = self.lin.predict(x), self.lin.jacobian(x)
+        if samples is not None:
+            return self._predict_from_draws(mean, self._pushed(J, samples), joint)
+        inverse = self.precision.inverse()
+        if joint:
+            return MultitaskMultivariateNormal(mean, J @ inverse @ J.mT)
+        return MultivariateNormal(mean, PointCovariance(J, inverse, outputs=mean.shape[1], blocks=Blocks()))
+
+    def _pushed(self, J: LinearOperator, samples: Float[Tensor, "k D"]) -> Float[Tensor, "N C k"]:
+        if samples.ndim != 2 or samples.shape[1] != len(self.mean):
+            raise ValueError(
+                f"samples must be (k, {len(self.mean)}), as post.sample(k) gives, not {tuple(samples.shape)}."
+            )
+        with torch.no_grad():
+            pushed = J._matmul((samples - self.mean).mT)
+        return pushed.unflatten(0, (-1, self.lin.num_outputs))  # type: ignore[no-any-return]
+
+    def _predict_from_draws(self, mean: Tensor, pushed: Tensor, joint: bool) -> MultivariateNormal:
+        k = pushed.shape[-1]
+        if joint:
+            root = pushed.flatten(0, 1)
+            return MultitaskMultivariateNormal(mean, LowRank(root, root.new_full((k,), 1 / k)))
+        return MultivariateNormal(mean, Dense(pushed @ pushed.mT / k))
+
+    def probabilities(
+        self,
+        x: Any,
+        link: Literal["probit", "mc", "bridge"] = "probit",
+        samples: Float[Tensor, "k D"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "N C"]:
+        """Class probabilities E[softmax(f)] at x.
+
+        link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples` of
+        the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge. Raises ValueError for
+        another link or a likelihood without classes. Cost: as `predict`.
+        """
+        if link not in ("probit", "mc", "bridge"):
+            raise ValueError(f"link={link!r}; expected 'probit', 'mc' or 'bridge'.")
+        if not isinstance(self.lin.likelihood, Categorical):
+            raise ValueError(f"{self.lin.likelihood!r} has no class probabilities; use predict.")
+        if link == "mc" and samples is not None:
+            pushed = self._pushed(self.lin.jacobian(x), samples)
+            return links.monte_carlo(self.lin.predict(x) + pushed.movedim(-1, 0))
+        predicted = self.predict(x, samples=samples)
+        if link == "mc":
+            covariance = predicted.lazy_covariance_matrix.to_dense()
+            return links.monte_carlo(links.gaussian_draws(predicted.mean, covariance, LINK_DRAWS, generator))
+        approximate = links.probit if link == "probit" else links.bridge
+        return approximate(predicted.mean, predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1))
+
+    def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
+        """log p(data) under Laplace's approximation, in nats, with its standard error.
+
+        log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants come from stochastic Lanczos
+        quadrature to a relative accuracy `rtol`, whose products are kept: another scalar prior costs none.
+        """
+        quadratic = (self.prior_precision * self.mean.square()).sum()
+        log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)
+        return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * quadratic)
+
+    def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
+        """tr(P⁻¹G), the number of directions in weight space that the data determine."""
+        return self.spectrum.effective_dimension(self.prior_precision, rtol, generator)
+
+
+def laplace(
+    lin: Linearization, curvature: Any = GGN, prior_precision: float | Tensor = 1.0, check_mode: bool = True
+) -> Laplace:
+    """The Laplace posterior N(θ*, (G + A)⁻¹) of a linearised network under the prior N(0, A⁻¹).
+
+    curvature: an operator class, built from `lin`, or an operator (D, D). prior_precision: a positive number or a
+    vector (D,): weight decay × N where training minimised a *mean* loss + ½ · weight decay · ‖θ‖². check_mode: compare
+    the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
+
+    Raises ValueError for a prior precision that is not positive and finite, or a curvature of another size.
+    """
+    operator = curvature(lin) if isinstance(curvature, type) else curvature
+    if not isinstance(operator, LinearOperator) or tuple(operator.shape) != (lin.num_parameters,) * 2:
+        raise ValueError(
+            f"curvature must be an operator class or an operator of shape ({lin.num_parameters}, "
+            f"{lin.num_parameters}), got {type(operator).__name__} {tuple(getattr(operator, 'shape', ()))}."
+        )
+    posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
+    if check_mode and posterior.mode_gap > MODE_TOLERANCE:
+        warnings.warn(
+            f"these weights are not a mode of the posterior: the gradient of the log posterior is {posterior.mode_gap:.2g} "
+            "times the prior's own (0 at a mode). Train further, with weight decay = prior precision / N on a mean loss, "
+            "or choose the prior precision that training used (check_mode=False skips this).",
+            NotAMode,
+            stacklevel=2,
+        )
+    return posterior
+
+
+def checked_prior(prior_precision: float | Tensor, lin: Linearization) -> Tensor:
+    """The prior precision as a tensor, 0-d or (D,); raises ValueError unless it is positive, finite and of that size."""
+    prior = torch.as_tensor(prior_precision, dtype=lin.theta.dtype, device=lin.theta.device)
+    if prior.ndim > 1 or (prior.ndim == 1 and len(prior) != lin.num_parameters):
+        raise ValueError(
+            f"prior_precision must be a number or a vector of {lin.num_parameters} entries, got {tuple(prior.shape)}."
+        )
+    if not bool(((prior > 0) & prior.isfinite()).all()):
+        raise ValueError(
+            f"prior_precision must be positive and finite, got {float(prior.min()):.3g}; without a prior the posterior "
+            "is improper wherever the data say nothing."
+        )
+    return prior
