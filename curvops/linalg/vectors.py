@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
@@ -19,6 +19,8 @@ CHUNK = 1 << 20
 
 
 class Description(NamedTuple):
+    """What an algorithm must know of a matrix before it multiplies by it."""
+
     rows: int
     columns: int
     dtype: torch.dtype
@@ -83,7 +85,7 @@ def random_block(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "n k"]:
-    """k independent random vectors with independent entries of mean 0 and variance 1."""
+    """Independent random vectors with independent entries of mean 0 and variance 1."""
     home = device if generator is None else generator.device
     rows = torch.empty(k, n, dtype=dtype, device=home)
     if kind == "rademacher":
@@ -91,6 +93,11 @@ def random_block(
     else:
         rows.normal_(generator=generator)
     return rows.to(device).mT
+
+
+def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
+    """The chosen columns of X, contiguous; the index may stay on the host."""
+    return X.mT[index.to(X.device)].mT
 
 
 def _chunks(n: int) -> range:
