@@ -30,9 +30,11 @@ class Step:
 
 @runtime_checkable
 class Directions(Protocol):
-    """The small algebra of one CG step. ``noise`` is the curvature below which rounding decides, relative to ‖A‖."""
+    """The small algebra of one CG step."""
 
-    noise: float
+    @property
+    def noise(self) -> float:
+        """The curvature below which rounding decides, relative to ‖A‖."""
 
     def overlap(self, P: Tensor) -> Tensor:
         """What ``basis`` must know of P, to travel to the host with the residual norms."""

@@ -1,0 +1,147 @@
+"""Lanczos tridiagonalisation with full reorthogonalisation, for one start vector or a batch in lock-step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.results import Reason
+from curvops.linalg.vectors import Matrix, describe_square, largest, norm, orthogonalize, product, random_block
+
+
+@dataclass(frozen=True, eq=False)
+class LanczosResult:
+    """A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
+
+    ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
+    ``reason`` is CONVERGED for the depth asked for, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
+    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns).
+    """
+
+    Q: Float[Tensor, "n m"]
+    alphas: Float[Tensor, " m"]
+    betas: Float[Tensor, " m"]
+    residual_norm: Float[Tensor, ""]
+    reason: Reason
+    matvecs: int
+
+    @property
+    def T(self) -> Float[Tensor, "m m"]:
+        """The tridiagonal matrix QᵀAQ."""
+        off = self.betas[:-1]
+        return torch.diag(self.alphas) + torch.diag(off, 1) + torch.diag(off, -1)
+
+
+def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
+    """The deepest basis, at most ``steps``, whose ``probes`` bases fit in ``memory_budget`` bytes; at least 1."""
+    steps = min(steps, n)
+    if memory_budget is None:
+        return steps
+    return max(1, min(steps, memory_budget // (n * itemsize * probes) - 2))
+
+
+def lanczos(
+    A: Matrix,
+    steps: int,
+    *,
+    start: Float[Tensor, " n"] | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+) -> LanczosResult:
+    """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
+
+    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth.
+
+    Raises:
+        ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
+
+    Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
+    """
+    n, _, dtype, device = describe_square(A)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    if start is None:
+        start = random_block(n, 1, "gaussian", dtype=dtype, device=device, generator=generator)[:, 0]
+    if start.shape != (n,) or start.dtype != dtype or start.device != device:
+        given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
+        raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {given}.")
+    size = float(largest(start[:, None]))
+    if not 0 < size < torch.inf:
+        raise ValueError("start must be finite and not zero.")
+    depth = depth_within(steps, n, start.element_size(), 1, memory_budget)
+    run = LockStep(A, (start / size)[:, None], depth)
+    run.extend(depth)
+    return _result(run, steps)
+
+
+def _result(run: LockStep, steps: int) -> LanczosResult:
+    m = int(run.depths[0])
+    finite = bool(torch.isfinite(run.alphas[0, :m]).all()) and bool(torch.isfinite(run.betas[0, :m]).all())
+    if not finite:
+        reason, m = Reason.NON_FINITE, max(m - 1, 0)
+    elif bool(run.done[0]):
+        reason = Reason.BREAKDOWN
+    else:
+        reason = Reason.RANK_CAPPED if m < min(steps, run.n) else Reason.CONVERGED
+    alphas, betas = run.alphas[0, :m], run.betas[0, :m]
+    last = betas[-1] if m else torch.zeros((), dtype=torch.float64)
+    return LanczosResult(run.basis[0, :m].mT, alphas, betas, last, reason, run.matvecs)
+
+
+class LockStep:
+    """Lanczos for K start vectors at once: one block product a step, each vector with its own basis.
+
+    ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, and
+    ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper.
+    """
+
+    def __init__(self, A: Matrix, starts: Float[Tensor, "n K"], capacity: int) -> None:
+        self.n, self.K = starts.shape
+        self.multiply = product(A)
+        self.eps = torch.finfo(starts.dtype).eps
+        self.sizes = norm(starts)
+        self.basis = torch.empty(self.K, capacity + 1, self.n, dtype=starts.dtype, device=starts.device)
+        self.basis[:, 0] = (starts / self.sizes.to(starts)).mT
+        self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
+        self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
+        self.depths = torch.zeros(self.K, dtype=torch.long)
+        self.done = torch.zeros(self.K, dtype=torch.bool)
+        self.scale = 0.0
+        self.matvecs = 0
+
+    def extend(self, depth: int) -> None:
+        """Go on to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
+        while (m := self.alphas.shape[1]) < min(depth, self.basis.shape[1] - 1):
+            live = (~self.done).nonzero().squeeze(1)
+            if not len(live):
+                return
+            self.step(m, live)
+
+    def step(self, m: int, live: Tensor) -> None:
+        where = live.to(self.basis.device)
+        everyone = len(live) == self.K
+        V = self.basis[:, m] if everyone else self.basis[where, m]
+        basis = self.basis[:, : m + 1] if everyone else self.basis[where, : m + 1]
+        W = self.multiply(V.mT)
+        self.matvecs += len(live)
+        image = norm(W)
+        rows = W.mT.contiguous() if W.mT.data_ptr() != V.data_ptr() else W.mT.clone()
+        alpha = torch.linalg.vecdot(V.double(), rows.double())
+        rows = orthogonalize(rows, basis)
+        beta = norm(rows.mT)
+        self.basis[where, m + 1] = rows / torch.where(beta > 0, beta, 1.0).to(rows)[:, None]
+        alpha_host, beta_host, image_host = torch.stack([alpha, beta, image]).cpu()
+        self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
+        # What is left after two passes is rounding once it falls to eps times the largest image seen.
+        ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
+        if m + 1 == self.n:
+            ended[:] = True
+        beta_host = torch.where(ended & torch.isfinite(beta_host), 0.0, beta_host)
+        alphas, betas = torch.zeros(2, self.K, 1, dtype=torch.float64)
+        alphas[live, 0], betas[live, 0] = alpha_host, beta_host
+        self.alphas, self.betas = torch.cat([self.alphas, alphas], 1), torch.cat([self.betas, betas], 1)
+        self.depths[live] += 1
+        self.done[live] = ended

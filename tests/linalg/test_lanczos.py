@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from curvops.linalg.lanczos import LockStep, lanczos
+from curvops.linalg.results import Reason
+from tests.linalg.spectra import SPECTRA, symmetric
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_tridiagonal_identity_and_orthogonality(name, dtype):
+    A = symmetric(SPECTRA[name]).to(dtype)
+    r = lanczos(A, 60, generator=generator())
+    Q, eps, size = r.Q.double(), torch.finfo(dtype).eps, SPECTRA[name].max()
+    m = len(r.alphas)
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(m, dtype=torch.float64), rtol=0, atol=30 * eps)
+    torch.testing.assert_close(Q.mT @ A.double() @ Q, r.T, rtol=0, atol=float(100 * eps * size))
+    residual = A.double() @ Q - Q @ r.T
+    assert residual[:, :-1].norm() < 200 * eps * size
+    torch.testing.assert_close(residual[:, -1].norm(), r.residual_norm, rtol=1e-3, atol=float(100 * eps * size))
+    assert r.matvecs == m
+
+
+def test_full_depth_gives_all_eigenvalues():
+    A = symmetric(SPECTRA["flat"])
+    r = lanczos(A, 500, generator=generator())
+    assert len(r.alphas) == 120 and r.reason is Reason.BREAKDOWN and r.residual_norm == 0
+    torch.testing.assert_close(torch.linalg.eigvalsh(r.T), SPECTRA["flat"], rtol=1e-10, atol=1e-10)
+
+
+def test_breakdown_is_a_result():
+    A = symmetric(SPECTRA["step"])
+    r = lanczos(A, 50, generator=generator())
+    assert r.reason is Reason.BREAKDOWN and len(r.alphas) == 2 and r.matvecs == 2
+    torch.testing.assert_close(torch.linalg.eigvalsh(r.T), torch.tensor([1.0, 100.0]).double(), rtol=1e-12, atol=0)
+
+
+def test_start_vector_is_the_first_column_at_any_scale():
+    A, start = symmetric(SPECTRA["flat"]).float(), torch.zeros(120)
+    start[3] = 1e-30
+    r = lanczos(A, 4, start=start)
+    assert r.Q[3, 0] == 1 and r.reason is Reason.CONVERGED
+
+
+def test_zero_operator_and_one_by_one():
+    assert lanczos(torch.zeros(5, 5), 3).T.tolist() == [[0.0]]
+    r = lanczos(torch.tensor([[3.0]]), 3)
+    assert r.T.tolist() == [[3.0]] and r.reason is Reason.BREAKDOWN
+
+
+def test_memory_budget_caps_the_depth_and_says_so():
+    r = lanczos(symmetric(SPECTRA["flat"]), 50, memory_budget=120 * 8 * 12)
+    assert r.reason is Reason.RANK_CAPPED and len(r.alphas) == 10
+
+
+def test_nan_in_a_product_is_a_reason():
+    A = symmetric(SPECTRA["flat"])
+    A[0, 0] = math.nan
+    r = lanczos(A, 5)
+    assert r.reason is Reason.NON_FINITE and r.T.isfinite().all()
+
+
+def test_lock_step_equals_single_runs_and_can_be_extended():
+    A, starts = symmetric(SPECTRA["kappa 1e4"]), torch.randn(120, 3, dtype=torch.float64)
+    starts[:, 1] = torch.linalg.eigh(A).eigenvectors[:, 5]
+    batch = LockStep(A, starts, 20)
+    batch.extend(8)
+    batch.extend(20)
+    assert batch.depths.tolist() == [20, 1, 20] and batch.matvecs == 41
+    for k in (0, 2):
+        single = lanczos(A, 20, start=starts[:, k])
+        torch.testing.assert_close(batch.alphas[k], single.alphas, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(batch.betas[k], single.betas, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 0}, "at least 1"),
+        ({"steps": 2, "start": torch.zeros(4)}, "not zero"),
+        ({"steps": 2, "start": torch.ones(5)}, r"\(5,\)"),
+        ({"steps": 2, "start": torch.ones(4).double()}, "float64"),
+        ({"steps": 2, "start": torch.tensor([1.0, math.nan, 0, 0])}, "finite"),
+    ],
+)
+def test_errors_at_the_door(options, words):
+    with pytest.raises(ValueError, match=words):
+        lanczos(torch.eye(4), **options)
