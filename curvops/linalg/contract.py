@@ -17,7 +17,8 @@ from curvops.linalg import differentiable
 from curvops.linalg.cg import cg
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
-from curvops.linalg.results import Estimate, LanczosResult, Solution
+from curvops.linalg.results import Estimate, Solution
+from curvops.linalg.lanczos import LanczosResult
 from curvops.linalg.trace import trace
 
 DENSE_SIZE = 256
@@ -58,6 +59,11 @@ class SolverContract:
     def _is_small(self: Any) -> bool:
         return bool(max(self.shape[-2:]) <= DENSE_SIZE)
 
+    def _dense(self: Any) -> Tensor:
+        """The dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
+        dense: Tensor = self.to_dense()
+        return (dense + dense.mT) / 2 if self.symmetric else dense
+
     def solve(self: Any, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """A⁻¹ B (or L A⁻¹ B): (n,), (n, K) or (..., n, K); differentiable in B, L and the tensors inside A.
 
@@ -69,13 +75,16 @@ class SolverContract:
             raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
         if right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
             raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
-        if self._is_small:
-            columns = right_tensor.unsqueeze(-1) if right_tensor.ndim == 1 else right_tensor
-            solution = torch.linalg.solve(self.to_dense(), columns)
-            solution = solution.squeeze(-1) if right_tensor.ndim == 1 else solution
-        else:
-            solution = differentiable.solve(self, right_tensor)
+        solution = self.solve_to(right_tensor)
         return solution if left_tensor is None else left_tensor @ solution
+
+    def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
+        """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8)."""
+        if not self._is_small:
+            return differentiable.solve(self, rhs, rtol)
+        columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs
+        solution = torch.linalg.solve(self._dense(), columns)
+        return solution.squeeze(-1) if rhs.ndim == 1 else solution
 
     def inv_quad(self: Any, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
         """bᵀ A⁻¹ b per column (…, K), or summed over columns."""
@@ -97,7 +106,7 @@ class SolverContract:
         Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
         """
         if self._is_small:
-            return 2 * torch.linalg.cholesky(self.to_dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            return 2 * torch.linalg.cholesky(self._dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return differentiable.logdet(self)
 
     def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
@@ -109,8 +118,7 @@ class SolverContract:
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), through the eigendecomposition of the dense matrix."""
         self.require_small("the inverse square root")
-        values, vectors = torch.linalg.eigh(self.to_dense())
-        inverse_root = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
+        inverse_root = differentiable.inverse_root(self._dense())
         if lhs is None:
             return inverse_root @ rhs
         left = lhs @ inverse_root
@@ -166,9 +174,10 @@ class SolverContract:
 
     # What a subclass with a closed form replaces
 
-    def _solve_block(self: Any, block: Tensor) -> Tensor:
+    def _solve_block(self: Any, block: Tensor, rtol: float | None = None) -> Tensor:
         """A⁻¹ B for B (n,) or (n, K), raising `NotConverged`; the default is block CG."""
-        return differentiable.accept(cg(self, block, rtol=default_rtol(self.dtype)))
+        rtol = default_rtol(self.dtype) if rtol is None else rtol
+        return differentiable.accept(cg(self, block, rtol=rtol), rtol)
 
     def _logdet_estimate(self: Any) -> Estimate:
         """log det A with its standard error; the default is stochastic Lanczos quadrature."""

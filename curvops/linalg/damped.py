@@ -147,16 +147,13 @@ class Damped(Operator):
         base, level, scale = self._whitened(shift)
         return base, level, shift.new_zeros(()) if scale is None else shift.log().sum()
 
-    def _solve_block(self, block: Tensor) -> Tensor:
+    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
         form = closed_form(self.base)
         if form is not None:
             return by_vector(form.solve, self.base, self.shift, block)
-        return self.solve_to(block, default_rtol(self.dtype))
-
-    def solve_to(self, block: Tensor, rtol: float) -> Tensor:
-        """P⁻¹ B to a relative residual `rtol` by preconditioned block CG, raising `NotConverged`."""
         columns = 1 if block.ndim == 1 else block.shape[-1]
-        return accept(cg(self, block, preconditioner=self.preconditioner(columns), rtol=rtol))
+        rtol = default_rtol(self.dtype) if rtol is None else rtol
+        return accept(cg(self, block, preconditioner=self.preconditioner(columns), rtol=rtol), rtol)
 
     def _logdet_estimate(self) -> Estimate:
         form = closed_form(self.base)
@@ -199,14 +196,7 @@ class Inverse(Operator):
         return self if self.symmetric else Inverse(self.base.mT, rtol=self._kwargs["rtol"])
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        rtol = self._kwargs["rtol"]
-        if rtol is None or torch.is_grad_enabled() or rhs.ndim > 2:
-            return self.base.solve(rhs)  # type: ignore[no-any-return]
-        return (
-            accept(cg(self.base, rhs, rtol=rtol))
-            if not isinstance(self.base, Damped)
-            else self.base.solve_to(rhs, rtol)
-        )
+        return self.base.solve_to(rhs, self._kwargs["rtol"])  # type: ignore[no-any-return]
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self.mT._matmul(rhs)  # type: ignore[no-any-return]
@@ -214,7 +204,7 @@ class Inverse(Operator):
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         return self.base
 
-    def _solve_block(self, block: Tensor) -> Tensor:
+    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
         return self.base._matmul(block)  # type: ignore[no-any-return]
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:

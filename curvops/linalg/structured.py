@@ -41,7 +41,7 @@ class Diagonal(Operator):
     def _diagonal(self) -> Tensor:
         return self.entries
 
-    def _solve_block(self, block: Tensor) -> Tensor:
+    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
         return block / (self.entries if block.ndim == 1 else self.entries.unsqueeze(-1))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 Local = dict[str, Tensor]
 
 
+@runtime_checkable
 class Rule(Protocol):
     """What the layerwise engine asks of a kind of layer."""
 

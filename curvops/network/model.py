@@ -157,13 +157,21 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     """Contexts that keep the model on kernels with derivatives of both modes; each is restored after a call."""
-    settings: list[Callable[[], Any]] = [lambda: sdpa_kernel(SDPBackend.MATH)]  # fused attention has no forward mode
+    settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
     parts = list(module.modules()) if module is not None else []
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
     if any(isinstance(part, nn.RNNBase) for part in parts):
-        settings.append(lambda: torch.backends.mkldnn.flags(enabled=False))  # its float32 RNNs lack forward mode
+        settings.append(_no_mkldnn)  # its float32 RNNs have no forward mode
     return settings
+
+
+def _unfused_attention() -> Any:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _no_mkldnn() -> Any:
+    return torch.backends.mkldnn.flags(enabled=False)
 
 
 @contextlib.contextmanager

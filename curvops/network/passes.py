@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ from curvops.network.plan import Kind, Plan
 LEAST_CHUNK = 16 * 2**20
 
 
+@runtime_checkable
 class Engine(Protocol):
     """J of one batch of n points: what both engines offer."""
 
@@ -98,6 +99,7 @@ class Passes:
         with self._lock:
             cached = [self._kept[i] for i in range(len(self._kept))] if self._complete else None
             done, self._done = self._done, self._done + columns
+            columns = max(1, columns)  # outputs alone are asked for with 0
         if cached is not None and all(self._settled(engine, done, columns) for _, engine in cached):
             for label, engine in cached:
                 yield label, BatchMap(engine, self.model, self._lock)

@@ -1,0 +1,108 @@
+"""linear_operator's own conformance suite: rectangular for every operator, square for those that are positive definite."""
+
+import unittest
+
+import pytest
+import torch
+from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
+from torch import nn
+
+import curvops as co
+from curvops.linalg import Dense, Diagonal, LowRank
+
+
+def linearized(likelihood="classification", dtype=torch.float32):
+    """A network with 5 inputs, 3 hidden units and 2 outputs on 6 points; D = 26."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
+    targets = torch.tensor([0, 1, 0, 1, 1, 0]) if likelihood == "classification" else torch.randn(6, 2, dtype=dtype)
+    return co.linearize(model, (torch.randn(6, 5, dtype=dtype), targets), likelihood)
+
+
+def spd(n=7):
+    root = torch.randn(n, n, generator=torch.Generator().manual_seed(1))
+    return root @ root.mT / n + torch.eye(n)
+
+
+def dense_with_graph(operator):
+    """The dense matrix from unit vectors, attached to the tensors inside the operator."""
+    unit = torch.eye(operator.shape[-1], dtype=operator.dtype)
+    with torch.enable_grad():
+        dense = operator._matmul(unit)
+    return dense if dense.requires_grad or not operator.requires_grad else dense + 0 * operator._args[0].sum()
+
+
+def low_rank():
+    vectors = torch.linalg.qr(torch.randn(7, 3, generator=torch.Generator().manual_seed(2))).Q
+    return LowRank(vectors, torch.tensor([3.0, 2.0, 1.0]))
+
+
+def jacobian():
+    return linearized().jacobian()
+
+
+def ggn():
+    return co.GGN(linearized())
+
+
+def gaussian_ggn():
+    noise = torch.tensor(0.5, requires_grad=True)
+    return co.GGN(linearized(co.likelihoods.Gaussian(noise)))
+
+
+RECTANGULAR = {
+    "jacobian": jacobian,
+    "jacobian_transposed": lambda: jacobian().mT,
+    "ggn": ggn,
+    "ggn_gaussian": gaussian_ggn,
+    "sum": lambda: ggn() + spd(26),
+    "scaled": lambda: ggn() * 2.0,
+    "product": lambda: jacobian() @ ggn(),
+    "sliced": lambda: ggn()[2:12, 4:20],
+    "congruence": lambda: jacobian() @ ggn().add_diagonal(1.0).inverse() @ jacobian().mT,
+    "low_rank": low_rank,
+    "dense": lambda: Dense(torch.randn(4, 6, generator=torch.Generator().manual_seed(3))),
+    "dense_batch": lambda: Dense(torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3))),
+    "expanded": lambda: ggn().expand(3, 26, 26),
+    "damped": lambda: ggn().add_diagonal(1.0),
+}
+
+SQUARE = {
+    "damped_ggn": lambda: ggn().add_diagonal(1.0),
+    "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 26)),
+    "damped_gaussian_ggn": lambda: gaussian_ggn().add_diagonal(1.0),
+    "damped_low_rank": lambda: low_rank().add_diagonal(1.0),
+    "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
+    "damped_sum": lambda: (ggn() + 2.0 * ggn()).add_diagonal(1.0),
+    "dense": lambda: Dense(spd()),
+    "diagonal": lambda: Diagonal(torch.linspace(0.5, 2, 7)),
+    "inverse": lambda: ggn().add_diagonal(1.0).inverse(),
+}
+
+
+def case(base, name, make):
+    def create_linear_op(self):
+        return make()
+
+    def evaluate_linear_op(self, linear_op):
+        return dense_with_graph(linear_op)
+
+    body = {
+        "seed": 0,
+        "should_call_cg": False,
+        "should_call_lanczos": False,
+        "should_call_lanczos_diagonalization": False,
+        "should_test_sample": base is LinearOperatorTestCase,
+        "create_linear_op": create_linear_op,
+        "evaluate_linear_op": evaluate_linear_op,
+        "__module__": __name__,
+    }
+    return type(name, (base, unittest.TestCase), body)
+
+
+for key, build in RECTANGULAR.items():
+    globals()[f"TestRectangular_{key}"] = case(RectangularLinearOperatorTestCase, f"TestRectangular_{key}", build)
+for key, build in SQUARE.items():
+    globals()[f"TestSquare_{key}"] = case(LinearOperatorTestCase, f"TestSquare_{key}", build)
+
+pytestmark = pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.PerformanceWarning")
