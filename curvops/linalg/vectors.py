@@ -59,6 +59,8 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     multiply = A._matmul
 
     def apply(V: Tensor) -> Tensor:
+        if not V.shape[1]:
+            return V.new_empty(A.shape[0], 0)
         with torch.no_grad():
             result: Tensor = multiply(V)
         return result.detach()
