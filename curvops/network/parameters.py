@@ -54,12 +54,12 @@ class Selection:
         if self.index is not None:
             rows = rows.new_zeros(rows.shape[0], self.size).index_copy(1, self.index, rows)
         parts = rows.split([shape.numel() for shape in self.shapes], dim=1)
-        return {name: part.unflatten(1, shape or (1,)).reshape(-1, *shape)
-                for name, shape, part in zip(self.names, self.shapes, parts)}  # fmt: skip
+        return {n: part.reshape(len(rows), *shape) for n, shape, part in zip(self.names, self.shapes, parts)}
 
     def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
         """`{name: (K, *shape)}` as a block of vectors, stored as `(K, D).mT`."""
-        rows = torch.cat([blocks[name].flatten(1) for name in self.names], dim=1)
+        flat = [blocks[name].reshape(-1, shape.numel()) for name, shape in zip(self.names, self.shapes) if shape.numel()]
+        rows = torch.cat(flat, dim=1)
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
