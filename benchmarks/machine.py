@@ -1,0 +1,61 @@
+"""On what machine and with which versions was something measured? Needs no torch: a light process may ask."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def facts(threads: int) -> dict[str, object]:
+    """Machine, versions, date (UTC) and the load at the start: a load well above 0 says that it was not quiet."""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "processor": _processor(),
+        "cores": cores(),
+        "threads": threads,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "curvops": version("curvops"),
+        "commit": _commit(),
+    }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peer_version(package: str) -> str | None:
+    """The installed version of another package, None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit measured, with "+" where tracked files of the package differ from it."""
+    here = Path(__file__).parent
+    try:
+        name = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "../curvops"], cwd=here, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name if same == 0 else f"{name}+"

@@ -1,0 +1,92 @@
+"""How many units does a candidate take? Alternating runs in one process, compared pair by pair.
+
+A machine's speed drifts (frequency, other jobs), so a unit timed once at the start is no measure of what runs a minute
+later. Each candidate is timed as A B A B ..., A the unit: both sides of a pair see the same machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of some measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of one measurement or more."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def scaled(self, factor: float) -> Spread:
+        """The same measurements in another unit."""
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate beside the unit: the spread of the ratio by pair, and of both times in seconds."""
+
+    ratio: Spread
+    seconds: Spread
+    unit_seconds: Spread
+    pairs: int
+
+    def as_json(self, columns: int = 1) -> dict[str, object]:
+        """Plain numbers; the ratio is divided by `columns`, so that a block's is per vector."""
+        return {
+            "ratio": asdict(self.ratio.scaled(1 / columns)),
+            "seconds": asdict(self.seconds),
+            "unit_seconds": asdict(self.unit_seconds),
+            "pairs": self.pairs,
+        }
+
+
+def seconds(run: Run) -> float:
+    """Wall-clock seconds of one run. What earlier runs left is collected before; nothing is collected during it."""
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        kept = run()  # freeing the result is not part of computing it
+        elapsed = time.perf_counter() - start
+    finally:
+        gc.enable()
+    del kept
+    return elapsed
+
+
+def alternate(unit: Run, candidate: Run, pairs: int, warmup: int = 1) -> Comparison:
+    """Time A B A B ... after `warmup` untimed pairs; the ratio is B / A of each pair."""
+    return alternate_fresh(unit, lambda: candidate, pairs, warmup)
+
+
+def alternate_fresh(unit: Run, make: Callable[[], Run], pairs: int, warmup: int = 1) -> Comparison:
+    """As `alternate`, with a new candidate from `make` for every pair, for what costs something only once.
+
+    `make` itself is not timed; it runs before the unit, so that the two timed runs stay next to each other.
+    """
+    for _ in range(warmup):
+        candidate = make()
+        unit()
+        candidate()
+    times: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        candidate = make()
+        times.append((seconds(unit), seconds(candidate)))
+    return Comparison(
+        ratio=Spread.of([b / a for a, b in times]),
+        seconds=Spread.of([b for _, b in times]),
+        unit_seconds=Spread.of([a for a, _ in times]),
+        pairs=pairs,
+    )
