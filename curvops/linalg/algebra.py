@@ -63,7 +63,8 @@ class Sum(Operator):
         return torch.broadcast_shapes(*(term.shape for term in self.terms))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Sum(*(term.mT for term in self.terms))
+        transposed = [term.mT for term in self.terms]
+        return self if all(a is b for a, b in zip(transposed, self.terms)) else Sum(*transposed)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return _add_up([term._matmul(rhs) for term in self.terms])
@@ -103,7 +104,8 @@ class Scaled(Operator):
         return torch.broadcast_shapes(self.base.shape, (*self.factor.shape, 1, 1))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Scaled(self.base.mT, self.factor)
+        transposed = self.base.mT
+        return self if transposed is self.base else Scaled(transposed, self.factor)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._scale(self.base._matmul(rhs), rhs)

@@ -67,7 +67,8 @@ class Damped(Operator):
         return torch.Size((*batch, *self.base.shape[-2:]))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Damped(self.base.mT, self.shift, cache=Cache())
+        transposed = self.base.mT
+        return self if transposed is self.base else Damped(transposed, self.shift, cache=Cache())
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base._matmul(rhs) + self._shift_against(rhs) * rhs  # type: ignore[no-any-return]
@@ -193,7 +194,8 @@ class Inverse(Operator):
         return self.base.shape  # type: ignore[no-any-return]
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Inverse(self.base.mT, rtol=self._kwargs["rtol"])
+        transposed = self.base.mT
+        return self if transposed is self.base else Inverse(transposed, rtol=self._kwargs["rtol"])
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base.solve_to(rhs, self._kwargs["rtol"])  # type: ignore[no-any-return]

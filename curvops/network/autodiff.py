@@ -117,7 +117,7 @@ class _Graph:
             self.outputs = model({**values, **self._leaves}, inputs)
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        rows = [self._backward(cotangent) for cotangent in cotangents]
+        rows = self.model.holding(self._leaves, lambda: [self._backward(cotangent) for cotangent in cotangents])
         return {name: torch.stack([row[name] for row in rows]) for name in self.names}
 
     def _backward(self, cotangent: Tensor) -> Blocks:

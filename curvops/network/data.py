@@ -186,6 +186,7 @@ class _InMemory:
 
 
 def as_source(data: object, batch_size: int) -> Iterable[object]:
+    """The re-iterable of (inputs, targets[, weights]) in ``data``, in whatever form it came; nothing is read yet."""
     if isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(part, Tensor) for part in data[1:]):
         _require_batch_size(batch_size)
         inputs = normalise(data[0])

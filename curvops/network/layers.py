@@ -1,8 +1,9 @@
 """The table of layer rules: how a layer that is linear in its own parameters multiplies with them.
 
-A rule sees one call of a layer on a batch of n points. `keep` turns the layer's input into what is stored. For K tangents of the
-weight and bias, `push` gives the change of the layer's output, (n, K, *out); for K sensitivities of the output, (n, K, *out),
-`pull` gives the gradients, (K, *shape). `rows` is `pull` point by point: the layer's own Jacobian, (n, C, *shape).
+A rule sees one call of a layer on a batch of n points. `keep` turns the layer's input into what is stored. For K
+tangents of the weight and bias, `push` gives the change of the layer's output, (n, K, *out); for K sensitivities of the
+output, (n, K, *out), `pull` gives the gradients, (K, *shape). `rows` is `pull` point by point: the layer's own
+Jacobian, (n, C, *shape).
 `multiply_adds` counts one forward pass of one point. Adding a layer is adding a row to `RULES`.
 """
 
@@ -73,7 +74,7 @@ class LinearRule:
 
 
 class Conv2dRule:
-    """Cross-correlation with groups, stride, dilation and zero padding. K kernels run as one of K times the channels."""
+    """Cross-correlation with groups, stride, dilation, zero padding; K kernels run as one of K times the channels."""
 
     def supports(self, layer: nn.Conv2d) -> bool:
         low, high = layer._reversed_padding_repeated_twice[::2], layer._reversed_padding_repeated_twice[1::2]

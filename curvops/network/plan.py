@@ -19,6 +19,7 @@ from typing import Literal
 from curvops.network.layerwise import Layer
 
 Kind = Literal["streamed", "recorded", "layerwise"]
+Choice = Literal["auto", "autodiff", "layerwise"]
 READ = 16
 STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
 
@@ -27,11 +28,12 @@ STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
 class Plan:
     """What serves the products and why; `print(lin.plan)` shows it as a table.
 
-    `layers` are those that the layerwise engine can serve; `others` names the parameters that it cannot, with the reason.
-    Bytes are per data point. `counts` is updated as products run.
+    `layers` are those that the layerwise engine can serve; `others` names the
+    parameters that it cannot, with the reason.
+    Bytes are per data point; `in_use` counts the batches that an engine is kept for.
     """
 
-    engine: Literal["auto", "autodiff", "layerwise"]
+    engine: Choice
     layers: tuple[Layer, ...]
     others: dict[str, str]
     num_outputs: int
@@ -57,6 +59,10 @@ class Plan:
         """Bytes a point that the recorded autodiff engine keeps."""
         return self.saved_bytes * (2 if self.replayable else 3)
 
+    def bytes_needed(self, kind: Kind) -> int:
+        """Bytes a point that an engine keeps."""
+        return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
+
     def candidates(self) -> tuple[Kind, ...]:
         """The engines that may serve, before memory is looked at."""
         if self.engine == "autodiff" or not self.layers:
@@ -80,10 +86,9 @@ class Plan:
         return passes + (RECORDING if self.others else 0.0)
 
     def choose(self, built: Kind, done: int, columns: int, points: int, free: int) -> Kind:
-        """The engine for a block of `columns` on a batch of `points`, `done` vectors after the first, `free` bytes left."""
+        """The engine for a block of `columns` on a batch of `points`, after `done` vectors, with `free` bytes."""
         expected = done + columns
-        bytes_needed = {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}
-        allowed = [k for k in self.candidates() if k == built or points * bytes_needed[k] <= free]
+        allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
         if self.engine == "layerwise" and "layerwise" in allowed:
             return "layerwise"
 
@@ -117,7 +122,7 @@ class Plan:
     def _summary(self) -> str:
         lines = [
             f"{kind}: {self.per_vector(kind):.2f} gradients a product, {self.build(kind):.1f} to build, "
-            f"{ {'streamed': 0, 'recorded': self.recorded_bytes, 'layerwise': self.layerwise_bytes}[kind]:,} bytes a point"
+            f"{self.bytes_needed(kind):,} bytes a point"
             for kind in self.candidates()
         ]
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,7 @@ from curvops.network.likelihoods import as_likelihood
 from curvops.network.memory import default_budget
 from curvops.network.model import Model
 from curvops.network.passes import BatchMap, Passes
-from curvops.network.plan import Plan
+from curvops.network.plan import Choice, Plan
 from curvops.operators.jacobian import Jacobian
 
 
@@ -28,7 +29,7 @@ class Linearization:
     """
 
     def __init__(
-        self, model: Model, data: Batches, likelihood: Likelihood, num_outputs: int, engine: str, memory_budget: int
+        self, model: Model, data: Batches, likelihood: Likelihood, num_outputs: int, engine: Choice, memory_budget: int
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.num_outputs, self.engine, self.memory_budget = num_outputs, engine, memory_budget
@@ -65,7 +66,7 @@ class Linearization:
         inputs = self._inputs(x)
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-        passes = Passes(self.model, parts, self.engine, self.memory_budget)
+        passes = Passes(self.model, parts, self.engine, self.memory_budget, self.passes.engines)
         return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
 
     def predict(self, x: Any) -> Float[Tensor, "n C"]:
@@ -147,7 +148,7 @@ def linearize(
     parameters: Any = None,
     memory_budget: int | None = None,
     *,
-    engine: Literal["auto", "autodiff", "layerwise"] = "auto",
+    engine: Choice = "auto",
 ) -> Linearization:
     """Linearise a network at its present weights.
 
@@ -177,9 +178,11 @@ def linearize(
     num_outputs = _check_outputs(network, few)
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     batches = as_batches(
-        data, step, theta.device, theta.dtype, lambda targets: probability.check_targets(targets, num_outputs)
+        data, step, theta.device, theta.dtype, partial(probability.check_targets, num_outputs=num_outputs)
     )
-    return Linearization(network, batches, probability, num_outputs, engine, budget)
+    lin = Linearization(network, batches, probability, num_outputs, engine, budget)
+    _ = lin.plan  # the probe is part of the door, not of the first product
+    return lin
 
 
 def _first_points(data: Any, theta: Tensor) -> Inputs:

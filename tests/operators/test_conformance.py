@@ -11,12 +11,12 @@ import curvops as co
 from curvops.linalg import Dense, Diagonal, LowRank
 
 
-def linearized(likelihood="classification", dtype=torch.float32):
-    """A network with 5 inputs, 3 hidden units and 2 outputs on 6 points; D = 26."""
+def linearized(likelihood="classification", points=6):
+    """A network with 3 inputs, 2 hidden units and 2 outputs; D = 14."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
-    targets = torch.tensor([0, 1, 0, 1, 1, 0]) if likelihood == "classification" else torch.randn(6, 2, dtype=dtype)
-    return co.linearize(model, (torch.randn(6, 5, dtype=dtype), targets), likelihood)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    targets = torch.arange(points) % 2 if likelihood == "classification" else torch.randn(points, 2)
+    return co.linearize(model, (2 * torch.randn(points, 3), targets), likelihood)
 
 
 def spd(n=7):
@@ -45,9 +45,14 @@ def ggn():
     return co.GGN(linearized())
 
 
-def gaussian_ggn():
-    noise = torch.tensor(0.5, requires_grad=True)
-    return co.GGN(linearized(co.likelihoods.Gaussian(noise)))
+def gaussian_ggn(points=6, noise=0.5):
+    noise = torch.tensor(noise, requires_grad=True)
+    return co.GGN(linearized(co.likelihoods.Gaussian(noise), points))
+
+
+def full_rank_ggn():
+    """The suite differentiates eigh for its reference, which needs distinct eigenvalues: more data than parameters."""
+    return gaussian_ggn(points=40, noise=10.0)
 
 
 RECTANGULAR = {
@@ -55,28 +60,27 @@ RECTANGULAR = {
     "jacobian_transposed": lambda: jacobian().mT,
     "ggn": ggn,
     "ggn_gaussian": gaussian_ggn,
-    "sum": lambda: ggn() + spd(26),
+    "sum": lambda: ggn() + spd(14),
     "scaled": lambda: ggn() * 2.0,
     "product": lambda: jacobian() @ ggn(),
-    "sliced": lambda: ggn()[2:12, 4:20],
+    "sliced": lambda: ggn()[2:12, 4:13],
     "congruence": lambda: jacobian() @ ggn().add_diagonal(1.0).inverse() @ jacobian().mT,
     "low_rank": low_rank,
     "dense": lambda: Dense(torch.randn(4, 6, generator=torch.Generator().manual_seed(3))),
     "dense_batch": lambda: Dense(torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3))),
-    "expanded": lambda: ggn().expand(3, 26, 26),
+    "expanded": lambda: ggn().expand(3, 14, 14),
     "damped": lambda: ggn().add_diagonal(1.0),
 }
 
 SQUARE = {
-    "damped_ggn": lambda: ggn().add_diagonal(1.0),
-    "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 26)),
-    "damped_gaussian_ggn": lambda: gaussian_ggn().add_diagonal(1.0),
+    "damped_ggn": lambda: full_rank_ggn().add_diagonal(1.0),
+    "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_low_rank": lambda: low_rank().add_diagonal(1.0),
     "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
-    "damped_sum": lambda: (ggn() + 2.0 * ggn()).add_diagonal(1.0),
+    "damped_sum": lambda: (full_rank_ggn() + spd(14)).add_diagonal(1.0),
     "dense": lambda: Dense(spd()),
     "diagonal": lambda: Diagonal(torch.linspace(0.5, 2, 7)),
-    "inverse": lambda: ggn().add_diagonal(1.0).inverse(),
+    "inverse": lambda: full_rank_ggn().add_diagonal(1.0).inverse(),
 }
 
 

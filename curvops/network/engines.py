@@ -1,0 +1,126 @@
+"""The engines of one model: probed once, planned once, built for any batch, and checked before they are believed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from curvops.network.autodiff import Recorded, Streamed, forward_mode_works, replay_works, saved_bytes
+from curvops.network.inputs import num_points, take
+from curvops.network.layerwise import Layer, Layerwise, mismatches, owners_of, record, unfit
+from curvops.network.model import Model
+from curvops.network.parameters import Blocks
+from curvops.network.plan import Choice, Kind, Plan
+
+# Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
+LEAST_CHUNK = 16 * 2**20
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """J of one batch of n points, by parameter name: what both engines offer."""
+
+    kind: Any
+    nbytes: int
+
+    @property
+    def outputs(self) -> Tensor: ...
+    def push(self, tangents: Any) -> Tensor: ...
+    def pull(self, cotangents: Tensor) -> Blocks: ...
+
+
+class Engines:
+    """Builds the engine of a batch. `few` are the inputs of the first point or two, on which the model is probed.
+
+    The probe finds the outputs' number, whether forward-mode derivatives exist and agree with backward-mode ones, which
+    layers run as layers, and the bytes that a recorded pass keeps. What costs more is found when it is first needed:
+    whether a linearisation may be replayed, and the layerwise engine's self-check on the first batch it serves.
+    """
+
+    def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
+        self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
+        self._rejected: dict[str, str] = {}
+        self._verified = False
+        names = model.selection.names
+        self._forward_mode = _forward_mode_allowed(model) and forward_mode_works(model, self._few, names)
+        self._replayable: bool | None = None if self._forward_mode else False
+        with torch.no_grad():
+            self._num_outputs = model(model.values, self._few).shape[1]
+        self._saved_bytes = saved_bytes(model, self._few) // num_points(self._few)
+        self.memory_budget = memory_budget
+        self.plan = self._make_plan()
+
+    def build(self, kind: Kind, inputs: Any, room: int) -> Engine:
+        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit."""
+        names = self.model.selection.names
+        if kind == "recorded":
+            return Recorded(self.model, inputs, names, self._may_replay())
+        if kind == "layerwise":
+            engine = self._layerwise(inputs, room)
+            wrong = set() if self._verified else mismatches(engine, self._streamed(inputs))
+            if not wrong:
+                self._verified = True
+                return engine
+            self._rejected |= dict.fromkeys(wrong, "the self-check on the first batch failed")
+            self.plan = self._make_plan()
+            return self.build("layerwise" if self.plan.layers else "streamed", inputs, room)
+        return self._streamed(inputs)
+
+    def _streamed(self, inputs: Any) -> Streamed:
+        return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode)
+
+    def _layerwise(self, inputs: Any, room: int) -> Layerwise:
+        others = tuple(self.plan.others)
+        rest = Recorded(self.model, inputs, others, self._may_replay()) if others else None
+        return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8))
+
+    def _may_replay(self) -> bool:
+        if self._replayable is None:
+            self._replayable = replay_works(self.model, self._few, self.model.selection.names)
+            self.plan = dataclasses.replace(self.plan, replayable=self._replayable)
+        return self._replayable
+
+    def _owners(self, left_out: Mapping[str, str]) -> dict[nn.Module, dict[str, str]]:
+        """Layers and what they own of the parameters that are left to the layerwise engine."""
+        owners = owners_of(self.model)
+        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners.items()}
+        return {module: names for module, names in kept.items() if names}
+
+    def _make_plan(self) -> Plan:
+        layers, others = self._layers()
+        return Plan(
+            engine=self._choice,
+            layers=layers,
+            others=others,
+            num_outputs=self._num_outputs,
+            itemsize=self.model.theta.element_size(),
+            saved_bytes=self._saved_bytes,
+            replayable=self._replayable is not False,
+            memory_budget=self.memory_budget,
+        )
+
+    def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
+        names = self.model.selection.names
+        if self._choice == "autodiff":
+            return (), dict.fromkeys(names, "asked for")
+        owners = self._owners(self._rejected)
+        if not owners:
+            return (), {name: self._rejected.get(name, "no layer rule") for name in names}
+        _, calls = record(self.model, self._few, owners)
+        self._rejected |= dict.fromkeys(unfit(self.model, calls, owners), "its layer does not run as a layer")
+        calls = [call for call in calls if not set(call.layer.names.values()) & self._rejected.keys()]
+        served = {name for call in calls for name in call.layer.names.values()}
+        others = {name: self._rejected.get(name, "no layer rule") for name in names if name not in served}
+        return tuple(call.layer for call in calls), others
+
+
+def _forward_mode_allowed(model: Model) -> bool:
+    """False for an embedding with a padding row: its forward derivative is not the adjoint of its backward one."""
+    if model.module is None:
+        return True
+    parts = (part for part in model.module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return all(part.padding_idx is None for part in parts)
