@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,11 +22,15 @@ class Model:
     """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
 
     Built from an `nn.Module` or from a pair (function(params, inputs), params). The module itself is called through
-    `functional_call`, its training flags set to what they were at the snapshot and restored after each call.
+    `functional_call`, its training flags set to what they were at the snapshot and restored after each call. A module
+    can hold one set of values at a time, so everything that calls it takes `lock`.
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
 
+    @torch.inference_mode(False)  # inference tensors could never be differentiated
+    @torch.no_grad()
     def __init__(self, source: Any, parameters: Any = None) -> None:
+        self.lock = threading.RLock()
         self.module, function, tensors, trainable, last = _parts(source)
         self._function = function
         if self.module is not None:
@@ -54,14 +59,26 @@ class Model:
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
-        """The outputs at the selected parameters `values`. Raises TypeError or ValueError unless they are (n, C)."""
+        """The outputs at the selected parameters `values`, in θ's dtype.
+
+        Raises TypeError or ValueError unless they are (n, C).
+        """
+        module, function, inputs = self.module, self._function, _recordable(inputs)
+        if module is None:
+            assert function is not None
+            outputs = function({**self.frozen, **values}, inputs)
+        else:
+            args, kwargs = _arguments(inputs)
+            outputs = self.holding(values, lambda: module(*args, **kwargs))
+        return checked_outputs(outputs).to(self._flat.dtype)
+
+    def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+        """`run()` while the module holds `values`. Backward passes need it too: checkpointed blocks run again there."""
         if self.module is None:
-            assert self._function is not None
-            return checked_outputs(self._function({**self.frozen, **values}, inputs))
-        args, kwargs = _arguments(inputs)
-        with self._as_recorded(self.module):
-            outputs = functional_call(self.module, {**self.frozen, **self._buffers, **values}, args, kwargs)
-        return checked_outputs(outputs)
+            return run()
+        held = {f"module.{name}": tensor for name, tensor in {**self.frozen, **self._buffers, **values}.items()}
+        with self.lock, self._as_recorded(self.module):
+            return functional_call(_Holder(self.module), held, (run,))
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -85,6 +102,7 @@ class Model:
             for part, mode in changed.items():
                 part.training = mode
 
+    @torch.inference_mode(False)
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Model:
         """A copy with parameters and buffers converted; the user's module is still only called, never changed."""
 
@@ -98,6 +116,24 @@ class Model:
         if self.module is not None:
             copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
         return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
+
+
+class _Holder(nn.Module):
+    """Runs any function while `functional_call` has put other tensors into the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def checked_outputs(outputs: Any) -> Float[Tensor, "n C"]:
@@ -153,6 +189,15 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _recordable(inputs: Any) -> Any:
+    """The inputs, copied where they were made in inference mode and are now to be differentiated through."""
+    if isinstance(inputs, Mapping):
+        return {name: _recordable(part) for name, part in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_recordable(part) for part in inputs)
+    return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
 
 
 def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:

@@ -58,8 +58,8 @@ class Selection:
 
     def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
         """`{name: (K, *shape)}` as a block of vectors, stored as `(K, D).mT`."""
-        flat = [blocks[name].reshape(-1, shape.numel()) for name, shape in zip(self.names, self.shapes) if shape.numel()]
-        rows = torch.cat(flat, dim=1)
+        sizes = {name: shape.numel() for name, shape in zip(self.names, self.shapes)}
+        rows = torch.cat([blocks[name].reshape(-1, size) for name, size in sizes.items() if size], dim=1)
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
