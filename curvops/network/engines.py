@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from curvops.network.autodiff import Recorded, Streamed, forward_mode_works, replay_works, saved_bytes
 from curvops.network.inputs import num_points, take
-from curvops.network.layerwise import Layer, Layerwise, mismatches, owners_of, record, unfit
+from curvops.network.layerwise import Layer, Layerwise, mismatches, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 from curvops.network.plan import Choice, Kind, Plan
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
+NO_LAYER = "its layer does not run as a layer"
 
 
 @runtime_checkable
@@ -61,11 +62,13 @@ class Engines:
             return Recorded(self.model, inputs, names, self._may_replay())
         if kind == "layerwise":
             engine = self._layerwise(inputs, room)
-            wrong = set() if self._verified else mismatches(engine, self._streamed(inputs))
+            wrong = dict.fromkeys(engine.misfits, NO_LAYER)
+            if not wrong and not self._verified:
+                wrong = dict.fromkeys(mismatches(engine, self._streamed(inputs)), "the self-check failed")
             if not wrong:
                 self._verified = True
                 return engine
-            self._rejected |= dict.fromkeys(wrong, "the self-check on the first batch failed")
+            self._rejected |= wrong
             self.plan = self._make_plan()
             return self.build("layerwise" if self.plan.layers else "streamed", inputs, room)
         return self._streamed(inputs)
@@ -110,8 +113,10 @@ class Engines:
         owners = self._owners(self._rejected)
         if not owners:
             return (), {name: self._rejected.get(name, "no layer rule") for name in names}
-        _, calls = record(self.model, self._few, owners)
-        self._rejected |= dict.fromkeys(unfit(self.model, calls, owners), "its layer does not run as a layer")
+        _, calls, misfits = record(self.model, self._few, owners)
+        # One point besides two: a dimension of length two is not taken for that of the points.
+        misfits |= record(self.model, take(self._few, slice(0, 1)), owners)[2] | never_ran(calls, owners)
+        self._rejected |= dict.fromkeys(misfits, NO_LAYER)
         calls = [call for call in calls if not set(call.layer.names.values()) & self._rejected.keys()]
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: self._rejected.get(name, "no layer rule") for name in names if name not in served}

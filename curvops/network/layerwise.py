@@ -119,9 +119,9 @@ class Layerwise:
         chunk_bytes: int,
     ) -> None:  # fmt: skip
         self.model, self.rest = model, rest
-        outputs, calls = record(model, inputs, owners)
+        outputs, calls, self.misfits = record(model, inputs, owners)
         self.outputs = outputs.detach()
-        self.parts = _parts(model, outputs, calls, chunk_bytes)
+        self.parts = [] if self.misfits else _parts(model, outputs, calls, chunk_bytes)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
@@ -171,14 +171,25 @@ def owners_of(model: Model) -> dict[nn.Module, dict[str, str]]:
     return dict(owners)
 
 
-def record(model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]]) -> tuple[Tensor, list[Call]]:
-    """One forward pass with its graph, and the calls of the layers in `owners`; no hook outlives the pass."""
+def record(
+    model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]]
+) -> tuple[Tensor, list[Call], set[str]]:
+    """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
+
+    A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
+    in another dtype (autocast), or on a tensor that was written to later. No hook outlives the pass.
+    """
     calls: list[Call] = []
+    misfits: set[str] = set()
+    dtype = model.theta.dtype
     assert model.module is not None
     paths = {module: path for path, module in model.module.named_modules()}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         a, rule = args[0] if args else kwargs["input"], RULES[type(module)]
+        if not (output.requires_grad and a.dtype == output.dtype == dtype):
+            misfits.update(owners[module].values())
+            return
         with torch.no_grad():
             kept = rule.keep(module, a.detach())
         layer = Layer(
@@ -203,15 +214,17 @@ def record(model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]]
     finally:
         for handle in handles:
             handle.remove()
-    return outputs, calls
+    for call in calls:
+        written = call.input._version != call.version
+        if written or call.layer.output[0] != outputs.shape[0] or len(call.layer.output) < 2:
+            misfits.update(call.layer.names.values())
+    return outputs, calls, misfits
 
 
-def unfit(model: Model, calls: Sequence[Call], owners: Mapping[nn.Module, dict[str, str]]) -> set[str]:
-    """Names of parameters whose layers never ran, ran on a tensor written to later, or on unbatched input."""
-    changed = [call for call in calls if call.input._version != call.version]
-    bad = {name for call in changed for name in call.layer.names.values()}
+def never_ran(calls: Sequence[Call], owners: Mapping[nn.Module, dict[str, str]]) -> set[str]:
+    """Names of parameters whose layers were not called."""
     ran = {id(call.layer.module) for call in calls}
-    return bad | {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
+    return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
 
 def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
@@ -267,6 +280,8 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -
 
 def _sensitivities(model: Model, outputs: Tensor, calls: list[Call], start: int, width: int) -> list[Tensor | None]:
     """δ (n, width, *out) of each call for outputs start … start + width, None where a branch does not reach them."""
+    if not outputs.requires_grad:
+        return [None] * len(calls)
     unit = outputs.new_zeros(width, *outputs.shape)
     index = torch.arange(width, device=outputs.device)
     unit[index, :, start + index] = 1.0
