@@ -61,7 +61,7 @@ def test_streaming(timed: Any, problem: Problem, vector: Any) -> None:
 
 
 def test_first(benchmark: Any, problem: Problem, vector: Any) -> None:
-    """The first product of a fresh linearisation, with the planning that it triggers."""
+    """The first product of a fresh linearisation, with all that it triggers."""
     benchmark.group = problem.label
     make = routes.first(lambda: routes.ggn(problem), vector)
     benchmark.pedantic(lambda product: product(), setup=lambda: ((make(),), {}), rounds=ROUNDS, warmup_rounds=1)

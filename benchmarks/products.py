@@ -106,14 +106,13 @@ def measure_cached(m: Measurement, v: Tensor, reference: Tensor, streaming: Any)
 
 
 def measure_first(m: Measurement, v: Tensor) -> None:
-    """What a fresh linearisation costs: making it, then its first product, and the planning that this triggers."""
+    """What a fresh linearisation costs: making it, then its first product with all that this triggers."""
 
     def make() -> Any:
         return routes.ggn(m.problem, m.settings.memory_budget)
 
     m.measure("linearize", make)
     m.add("first product", alternate_fresh(m.unit, routes.first(make, v), m.settings.pairs))
-    m.add("planning", alternate_fresh(m.unit, routes.planning(make), m.settings.pairs))
 
 
 def measure_engine(m: Measurement, name: str, v: Tensor) -> None:

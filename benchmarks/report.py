@@ -65,13 +65,13 @@ def products_tables(result: dict[str, Any]) -> str:
 
 def _products(networks: list[dict[str, Any]], columns: int) -> str:
     header = ["network", "C", "N", "D", "one gradient", "cached", "served by", "streaming", "cached / streaming"]
-    header += ["first product", "its planning", "linearize", f"K = {columns}, a vector"]
+    header += ["linearize", "first product", f"K = {columns}, a vector"]
     rows = []
     for n in networks:
         cached = _row(n, "cached") or {}
         cells = [_ratio(cached), cached.get("engine", ""), _ratio(_row(n, "streaming"))]
         cells += [_ratio(_row(n, "cached", against="streaming"))]
-        cells += [_ratio(_row(n, route)) for route in ("first product", "planning", "linearize")]
+        cells += [_ratio(_row(n, route)) for route in ("linearize", "first product")]
         cells += [_ratio(_row(n, "cached", columns))]
         unit = f"{n['unit_seconds']['median'] * 1e3:.1f} ms"
         rows.append([*_name(n), f"{n['points']:,}", f"{n['parameters']:,}", unit, *cells])
@@ -85,8 +85,7 @@ def _notes(result: dict[str, Any]) -> str:
     return (
         f"{pairs} pairs a figure ({max(1, pairs // 2)} for blocks and builds), float32, memory budget {budget}. "
         "*Cached*: a product with one vector once the caches are built. *Streaming*: `memory_budget=0`. "
-        "*First product*: on a fresh linearisation, with all that it has to plan; *linearize* is the call before it. "
-        "Planning looks at the first points only, so its share is large where a gradient is fast."
+        "*Linearize*: the call of `co.linearize`. *First product*: on a fresh linearisation, with all that it triggers."
     )
 
 

@@ -52,11 +52,10 @@ def products_before(make: Callable[[], Any], vector: Tensor, engine: str) -> int
 
 
 def building(make: Callable[[], Any], vector: Tensor, before: int) -> Callable[[], Run]:
-    """Makes the one product that builds a forced engine, planned and `before` products after the linearisation."""
+    """Makes the one product that builds a forced engine, `before` products after the linearisation."""
 
     def prepare() -> Run:
         operator = make()
-        _ = operator.lin.plan
         for _ in range(before):
             operator @ vector
         return lambda: operator @ vector
@@ -65,21 +64,11 @@ def building(make: Callable[[], Any], vector: Tensor, before: int) -> Callable[[
 
 
 def first(make: Callable[[], Any], vector: Tensor) -> Callable[[], Run]:
-    """Makes the first product of a fresh linearisation, with everything that it has to plan."""
+    """Makes the first product of a fresh linearisation, with everything that it triggers."""
 
     def prepare() -> Run:
         operator = make()
         return lambda: operator @ vector
-
-    return prepare
-
-
-def planning(make: Callable[[], Any]) -> Callable[[], Run]:
-    """Makes the planning of a fresh linearisation, the part of its first product that is no product."""
-
-    def prepare() -> Run:
-        operator = make()
-        return lambda: operator.lin.plan
 
     return prepare
 
