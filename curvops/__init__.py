@@ -1,1 +1,28 @@
-"""Matrix-free linear algebra with a trained network, linearised at its weights."""
+"""Matrix-free linear algebra with a trained network, linearised at its weights: J : R^D → R^(N·C)."""
+
+from importlib.metadata import version
+
+from curvops import evidence, linalg
+from curvops.linalg import Damped, LowRank
+from curvops.network import likelihoods
+from curvops.network.data import DataChanged
+from curvops.operators import GGN, Jacobian, Linearization, linearize
+from curvops.posterior import Laplace, NotAMode, laplace
+
+__version__ = version("curvops")
+
+__all__ = [
+    "GGN",
+    "Damped",
+    "DataChanged",
+    "Jacobian",
+    "Laplace",
+    "Linearization",
+    "LowRank",
+    "NotAMode",
+    "evidence",
+    "laplace",
+    "likelihoods",
+    "linalg",
+    "linearize",
+]

@@ -1,0 +1,51 @@
+"""Linear algebra with matrices known by their products: any LinearOperator or tensor, and nothing of networks."""
+
+from curvops.linalg.base import Operator  # first: importing it closes the cycle of operators and their algebra
+
+# isort: split
+from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.cg import cg
+from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.lanczos import lanczos
+from curvops.linalg.logdet import logdet
+from curvops.linalg.nystrom import Nystrom, nystrom
+from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
+from curvops.linalg.results import (
+    Eigenpairs,
+    Estimate,
+    NotConverged,
+    NotPositiveDefinite,
+    Reason,
+    Solution,
+)
+from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
+from curvops.linalg.trace import trace
+
+__all__ = [
+    "Damped",
+    "Dense",
+    "Diagonal",
+    "Eigenpairs",
+    "Estimate",
+    "Inverse",
+    "LowRank",
+    "NotConverged",
+    "NotPositiveDefinite",
+    "Nystrom",
+    "Operator",
+    "Product",
+    "Reason",
+    "Scaled",
+    "Sliced",
+    "Solution",
+    "SpectralQuadrature",
+    "Sum",
+    "Transposed",
+    "cg",
+    "draw",
+    "lanczos",
+    "logdet",
+    "nystrom",
+    "spectral_quadrature",
+    "trace",
+]

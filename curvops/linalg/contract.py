@@ -15,10 +15,9 @@ from torch import Tensor
 
 from curvops.linalg import differentiable
 from curvops.linalg.cg import cg
-from curvops.linalg.lanczos import lanczos
+from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import Estimate, Solution
-from curvops.linalg.lanczos import LanczosResult
 from curvops.linalg.trace import trace
 
 DENSE_SIZE = 256
