@@ -117,50 +117,75 @@ class _Graph:
             self.outputs = model({**values, **self._leaves}, inputs)
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        rows = self.model.holding(self._leaves, lambda: [self._backward(cotangent) for cotangent in cotangents])
+        rows = self._differentiating(lambda: [self._backward(cotangent) for cotangent in cotangents])
         return {name: torch.stack([row[name] for row in rows]) for name in self.names}
 
     def _backward(self, cotangent: Tensor) -> Blocks:
         leaves = list(self._leaves.values())
         if not self.outputs.requires_grad:
             return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
-        with self.model.differentiating():
-            gradients = torch.autograd.grad(
-                self.outputs, leaves, _usable(cotangent), retain_graph=True, allow_unused=True
-            )
+        gradients = torch.autograd.grad(self.outputs, leaves, _usable(cotangent), retain_graph=True, allow_unused=True)
         pairs = zip(self.names, leaves, gradients)
         return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
 
     @cached_property
     def _adjoint(self) -> tuple[Tensor, Blocks]:
         """A dummy cotangent w and the recorded pull g(w) = Jᵀw, linear in w."""
-        with self.model.differentiating():
-            dummy = torch.zeros_like(self.outputs).requires_grad_()
-            gradients = torch.autograd.grad(
-                self.outputs, list(self._leaves.values()), dummy, create_graph=True, allow_unused=True
-            )
+        dummy = torch.zeros_like(self.outputs).requires_grad_()
+        gradients = torch.autograd.grad(
+            self.outputs, list(self._leaves.values()), dummy, create_graph=True, allow_unused=True
+        )
         pairs = zip(self.names, gradients)
         return dummy, {name: g for name, g in pairs if g is not None and g.requires_grad}
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         columns = next(iter(tangents.values())).shape[0]
-        if not self.outputs.requires_grad:
-            return self.outputs.new_zeros(columns, *self.outputs.shape)
-        dummy, pulled = self._adjoint
-        results = []
+        return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
+
+    def _forward(self, tangents: Mapping[str, Tensor], k: int) -> Float[Tensor, "n C"]:
+        dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
+        if not pulled:  # the derivative is zero whatever the cotangent
+            return torch.zeros_like(self.outputs)
+        along = [_usable(tangents[name][k]) for name in pulled]
+        (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
+        return result.detach()
+
+    def _differentiating(self, run: Callable[[], Any]) -> Any:
         with self.model.differentiating():
-            for k in range(columns):
-                along = [_usable(tangents[name][k]) for name in pulled]
-                (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
-                results.append(result.detach())
-        return torch.stack(results)
+            return self.model.holding(self._leaves, run)
+
+
+def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
+    """Raise ValueError where the model has no derivatives that this engine could use, or loses them silently."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = _Graph(model, inputs, names)
+    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
+            "pass use_reentrant=False."
+        )
+    try:
+        graph.pull(torch.ones_like(graph.outputs).unsqueeze(0))
+        if not forward_mode:
+            graph.push({name: torch.ones_like(model.values[name]).unsqueeze(0) for name in names})
+    except RuntimeError as error:
+        lacks = "no backward-mode derivative" if forward_mode else "neither a forward-mode nor a second derivative"
+        raise ValueError(
+            f"the model uses an operation with {lacks}: {error} Replace the operation (an EmbeddingBag by an "
+            "Embedding and a mean, a reentrant checkpoint by use_reentrant=False), or leave the parameters before it "
+            "out of the selection."
+        ) from error
 
 
 def forward_mode_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
     """Whether forward-mode products of this batch exist and are the adjoint of backward-mode ones.
 
-    They are not where an operation has no forward derivative, or a wrong one (an embedding's padding row).
+    They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
+    batches to come may hold even if this one does not.
     """
+    if _operations(model, inputs).padded:
+        return False
     generator = torch.Generator(device=model.theta.device).manual_seed(0)
     tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
     try:
@@ -176,9 +201,7 @@ def forward_mode_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
 
 def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
     """Whether `torch.func.linearize` may be replayed: no operation mutates a tensor, and two replays equal a JVP."""
-    with _Mutations() as mutations, torch.no_grad(), model.differentiating():
-        model(model.values, inputs)
-    if mutations.seen:
+    if _operations(model, inputs).mutating:
         return False
     recorded = Recorded(model, inputs, names, replayable=True)
     if recorded._replay is None:
@@ -244,11 +267,24 @@ class _SavedBytes:
         self.total = sum(self._storages.values())
 
 
-class _Mutations(TorchDispatchMode):
-    """Notices operations that write into their arguments."""
+class _Operations(TorchDispatchMode):
+    """Notices operations that write into their arguments, and embeddings with a padding row."""
 
-    seen = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.mutating = self.padded = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or func._schema.is_mutable
+        self.mutating = self.mutating or func._schema.is_mutable
+        if func is torch.ops.aten.embedding.default:
+            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
+            self.padded = self.padded or padding >= 0
         return func(*args, **(kwargs or {}))
+
+
+def _operations(model: Model, inputs: Any) -> _Operations:
+    """What one forward pass does."""
+    seen = _Operations()
+    with seen, model.differentiating():
+        model(model.values, inputs)
+    return seen

@@ -9,7 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import Recorded, Streamed, forward_mode_works, replay_works, saved_bytes
+from curvops.network.autodiff import (
+    Recorded,
+    Streamed,
+    forward_mode_works,
+    replay_works,
+    require_derivatives,
+    saved_bytes,
+)
 from curvops.network.inputs import num_points, take
 from curvops.network.layerwise import Layer, Layerwise, mismatches, never_ran, owners_of, record
 from curvops.network.model import Model
@@ -47,7 +54,10 @@ class Engines:
         self._rejected: dict[str, str] = {}
         self._verified = False
         names = model.selection.names
-        self._forward_mode = _forward_mode_allowed(model) and forward_mode_works(model, self._few, names)
+        require_derivatives(model, self._few, names, forward_mode=True)
+        self._forward_mode = forward_mode_works(model, self._few, names)
+        if not self._forward_mode:
+            require_derivatives(model, self._few, names, forward_mode=False)
         self._replayable: bool | None = None if self._forward_mode else False
         with torch.no_grad():
             self._num_outputs = model(model.values, self._few).shape[1]
@@ -121,11 +131,3 @@ class Engines:
         served = {name for call in calls for name in call.layer.names.values()}
         others = {name: self._rejected.get(name, "no layer rule") for name in names if name not in served}
         return tuple(call.layer for call in calls), others
-
-
-def _forward_mode_allowed(model: Model) -> bool:
-    """False for an embedding with a padding row: its forward derivative is not the adjoint of its backward one."""
-    if model.module is None:
-        return True
-    parts = (part for part in model.module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    return all(part.padding_idx is None for part in parts)

@@ -23,6 +23,8 @@ from curvops.network.layers import RULES, Local, Rule, rule_for
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
+Owners = dict[nn.Module, dict[str, str]]
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -115,13 +117,13 @@ class Layerwise:
     kind = "layerwise"
 
     def __init__(
-        self, model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]], rest: Recorded | Streamed | None,
-        chunk_bytes: int,
-    ) -> None:  # fmt: skip
+        self, model: Model, inputs: Any, owners: Owners, rest: Recorded | Streamed | None, chunk_bytes: int
+    ) -> None:
         self.model, self.rest = model, rest
         outputs, calls, self.misfits = record(model, inputs, owners)
         self.outputs = outputs.detach()
-        self.parts = [] if self.misfits else _parts(model, outputs, calls, chunk_bytes)
+        calls = [] if self.misfits else calls
+        self.parts = model.holding(model.leaves(), lambda: _parts(model, outputs, calls, chunk_bytes))
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
@@ -151,7 +153,7 @@ class Layerwise:
         return total
 
 
-def owners_of(model: Model) -> dict[nn.Module, dict[str, str]]:
+def owners_of(model: Model) -> Owners:
     """Layers with a rule and what they own of the selection: {layer: {"weight": the parameter's name}}.
 
     A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
@@ -171,9 +173,7 @@ def owners_of(model: Model) -> dict[nn.Module, dict[str, str]]:
     return dict(owners)
 
 
-def record(
-    model: Model, inputs: Any, owners: Mapping[nn.Module, dict[str, str]]
-) -> tuple[Tensor, list[Call], set[str]]:
+def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
     """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
     A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
@@ -192,15 +192,8 @@ def record(
             return
         with torch.no_grad():
             kept = rule.keep(module, a.detach())
-        layer = Layer(
-            paths[module],
-            module,
-            rule,
-            owners[module],
-            output.shape,
-            kept[0].numel(),
-            rule.multiply_adds(module, output),
-        )
+        names, size = owners[module], kept[0].numel()
+        layer = Layer(paths[module], module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         calls.append(Call(layer, a, a._version, kept, get_gradient_edge(output)))
 
@@ -209,8 +202,7 @@ def record(
         for layer in owners:
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating():
-            leaves = {name: value.detach().requires_grad_() for name, value in model.values.items()}
-            outputs = model(leaves, inputs)
+            outputs = model(model.leaves(), inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -221,7 +213,7 @@ def record(
     return outputs, calls, misfits
 
 
-def never_ran(calls: Sequence[Call], owners: Mapping[nn.Module, dict[str, str]]) -> set[str]:
+def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     """Names of parameters whose layers were not called."""
     ran = {id(call.layer.module) for call in calls}
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}

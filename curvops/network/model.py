@@ -58,6 +58,10 @@ class Model:
         parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
+    def leaves(self) -> Blocks:
+        """The selected parameters by name, as leaves of a graph to be recorded."""
+        return {name: value.detach().requires_grad_() for name, value in self.values.items()}
+
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
         """The outputs at the selected parameters `values`, in θ's dtype.
 
@@ -73,10 +77,11 @@ class Model:
         return checked_outputs(outputs).to(self._flat.dtype)
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds `values`. Backward passes need it too: checkpointed blocks run again there."""
+        """`run()` while the module holds `values` and its snapshot: checkpointed blocks run again in backward passes."""
         if self.module is None:
             return run()
-        held = {f"module.{name}": tensor for name, tensor in {**self.frozen, **self._buffers, **values}.items()}
+        tensors = {**self.frozen, **self._buffers, **self.values, **values}
+        held = {f"module.{name}": tensor for name, tensor in tensors.items()}
         with self.lock, self._as_recorded(self.module):
             return functional_call(_Holder(self.module), held, (run,))
 
@@ -207,7 +212,7 @@ def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
         settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
     if any(isinstance(part, nn.RNNBase) for part in parts):
-        settings.append(_no_mkldnn)  # its float32 RNNs have no forward mode
+        settings += [_no_mkldnn, _no_cudnn]  # float32 RNNs without forward mode; no backward pass in eval mode
     return settings
 
 
@@ -217,6 +222,10 @@ def _unfused_attention() -> Any:
 
 def _no_mkldnn() -> Any:
     return torch.backends.mkldnn.flags(enabled=False)
+
+
+def _no_cudnn() -> Any:
+    return torch.backends.cudnn.flags(enabled=False)
 
 
 @contextlib.contextmanager
