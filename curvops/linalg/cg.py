@@ -3,7 +3,7 @@
 >>> import torch
 >>> from curvops.linalg.cg import cg
 >>> solution = cg(torch.diag(torch.tensor([1.0, 2.0, 4.0])), torch.tensor([1.0, 2.0, 4.0]))
->>> solution.x, solution.reasons[0].name
+>>> solution.x.round(decimals=4), solution.reasons[0].name
 (tensor([1., 1., 1.]), 'CONVERGED')
 """
 

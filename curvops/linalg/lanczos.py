@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def lanczos(
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
     depth = depth_within(steps, n, start.element_size(), 1, memory_budget)
-    run = LockStep(A, (start / size)[:, None], depth)
+    run = LockStep(product(A), (start / size)[:, None], depth)
     run.extend(depth)
     return _result(run, steps)
 
@@ -98,9 +99,9 @@ class LockStep:
     ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper.
     """
 
-    def __init__(self, A: Matrix, starts: Float[Tensor, "n K"], capacity: int) -> None:
+    def __init__(self, multiply: Callable[[Tensor], Tensor], starts: Float[Tensor, "n K"], capacity: int) -> None:
         self.n, self.K = starts.shape
-        self.multiply = product(A)
+        self.multiply = multiply
         self.eps = torch.finfo(starts.dtype).eps
         self.sizes = norm(starts)
         self.basis = torch.empty(self.K, capacity + 1, self.n, dtype=starts.dtype, device=starts.device)
@@ -111,6 +112,18 @@ class LockStep:
         self.done = torch.zeros(self.K, dtype=torch.bool)
         self.scale = 0.0
         self.matvecs = 0
+
+    def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
+        """T of start vector k."""
+        m = int(self.depths[k])
+        off = self.betas[k, : m - 1]
+        return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
+
+    def reserve(self, capacity: int) -> None:
+        """Room for ``capacity`` steps, keeping those done."""
+        missing = capacity + 1 - self.basis.shape[1]
+        if missing > 0:
+            self.basis = torch.cat([self.basis, self.basis.new_empty(self.K, missing, self.n)], 1)
 
     def extend(self, depth: int) -> None:
         """Go on to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""

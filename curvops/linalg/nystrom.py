@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 
-from curvops.linalg.results import Reason
-from curvops.linalg.vectors import Matrix, axpy, combine, describe_square, gram, norm, product, random_block, tall_qr
+from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.vectors import (
+    Description,
+    Matrix,
+    axpy,
+    combine,
+    describe_square,
+    gram,
+    norm,
+    product,
+    random_block,
+    tall_qr,
+)
 
 FIRST_RANK = 8
 MOST_RANK = 1024
@@ -98,18 +109,31 @@ def nystrom(
 
     Raises:
         ValueError: A is not square, or rank, shift, rhs or max_rank is negative.
-        NotPSDError: A has an eigenvalue clearly below zero.
+        NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """
-    n, _, dtype, device = describe_square(A)
+    n, _, dtype, _ = describe_square(A)
     for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     if memory_budget is not None:
         limit = min(limit, memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
-    multiply = product(A)
+    return grow(product(A), describe_square(A), rank, limit, float(shift), rhs, generator)
+
+
+def grow(
+    multiply: Callable[[Tensor], Tensor],
+    facts: Description,
+    rank: int | None,
+    limit: int,
+    shift: float,
+    rhs: float | int,
+    generator: torch.Generator | None,
+) -> Nystrom:
+    """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept."""
+    n, _, dtype, device = facts
     Omega = torch.empty(0, n, dtype=dtype, device=device).mT
     Y = Omega
     target = min(limit, FIRST_RANK) if rank is None else limit
@@ -121,14 +145,14 @@ def nystrom(
         Omega = torch.cat([Omega.mT, fresh.mT]).mT
         Y = torch.cat([Y.mT, multiply(fresh).mT]).mT
         U, values, exhausted = _factor(Omega, Y)
-        done = rank is not None or exhausted or target >= limit or not _worth_doubling(values, float(shift), rhs)
+        done = rank is not None or exhausted or target >= limit or not _worth_doubling(values, shift, rhs)
         if done:
             break
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
-    cut = limit < wanted and target >= limit and not exhausted and not (rank is None and _enough(values, float(shift)))
+    cut = limit < wanted and target >= limit and not exhausted and not (rank is None and _enough(values, shift))
     tail = 0.0 if exhausted or not len(values) else float(values[-1])
-    return Nystrom(U, values, float(shift), tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
+    return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
 
 
 def _factor(Omega: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -146,7 +170,7 @@ def _factor(Omega: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, bool]:
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         lowest = float(torch.linalg.eigvalsh(core)[0])
-        raise NotPSDError(
+        raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
         )
@@ -159,7 +183,7 @@ def _factor(Omega: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, bool]:
     return combine(Q, V[:, :kept]), values[:kept], kept < min(r, n) or r == n
 
 
-def _products(condition: float, rhs: int) -> float:
+def _products(condition: float, rhs: float | int) -> float:
     """Expected products of block CG to rtol 1e-6: the classical bound, divided by what digits networks show.
 
     A block of K columns takes 1/√K of the iterations of one, and preconditioned CG about 2/3 of its bound.
@@ -172,7 +196,7 @@ def _enough(values: Tensor, shift: float) -> bool:
     return float(values[-1]) <= floor
 
 
-def _worth_doubling(values: Tensor, shift: float, rhs: int) -> bool:
+def _worth_doubling(values: Tensor, shift: float, rhs: float | int) -> bool:
     if _enough(values, shift):
         return False
     if shift == 0:

@@ -114,6 +114,10 @@ class NotPositiveDefinite(NotConverged, NotPSDError):
     """A solve met a direction of non-positive curvature."""
 
 
+class NotPositiveSemidefinite(NotPSDError, ValueError):
+    """A matrix that must be positive semidefinite, or positive definite, is not."""
+
+
 def _sortable(residual: float) -> float:
     return math.inf if math.isnan(residual) else residual
 

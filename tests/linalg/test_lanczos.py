@@ -69,7 +69,7 @@ def test_nan_in_a_product_is_a_reason():
 def test_lock_step_equals_single_runs_and_can_be_extended():
     A, starts = symmetric(SPECTRA["kappa 1e4"]), torch.randn(120, 3, dtype=torch.float64)
     starts[:, 1] = torch.linalg.eigh(A).eigenvectors[:, 5]
-    batch = LockStep(A, starts, 20)
+    batch = LockStep(lambda V: A @ V, starts, 20)
     batch.extend(8)
     batch.extend(20)
     assert batch.depths.tolist() == [20, 1, 20] and batch.matvecs == 41

@@ -1,0 +1,115 @@
+"""Sums of functions of eigenvalues by stochastic Lanczos quadrature: one run serves every scalar shift.
+
+For positive semidefinite G and a random probe z, Lanczos turns zᵀf(G)z into an integral with m nodes. Two rules
+bracket it where the even derivatives of f are negative and the odd ones positive, as for log(1 + x/μ) and x/(x + μ):
+Gauss is an upper bound, Gauss–Radau with a node at the lower end of the spectrum, 0, is a lower bound (Golub & Meurant
+2010, theorem 6.4).
+
+Probes are random signs. Their variance is 2 (‖F‖_F² − Σ F_ii²) for F = f(G); that of Gaussian probes of norm √n is
+about 2 (‖F‖_F² − (tr F)²/n), which is never smaller, by Cauchy–Schwarz. For the log-determinant of digits networks'
+GGN, signs have 0.6 to 0.1 of the variance of Gaussian probes: a curvature matrix has a strong and uneven diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.lanczos import LockStep
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+
+Function: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralQuadrature:
+    """Nodes and weights of both rules, one row per probe; padding has weight 0.
+
+    ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own sum is known exactly
+    and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without a sketch.
+    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim.
+    """
+
+    gauss_nodes: Float[Tensor, "K m"]
+    gauss_weights: Float[Tensor, "K m"]
+    radau_nodes: Float[Tensor, "K l"]
+    radau_weights: Float[Tensor, "K l"]
+    control_nodes: Float[Tensor, " r"]
+    control_weights: Float[Tensor, "K r"]
+    matvecs: int
+    reason: Reason
+
+    def logdet(self, shift: float | int | Tensor) -> Estimate:
+        """Log det(I + G/shift) in nats, for any positive shift."""
+        mu = positive(shift)
+        return self.trace_of(lambda x: torch.log1p(x / mu))
+
+    def effective_dimension(self, shift: float | int | Tensor) -> Estimate:
+        """Tr G (G + shift I)⁻¹ for any positive shift."""
+        mu = positive(shift)
+        return self.trace_of(lambda x: x / (x + mu))
+
+    def trace_of(self, f: Function) -> Estimate:
+        """Tr f(G) for f with f(0) = 0 and derivatives of alternating sign, the first positive.
+
+        The value is the middle of the bracket and ``bias_bound`` half its mean width. The control variate is used
+        where it lowers the variance between probes.
+        """
+        upper, lower = self.bracket(f)
+        middle, half = (upper + lower) / 2, ((upper - lower) / 2).clamp_min(0).mean()
+        known = f(self.control_nodes)
+        corrected = middle - self.control_weights @ known + known.sum()
+        count = len(middle)
+        samples = corrected if len(known) and count > 1 and corrected.var() < middle.var() else middle
+        stderr = samples.std() / math.sqrt(count) if count > 1 else torch.full_like(half, math.inf)
+        return Estimate(samples.mean(), stderr, count, self.matvecs, half)
+
+    def bracket(self, f: Function) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
+        """Upper and lower bound of zᵀf(G)z for each probe."""
+        upper = (self.gauss_weights * f(self.gauss_nodes)).sum(1)
+        return upper, (self.radau_weights * f(self.radau_nodes)).sum(1)
+
+
+def positive(shift: float | int | Tensor) -> float | int | Tensor:
+    """The shift, or a ValueError that says what is wrong with it."""
+    if not bool(shift > 0):
+        raise ValueError(f"shift must be positive, got {float(shift)}.")
+    return shift
+
+
+def rules(run: LockStep, k: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Nodes and weights of Gauss and of Gauss–Radau with a node at 0, for start vector k.
+
+    ``scale`` is the size of what the products were formed from, whose rounding may look like a negative eigenvalue.
+
+    Raises:
+        NotPositiveSemidefinite: a Ritz value is clearly below zero.
+    """
+    T, size = run.tridiagonal(k), float(run.sizes[k]) ** 2
+    nodes, V = torch.linalg.eigh(T)
+    if float(nodes[0]) < -1e3 * run.eps * max(scale, float(nodes.abs().amax())):
+        raise NotPositiveSemidefinite(
+            f"the operator is not positive semidefinite: it has an eigenvalue below {float(nodes[0]):.3e}. "
+            "Use the GGN in place of the Hessian, add a larger prior, or lower lower_bound."
+        )
+    gauss = nodes.clamp_min(0), size * V[0].square()
+    m = len(T)
+    beta = float(run.betas[k, m - 1])
+    if beta == 0:
+        return *gauss, *gauss
+    # A node a hair below 0 is as good a lower bound, and T minus it stays regular when 0 is itself a Ritz value.
+    below = min(float(nodes[0]), 0.0) - run.eps * float(nodes[-1].abs())
+    last = torch.zeros(m, dtype=torch.float64)
+    last[-1] = beta**2
+    corner = below + float(torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)[-1])
+    extended = torch.zeros(m + 1, m + 1, dtype=torch.float64)
+    extended[:m, :m], extended[m, m] = T, corner
+    extended[m, m - 1] = extended[m - 1, m] = beta
+    nodes, V = torch.linalg.eigh(extended)
+    return *gauss, nodes.clamp_min(0), size * V[0].square()

@@ -1,0 +1,195 @@
+"""Probes of the spectrum: how deep, how many, and whether a sketch pays."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.brackets import Function, SpectralQuadrature, rules
+from curvops.linalg.lanczos import LockStep, depth_within
+from curvops.linalg.nystrom import Nystrom, nystrom
+from curvops.linalg.results import Reason
+from curvops.linalg.vectors import Description, Matrix, gram, random_block
+
+FIRST_PROBES = 4
+TRUSTED_PROBES = 8
+FIRST_DEPTH = 6
+
+
+class Sketch:
+    """A Nyström approximation that is made at most once, or never."""
+
+    def __init__(self, G: Matrix | None, generator: torch.Generator | None, memory_budget: int | None) -> None:
+        self.G, self.generator, self.memory_budget = G, generator, memory_budget
+        self.made: Nystrom | None = None
+
+    def make(self, rank: int) -> None:
+        assert self.G is not None
+        self.made = nystrom(self.G, rank, generator=self.generator, memory_budget=self.memory_budget)
+
+    @property
+    def matvecs(self) -> int:
+        return 0 if self.made is None else self.made.matvecs
+
+    @property
+    def nodes(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.float64) if self.made is None else self.made.eigenvalues.cpu()
+
+    def weights(self, Z: Tensor) -> Tensor:
+        if self.made is None:
+            return torch.zeros(Z.shape[1], 0, dtype=torch.float64)
+        return gram(Z, self.made.U).square().cpu()
+
+
+class Sampler:
+    """Probes of one depth, and the rules they give, on the host.
+
+    ``known`` is the part of the log-determinant that needs no probes; the tolerance is relative to the whole.
+    ``scale`` is the size of the matrix that the products come from, where that is larger than what they show.
+    """
+
+    def __init__(
+        self,
+        multiply: Function,
+        facts: Description,
+        mu: float,
+        rtol: float,
+        budget: int,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+        known: float = 0.0,
+        scale: float = 0.0,
+    ) -> None:
+        self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
+        self.known, self.scale = known, scale
+        self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
+        self.rules: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.signs: list[Tensor] = []
+        self.matvecs, self.depth, self.capped = 0, 0, False
+
+    def log(self, x: Tensor) -> Tensor:
+        return torch.log1p(x / self.mu)
+
+    def goal(self, values: Tensor) -> float:
+        return self.rtol * abs(self.known + float(values.mean()))
+
+    def start(self, count: int, depth: int) -> LockStep:
+        n, _, dtype, device = self.facts
+        Z = random_block(n, count, dtype=dtype, device=device, generator=self.generator)
+        self.signs.append(Z.to(torch.int8))
+        return LockStep(self.multiply, Z, depth)
+
+    def affordable(self, count: int, depth: int) -> int:
+        """How many of ``count`` bases of this depth fit in memory."""
+        if self.memory_budget is None:
+            return count
+        size = self.facts.rows * torch.finfo(self.facts.dtype).bits // 8
+        return max(1, min(count, self.memory_budget // (size * (depth + 2))))
+
+    def first(self, count: int) -> None:
+        """Deepen the first probes until their bracket is half as wide as the error to be expected of probes."""
+        n = self.facts.rows
+        count = self.affordable(count, FIRST_DEPTH)
+        size = torch.finfo(self.facts.dtype).bits // 8
+        deepest = depth_within(self.budget // count, n, size, count, self.memory_budget)
+        run = self.start(count, 0 if deepest < 1 else min(deepest, 4 * FIRST_DEPTH))
+        while True:
+            step = FIRST_DEPTH if run.alphas.shape[1] < 4 * FIRST_DEPTH else run.alphas.shape[1] // 4
+            target = min(deepest, run.alphas.shape[1] + step)
+            run.reserve(target)
+            run.extend(target)
+            self.rules = self.rules_of(run)
+            upper, lower = self.bounds()
+            middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
+            spread = float(middle.std()) if count > 1 else 0.0
+            best = spread * math.sqrt(max(target, 1) / self.budget)
+            aim = 0.5 * max(self.goal(middle), best)
+            if half <= aim or bool(run.done.all()) or target >= deepest:
+                break
+        self.capped = half > aim and not bool(run.done.all())
+        self.depth, self.matvecs = int(run.depths.max()), run.matvecs
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        upper = torch.stack([(w * self.log(x)).sum() for x, w, _, _ in self.rules])
+        return upper, torch.stack([(w * self.log(x)).sum() for _, _, x, w in self.rules])
+
+    def add(self, probes: int | None, sketch: Sketch) -> None:
+        """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
+        most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
+        while len(self.rules) < most:
+            wanted = probes or self.wanted(sketch)
+            count = min(most, wanted, 2 * len(self.rules)) - len(self.rules)
+            if count < 1:
+                return
+            count = self.affordable(count, self.depth)
+            run = self.start(count, self.depth)
+            run.extend(self.depth)
+            self.matvecs += run.matvecs
+            self.rules += self.rules_of(run)
+
+    def wanted(self, sketch: Sketch) -> int:
+        """How many probes the tolerance needs, by the spread of those there are."""
+        estimate = self.quadrature(sketch).logdet(self.mu)
+        if estimate.samples < 2:
+            return 2
+        goal = self.goal(estimate.value)
+        # A spread judged from fewer probes is too often too small by luck, which would end the run there.
+        if float(estimate.stderr) <= goal:
+            return max(estimate.samples, TRUSTED_PROBES)
+        ratio = (float(estimate.stderr) / goal) ** 2 if goal else math.inf
+        return max(TRUSTED_PROBES, estimate.samples + 1, math.ceil(min(ratio * estimate.samples, 1e9)))
+
+    def sketch_rank(self) -> int:
+        """The rank that lowers the expected products, by the spectrum that the first probes saw; 0 if none does.
+
+        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². The probes' own spread is the rival: random
+        signs do better than that bound where the diagonal dominates, and a sketch then has nothing to save.
+        """
+        upper, lower = self.bounds()
+        middle = (upper + lower) / 2
+        if len(middle) < 3:
+            return 0
+        nodes = torch.cat([x for x, _, _, _ in self.rules])
+        counts = torch.cat([w for _, w, _, _ in self.rules]) / len(self.rules)
+        order = nodes.argsort(descending=True)
+        energy = counts[order] * self.log(nodes[order]).square()
+        seen, captured = counts[order].cumsum(0), energy.cumsum(0)
+        goal = self.goal(middle) ** 2
+        left = self.budget - self.matvecs
+        done = len(middle) * self.depth
+
+        def error(variance: float, rank: int) -> tuple[float, float]:
+            products = self.depth * variance / goal if goal else math.inf
+            reached = variance * self.depth / max(1, left - rank + done)
+            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0) + rank
+
+        best, choice = error(float(middle.var()), 0), 0
+        for rank in (25, 50, 100, 200, 400, 800):
+            if rank > left // 2 or rank > self.facts.rows // 2:
+                break
+            have = float(captured[int((seen <= rank).sum().clamp(1, len(seen))) - 1])
+            trial = error(2 * max(float(captured[-1]) - 0.8 * have, 0.0), rank)
+            if trial < best:
+                best, choice = trial, rank
+        return choice
+
+    def rules_of(self, run: LockStep) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+            raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
+        return [rules(run, k, self.scale) for k in range(run.K)]
+
+    def quadrature(self, sketch: Sketch) -> SpectralQuadrature:
+        columns = [_padded(rows) for rows in zip(*self.rules)]
+        weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
+        reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
+        gauss, gauss_weights, radau, radau_weights, nodes, control = (
+            part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
+        )
+        matvecs = self.matvecs + sketch.matvecs
+        return SpectralQuadrature(gauss, gauss_weights, radau, radau_weights, nodes, control, matvecs, reason)
+
+
+def _padded(rows: tuple[Tensor, ...]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
