@@ -184,11 +184,11 @@ def _factor(Omega: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _products(condition: float, rhs: float | int) -> float:
-    """Expected products of block CG to rtol 1e-6: the classical bound, divided by what digits networks show.
+    """Expected products of block CG to rtol 1e-6: the classical bound, ½ √κ log(2/rtol) iterations, over √K.
 
-    A block of K columns takes 1/√K of the iterations of one, and preconditioned CG about 2/3 of its bound.
+    That a block of K columns takes 1/√K of the iterations of one is what networks on digits show, not a theorem.
     """
-    return math.sqrt(rhs * condition) * math.log(2e6) / 3
+    return math.sqrt(rhs * condition) * math.log(2e6) / 2
 
 
 def _enough(values: Tensor, shift: float) -> bool:
