@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import linearize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from curvops.network.inputs import components, normalise
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
@@ -50,8 +51,8 @@ class Streamed:
     def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
         # Gradients stay off inside the recording context: the tangent alone is wanted.
         with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
-            values = self.model.values
-            duals = {name: forward_ad.make_dual(values[name], tangent[name]) for name in self.names}
+            values = self.model.values  # views of one vector: as a dual, each would allocate all of it
+            duals = {name: forward_ad.make_dual(values[name].clone(), tangent[name]) for name in self.names}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
         self._outputs = outputs
         return torch.zeros_like(outputs) if result is None else result
@@ -72,7 +73,7 @@ class Recorded:
 
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replayable: bool) -> None:
         self.model, self.names = model, tuple(names)
-        with _SavedBytes() as saved:
+        with _SavedBytes(model, inputs) as saved:
             self._graph = _Graph(model, inputs, names)
         self._replay = self._linearize(inputs) if replayable else None
         self.nbytes = saved.total * (2 if self._replay else 3)
@@ -234,8 +235,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def saved_bytes(model: Model, inputs: Any) -> int:
-    """Bytes that one recorded forward pass keeps for these inputs."""
-    with _SavedBytes() as saved:
+    """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
+    with _SavedBytes(model, inputs) as saved:
         _Graph(model, inputs, model.selection.names)
     return saved.total
 
@@ -249,7 +250,15 @@ def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class _SavedBytes:
-    """Counts the bytes of the distinct storages that autograd saves while it is entered."""
+    """Counts the bytes of the inputs and of the distinct storages that autograd saves while it is entered.
+
+    The model's own storages are left out, and of the inputs', which may be slices of all data, those bytes alone count.
+    """
+
+    def __init__(self, model: Model, inputs: Any) -> None:
+        given = [tensor for _, tensor in components(normalise(inputs))]
+        self._apart = {tensor.untyped_storage().data_ptr() for tensor in [*model.tensors(), *given]}
+        self.total = sum(tensor.nbytes for tensor in given)
 
     def __enter__(self) -> _SavedBytes:
         self._storages: dict[int, int] = {}
@@ -259,19 +268,20 @@ class _SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._storages[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in self._apart:
+            self._storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def __exit__(self, *details: Any) -> None:
         self._hooks.__exit__(*details)
-        self.total = sum(self._storages.values())
+        self.total += sum(self._storages.values())
 
 
 class _Operations(TorchDispatchMode):
     """Notices operations that write into their arguments, and embeddings with a padding row."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mutating = self.padded = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

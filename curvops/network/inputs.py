@@ -73,6 +73,11 @@ def take(inputs: Inputs, index: slice) -> Inputs:
     return _each(inputs, lambda tensor: tensor[index])
 
 
+def copy(inputs: Inputs) -> Inputs:
+    """The inputs in memory of their own."""
+    return _each(inputs, torch.clone)
+
+
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
     """The inputs on a device, with floating tensors (and no others) cast to ``dtype``. None leaves as it is."""
     return _each(inputs, lambda tensor: move_tensor(tensor, device, dtype))

@@ -33,6 +33,7 @@ class Model:
         self.lock = threading.RLock()
         self.module, function, tensors, trainable, last = _parts(source)
         self._function = function
+        self._buffers: Blocks = {}
         if self.module is not None:
             check_deterministic_modules(self.module)
             self._modes = {module: module.training for module in self.module.modules()}
@@ -41,6 +42,9 @@ class Model:
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
         }
+        for name, tensor in self.frozen.items():
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or load other weights.")
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
@@ -57,6 +61,10 @@ class Model:
         """The selected parameters by name, views of the snapshot."""
         parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the snapshot."""
+        return [self._flat, *self.frozen.values(), *self._buffers.values()]
 
     def leaves(self) -> Blocks:
         """The selected parameters by name, as leaves of a graph to be recorded."""
@@ -77,7 +85,7 @@ class Model:
         return checked_outputs(outputs).to(self._flat.dtype)
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds `values` and its snapshot: checkpointed blocks run again in backward passes."""
+        """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
         if self.module is None:
             return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
@@ -118,8 +126,7 @@ class Model:
         copy.__dict__.update(self.__dict__)
         copy._flat = convert(self._flat)
         copy.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
-        if self.module is not None:
-            copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
+        copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
         return copy
 
     def __getstate__(self) -> dict[str, Any]:

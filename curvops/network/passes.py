@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.network.engines import Engine, Engines
-from curvops.network.inputs import move, num_points
+from curvops.network.inputs import copy, move, num_points
 from curvops.network.model import Model
 from curvops.network.plan import Choice, Kind, Plan
 
@@ -96,11 +96,17 @@ class Passes:
                 yield label, BatchMap(engine, self.model)
             return
         count = 0
-        for index, (inputs, label) in enumerate(self._source):
+        try:
+            for index, (inputs, label) in enumerate(self._source):
+                with self.model.lock:
+                    engine = self._engine_for(index, inputs, label, done, max(1, columns))
+                yield label, BatchMap(engine, self.model)
+                count = index + 1
+        except Exception:  # the data changed: what was kept of them cannot be trusted
             with self.model.lock:
-                engine = self._engine_for(index, inputs, label, done, max(1, columns))
-            yield label, BatchMap(engine, self.model)
-            count = index + 1
+                self._kept.clear()
+                self._complete = False
+            raise
         with self.model.lock:
             self._complete = len(self._kept) == count
 
@@ -124,6 +130,8 @@ class Passes:
         if present is not None and present.kind == kind:
             return present
         self._kept.pop(index, None)  # before the next is built: both need not fit at once
+        if kind != "streamed":
+            inputs = copy(inputs)  # what is kept must not change with the user's tensors
         engine = self.engines.build(kind, inputs, room)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)

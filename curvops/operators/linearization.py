@@ -205,7 +205,9 @@ def _check_outputs(model: Model, few: Inputs) -> int:
             raise ValueError(
                 f"{num_points(few)} points gave outputs of shape {tuple(outputs.shape)}, expected one row a point."
             )
-        if not torch.equal(outputs, again) and bool(outputs.isfinite().all()):
+        if not bool(outputs.isfinite().all()):
+            raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
+        if not torch.equal(outputs, again):
             raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
         alone = model(model.values, take(few, slice(0, 1)))
     slack = float(torch.finfo(outputs.dtype).eps) ** 0.5 * (1 + outputs.abs().max())
