@@ -1,0 +1,306 @@
+"""One table of small networks that drives the tests of engines, operators and posteriors.
+
+`ZOO[name].build(dtype)` gives (model, inputs): seeded, in eval mode, a handful of points. `autodiff` names (as globs)
+the parameters that no layer rule can serve; everything else is the layerwise engine's. `forward_mode` says whether
+forward-mode products are right, `replayable` whether a recorded linearisation may be replayed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests import zoo_modules as parts
+
+N = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A row of the table."""
+
+    name: str
+    make: Callable[[], Any]
+    data: Callable[[], Any]
+    autodiff: tuple[str, ...] = ()
+    forward_mode: bool = True
+    replayable: bool = True
+
+    def build(self, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+        """(model, inputs): an `nn.Module` in eval mode, or a pair (function, params)."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model, inputs = self.make(), _to(self.data(), dtype)
+        if isinstance(model, nn.Module):
+            return model.to(dtype).eval(), inputs
+        return (model[0], _to(model[1], dtype)), inputs
+
+    def served_by_autodiff(self, names: list[str]) -> set[str]:
+        """The names among `names` that have no layer rule."""
+        return {name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in self.autodiff)}
+
+
+def parameters_of(model: Any) -> dict[str, Tensor]:
+    """The trainable tensors by name."""
+    if isinstance(model, nn.Module):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(model[1])
+
+
+def call(model: Any, inputs: Any) -> Tensor:
+    """The model as its owner calls it."""
+    if isinstance(model, tuple):
+        return model[0](model[1], inputs)
+    return (
+        model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    )
+
+
+def dense_jacobian(model: Any, inputs: Any) -> Tensor:
+    """The Jacobian (N·C, D) by one backward pass a row, without any code of the library."""
+    if isinstance(model, tuple):
+        model = model[0], {name: tensor.detach().requires_grad_() for name, tensor in model[1].items()}
+    leaves = list(parameters_of(model).values())
+    rows = []
+    for output in call(model, inputs).flatten():
+        gradients = torch.autograd.grad(output, leaves, retain_graph=True, allow_unused=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(gradients, leaves)]))
+    return torch.stack(rows).detach()
+
+
+@functools.cache
+def reference(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`dense_jacobian` of a network of the table. Do not write into it."""
+    return dense_jacobian(*ZOO[name].build(dtype))
+
+
+def batches(inputs: Any, sizes: tuple[int, ...] = (3, 2)) -> list[tuple[Any, None]]:
+    """The inputs in ragged batches, with no labels."""
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    return [(points(inputs, slice(low, high)), None) for low, high in itertools.pairwise(bounds)]
+
+
+def points(inputs: Any, part: slice) -> Any:
+    """Some of the points."""
+    return _each(inputs, lambda tensor: tensor[part])
+
+
+def _each(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(inputs, dict):
+        return {name: change(tensor) for name, tensor in inputs.items()}
+    return tuple(change(tensor) for tensor in inputs) if isinstance(inputs, tuple) else change(inputs)
+
+
+def _to(inputs: Any, dtype: torch.dtype) -> Any:
+    return _each(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _vectors() -> Tensor:
+    return torch.randn(N, 4)
+
+
+def _sequences() -> Tensor:
+    return torch.randn(N, 3, 4)
+
+
+def _images() -> Tensor:
+    return torch.randn(N, 2, 6, 6)
+
+
+def _two_named() -> dict[str, Tensor]:
+    return {"x": _vectors(), "y": _vectors()}
+
+
+def _tokens() -> Tensor:
+    """Token 0 is padding. The first two points hold none of it, so that no probe of two points meets it."""
+    tokens = torch.randint(1, 7, (N, 4))
+    tokens[2:, -1] = 0
+    return tokens
+
+
+def _wired(wiring: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    return lambda: parts.Wired(wiring)
+
+
+def _shared_parameter() -> nn.Module:
+    net = parts.Wired(lambda m, x: m.head(torch.tanh(m.fc2(torch.tanh(m.fc1(x))))))
+    net.fc2.weight = net.fc1.weight
+    return net
+
+
+def _hooked(kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        net = parts.Wired(lambda m, x: m.head(torch.tanh(m.fc2(torch.tanh(m.fc1(x))))))
+        if kind == "forward":
+            net.fc1.register_forward_hook(lambda module, args, output: output**2)
+        elif kind == "pre":
+            net.fc1.register_forward_pre_hook(lambda module, args: (args[0] ** 2,))
+        else:
+            net.fc2.register_full_backward_hook(lambda module, given, returned: None)
+        return net
+
+    return make
+
+
+def _normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _hook_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(layer)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def _inplace_relu() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 9), nn.ReLU(inplace=True), nn.Linear(9, 3))
+
+
+def _flattened() -> nn.Module:
+    return nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 5), nn.Unflatten(0, (-1, 3)))
+
+
+def _embedding_padding() -> nn.Module:
+    return parts.Tokens(nn.Embedding(7, 4, padding_idx=0), 4)
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=2, dilation=2, groups=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2, stride=2),
+        nn.Tanh(), nn.Conv2d(4, 3, 1, padding="same", bias=False), nn.Flatten(), nn.Linear(3, 3),
+    )  # fmt: skip
+
+
+def _batch_norm() -> nn.Module:
+    net = parts.Residual(nn.BatchNorm2d)
+    for norm in (net.norm1, net.norm2):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return net
+
+
+def _norms_1d() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.LayerNorm(6, bias=False), nn.Linear(6, 3))
+
+
+def _sequence_layernorm() -> nn.Module:
+    body = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.LayerNorm((3, 6)), nn.Linear(6, 5), nn.LayerNorm(5))
+    return parts.Pooled(body, 5)
+
+
+def _encoder(batch_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, dropout=0.1, batch_first=batch_first)
+    stack = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return parts.Pooled(stack, 4, first=not batch_first)
+
+
+def _pair() -> tuple[Any, dict[str, Tensor]]:
+    def function(params: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ params["a"] + params["b"]) @ params["c"]
+
+    return function, {"a": torch.randn(4, 5), "b": torch.randn(5), "c": torch.randn(5, 3)}
+
+
+def _written_later() -> nn.Module:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        h = x.clone()
+        y = m.fc1(h)
+        h.mul_(2)
+        return m.head(m.fc2(y) + h)
+
+    net = parts.Wired(wiring)
+    net.fc1.weight.requires_grad_(False)  # else autograd itself refuses
+    return net
+
+
+def _two_heads() -> nn.Module:
+    net = parts.Wired(parts.tuple_output)
+    net.fc1 = parts.TwoOutputs()
+    return net
+
+
+def _subclass() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), parts.ScaledLinear(5, 3))
+
+
+def _table() -> Iterator[Network]:
+    row, f = Network, torch.tanh
+    yield row("mlp", _mlp, _vectors)
+    yield row("cnn", _cnn, _images)
+    yield row("resnet_groupnorm", lambda: parts.Residual(lambda c: nn.GroupNorm(2, c)), _images, replayable=False)
+    yield row("resnet_batchnorm", _batch_norm, _images, replayable=False)
+    yield row("norms_1d", _norms_1d, _vectors)
+    yield row("sequence_layernorm", _sequence_layernorm, _sequences)
+    yield row("transformer_encoder", lambda: _encoder(True), _sequences, ("*self_attn*",))
+    yield row("sequence_first", lambda: _encoder(False), _sequences, ("body*",))
+    yield row("flattened_positions", lambda: parts.Pooled(_flattened(), 5), _sequences, ("body*",))
+    yield row("one_query", _wired(lambda m, x: m.head(m.fc1(x) * m.fc2(torch.ones_like(x[:1])))), _vectors, ("fc2*",))
+    yield row("fused_attention", parts.FusedAttention, _sequences)
+    yield row("attention_out_proj", parts.Attention, _sequences, ("attention*",))
+    yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",), replayable=False)
+    yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",), replayable=False)
+    yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens, ("embedding*",))
+    yield row("embedding_padding", _embedding_padding, _tokens, ("embedding*",), forward_mode=False)
+    yield row("functional_padding", parts.FunctionalEmbedding, _tokens, ("table",), forward_mode=False)
+    yield row("linear_twice", _wired(lambda m, x: m.head(m.fc2(f(m.fc1(f(m.fc1(x))))))), _vectors)
+    yield row("shared_parameter", _shared_parameter, _vectors)
+    yield row("own_parameters", parts.OwnParameters, _vectors, ("weight", "scale", "fc.weight"))
+    yield row("function_pair", _pair, _vectors, ("*",))
+    yield row("inplace_relu", _inplace_relu, _vectors, replayable=False)
+    yield row("inplace_add", _wired(parts.inplace_add), _vectors, replayable=False)
+    yield row("inplace_mul", _wired(lambda m, x: m.head(m.fc2(m.fc1(x).mul_(2)))), _vectors, replayable=False)
+    yield row("setitem", _wired(parts.setitem), _vectors, replayable=False)
+    yield row("written_later", _written_later, _vectors, ("fc1.bias",), replayable=False)
+    yield row("weight_norm", lambda: _normed(parametrizations.weight_norm), _vectors, ("0.*",), forward_mode=False)
+    yield row("weight_norm_hook", lambda: _normed(_hook_weight_norm), _vectors, ("0.*",), forward_mode=False)
+    yield row("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), _vectors, ("1.*",))
+    yield row("tuple_output", _two_heads, _vectors)
+    yield row("keyword_input", _wired(lambda m, x: m.head(input=f(m.fc2(input=m.fc1(input=x))))), _vectors)
+    yield row("dead_branch", _wired(lambda m, x: (m.fc2(x), m.head(m.fc1(x)))[1]), _vectors)
+    yield row("flat_output", _wired(lambda m, x: m.head(m.fc2(m.fc1(x))).sign()), _vectors)
+    yield row("mapping_inputs", _wired(lambda m, x, y: m.head(m.fc1(x) * m.fc2(y))), _two_named)
+    yield row("tuple_inputs", _wired(lambda m, x, y: m.head(m.fc1(x) * m.fc2(y))), lambda: (_vectors(), _vectors()))
+    yield row("user_hook", _hooked("forward"), _vectors, ("fc1*",))
+    yield row("user_pre_hook", _hooked("pre"), _vectors, ("fc1*",))
+    yield row("user_backward_hook", _hooked("backward"), _vectors)
+    yield row("checkpointed", lambda: parts.Checkpointed(False), _vectors)
+    yield row("old_function", _wired(parts.old_function), _vectors, forward_mode=False)
+    yield row("linear_subclass", _subclass, _vectors, ("2.*",))
+    yield row("bfloat16_base", lambda: parts.HalfBase(torch.bfloat16), _vectors)
+    yield row("float16_base", lambda: parts.HalfBase(torch.float16), _vectors)
+    yield row("without_gradient", _wired(parts.without_gradient), _vectors, ("fc1*",), forward_mode=False)
+    yield row("counting_calls", parts.CountingCalls, _vectors, replayable=False)
+
+
+ZOO: dict[str, Network] = {network.name: network for network in _table()}
+
+# Networks without the derivatives that products need, with what the error must name.
+UNSUPPORTED: dict[str, tuple[Network, str]] = {
+    "embedding_bag": (
+        Network("embedding_bag", lambda: parts.Tokens(nn.EmbeddingBag(7, 4), 4), _tokens),
+        "an EmbeddingBag by an Embedding",
+    ),
+    "checkpoint_reentrant": (
+        Network("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors),
+        "use_reentrant=False",
+    ),
+    "checkpoint_reentrant_first": (
+        Network("checkpoint_reentrant_first", lambda: parts.Checkpointed(True, first=True), _vectors),
+        "lose its gradients; pass use_reentrant=False",
+    ),
+}

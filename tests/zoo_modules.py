@@ -1,0 +1,231 @@
+"""The small networks of tests/zoo.py, each with one habit of real code that an engine may trip over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Residual(nn.Module):
+    """Two convolutions and norms around an in-place skip, a strided shortcut, average pooling, a linear head."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+        self.conv1, self.norm1 = nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False), norm(6)
+        self.conv2, self.norm2 = nn.Conv2d(6, 6, 3, padding=1, bias=False), norm(6)
+        self.shortcut = nn.Conv2d(4, 6, 1, stride=2)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.stem(x))
+        h = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        h += self.shortcut(x)
+        return self.head(self.relu(h).mean((2, 3)))
+
+
+class Pooled(nn.Module):
+    """A body on (n, t, d), the mean over t, a linear head. `first` says that the body wants (t, n, d)."""
+
+    def __init__(self, body: nn.Module, width: int, first: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.first = body, nn.Linear(width, 3), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x.transpose(0, 1)).transpose(0, 1) if self.first else self.body(x)
+        return self.head(h.mean(1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, its last state, a linear head."""
+
+    def __init__(self, layer: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.head = layer(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class FusedAttention(nn.Module):
+    """Two heads by the fused kernel, causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).mean(1)
+
+
+class Attention(nn.Module):
+    """`nn.MultiheadAttention`: the hook of its output projection never fires, and it returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class Tokens(nn.Module):
+    """Token embeddings, the mean, a head; the output weight may be the embedding's."""
+
+    def __init__(self, embedding: nn.Module, width: int, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.mix, self.head = nn.Linear(width, width), nn.Linear(width, 7 if tied else 3)
+        if tied:
+            assert isinstance(embedding, nn.Embedding)
+            self.head.weight = embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        return self.head(torch.tanh(self.mix(h if h.ndim == 2 else h.mean(1))))
+
+
+class FunctionalEmbedding(nn.Module):
+    """A parameter looked up with a padding row, by a functional call: no module tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.embedding(tokens, self.table, padding_idx=0).mean(1))
+
+
+class Wired(nn.Module):
+    """Two linear layers and a head, put together by a function of (module, x)."""
+
+    def __init__(self, wiring: Any, width: int = 4) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.head = nn.Linear(4, width), nn.Linear(width, 4), nn.Linear(4, 3)
+        self.wiring = wiring
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return self.wiring(self, *args, **kwargs)
+
+
+class TwoOutputs(nn.Module):
+    """A submodule that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.left(x)), self.right(x)
+
+
+class ScaledLinear(nn.Linear):
+    """A subclass with another forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input) + self.bias**2
+
+
+class OwnParameters(nn.Module):
+    """Parameters that no layer owns, a scalar among them, and a layer whose weight the parent uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(0.7))
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.scale * F.linear(x, self.weight))
+        return self.head(self.fc(h) + F.linear(x, self.fc.weight))
+
+
+class HalfBase(nn.Module):
+    """A frozen base in 16 bits under an adapter and a head in the parameters' own precision."""
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        self.base, self.half = nn.Linear(4, 4).requires_grad_(False), half
+        self.down, self.up, self.head = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frozen = F.linear(x.to(self.half), self.base.weight.to(self.half), self.base.bias.to(self.half))
+        return self.head(torch.tanh(frozen.to(x.dtype) + self.up(self.down(x))))
+
+
+class CountingCalls(nn.Module):
+    """A buffer that every forward pass changes, and a buffer that the outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("shift", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x - self.shift)
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations are computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool, first: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 3), reentrant
+        self.block, self.first = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if self.first else torch.tanh(self.stem(x))
+        return self.head(torch.tanh(checkpoint(self.block, h, use_reentrant=self.reentrant)))
+
+
+class OldSquare(torch.autograd.Function):
+    """x², as functions were written before forward mode and vmap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def setitem(m: Any, x: Tensor) -> Tensor:
+    """Columns written one by one."""
+    h = torch.zeros_like(x)
+    h[:, :2] = m.fc1(x)[:, :2]
+    h[:, 2:] = m.fc2(x)[:, 2:].sin()
+    return m.head(h)
+
+
+def inplace_add(m: Any, x: Tensor) -> Tensor:
+    """A sum in place."""
+    h = m.fc1(x)
+    h += m.fc2(x)
+    return m.head(h.sin())
+
+
+def tuple_output(m: Any, x: Tensor) -> Tensor:
+    """A submodule's tuple, multiplied."""
+    left, right = m.fc1(x)
+    return m.head(m.fc2(left * right))
+
+
+def old_function(m: Any, x: Tensor) -> Tensor:
+    """Through an old-style function."""
+    return m.head(OldSquare.apply(m.fc2(torch.tanh(m.fc1(x)))))
+
+
+def without_gradient(m: Any, x: Tensor) -> Tensor:
+    """A factor without gradients."""
+    with torch.no_grad():
+        h = m.fc1(x)
+    return m.head(m.fc2(x) * h)
