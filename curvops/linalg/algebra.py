@@ -185,11 +185,16 @@ class Sliced(Operator):
 
     @property
     def symmetric(self) -> bool:
-        return is_symmetric(self.base) and _same(self.rows, self.columns)
+        return is_symmetric(self.base) and self._is_principal()
 
     @property
     def psd(self) -> bool:
-        return is_psd(self.base) and _same(self.rows, self.columns)
+        return is_psd(self.base) and self._is_principal()
+
+    def _is_principal(self) -> bool:
+        if self.rows is None or self.columns is None:
+            return self.rows is self.columns
+        return torch.equal(self.rows, self.columns)
 
     def _size(self) -> torch.Size:
         *batch, m, n = self.base.shape

@@ -21,6 +21,10 @@ from curvops.linalg.results import Estimate
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 
 
+# Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
+MOST_COLUMNS = 128
+
+
 @dataclass(eq=False)
 class Cache:
     """What one operator has computed for itself: its preconditioner. Dropped by pickling and copying."""
@@ -152,16 +156,26 @@ class Damped(Operator):
         form = closed_form(self.base)
         if form is not None:
             return by_vector(form.solve, self.base, self.shift, block)
-        columns = 1 if block.ndim == 1 else block.shape[-1]
         rtol = default_rtol(self.dtype) if rtol is None else rtol
-        return accept(cg(self, block, preconditioner=self.preconditioner(columns), rtol=rtol), rtol)
+        preconditioner = self.preconditioner(1 if block.ndim == 1 else block.shape[-1])
+        if block.ndim == 1:
+            return accept(cg(self, block, preconditioner=preconditioner, rtol=rtol), rtol)
+        parts = [
+            accept(cg(self, part, preconditioner=preconditioner, rtol=rtol), rtol)
+            for part in block.split(MOST_COLUMNS, dim=1)
+        ]
+        return torch.cat([part.mT for part in parts]).mT
 
     def _logdet_estimate(self) -> Estimate:
         form = closed_form(self.base)
         if form is not None:
             value = form.logdet(self.base, self.shift)
             return Estimate(value=value, stderr=torch.zeros_like(value), samples=0, matvecs=0)
-        return logdet(self)
+        parts = self.shifted_form()
+        if parts is None:
+            return logdet(self)
+        base, level, offset = parts
+        return logdet(base, shift=level) + offset
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)

@@ -1,5 +1,6 @@
 """linear_operator's own conformance suite: rectangular for every operator, square for those that are positive definite."""
 
+import functools
 import unittest
 
 import pytest
@@ -11,12 +12,16 @@ import curvops as co
 from curvops.linalg import Dense, Diagonal, LowRank
 
 
-def linearized(likelihood="classification", points=6):
-    """A network with 3 inputs, 2 hidden units and 2 outputs; D = 14."""
+@functools.cache
+def linearized(noise=None, points=6):
+    """A network with 3 inputs, 2 hidden units and 2 outputs, D = 14, linearised once; Gaussian where noise is given."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
-    targets = torch.arange(points) % 2 if likelihood == "classification" else torch.randn(points, 2)
-    return co.linearize(model, (2 * torch.randn(points, 3), targets), likelihood)
+    x = 2 * torch.randn(points, 3)
+    if noise is None:
+        return co.linearize(model, (x, torch.arange(points) % 2), "classification")
+    likelihood = co.likelihoods.Gaussian(torch.tensor(noise, requires_grad=True))
+    return co.linearize(model, (x, torch.randn(points, 2)), likelihood)
 
 
 def spd(n=7):
@@ -46,8 +51,7 @@ def ggn():
 
 
 def gaussian_ggn(points=6, noise=0.5):
-    noise = torch.tensor(noise, requires_grad=True)
-    return co.GGN(linearized(co.likelihoods.Gaussian(noise), points))
+    return co.GGN(linearized(noise, points))
 
 
 def full_rank_ggn():
