@@ -182,7 +182,7 @@ class Damped(Operator):
         return draw(self.base, k, generator) + noise
 
     def _draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._solve_block(self._draw(k, generator))  # P⁻¹ ε with ε ~ N(0, P)
+        return self.solve_to(self._draw(k, generator))  # P⁻¹ ε with ε ~ N(0, P)
 
 
 class Inverse(Operator):
@@ -226,7 +226,7 @@ class Inverse(Operator):
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator)
-        return self.base._solve_block(draw(self.base, k, generator))  # type: ignore[no-any-return]
+        return self.base.solve_to(draw(self.base, k, generator))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import dataclasses
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -103,7 +103,7 @@ class Laplace:
     def probabilities(
         self,
         x: Any,
-        link: Literal["probit", "mc", "bridge"] = "probit",
+        link: str = "probit",
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "N C"]:

@@ -1,0 +1,198 @@
+"""The linearised Laplace posterior against its dense definition."""
+
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+
+
+def problem(likelihood="classification", n=30, outputs=3, prior=1.0, steps=300):
+    """A tanh network trained to a mode of its posterior by L-BFGS; D = 51 at three outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    x = torch.randn(n, 4, dtype=torch.float64)
+    y = (x[:, :outputs].argmax(1)) if likelihood == "classification" else x[:, :outputs].sin()
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-9
+    )
+
+    def loss():
+        optimizer.zero_grad()
+        f = model(x)
+        data = nn.functional.cross_entropy(f, y, reduction="sum") if y.ndim == 1 else 0.5 * (f - y).square().sum()
+        value = data + 0.5 * prior * sum(p.square().sum() for p in model.parameters())
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return model, x, y
+
+
+@pytest.fixture(scope="module")
+def classification():
+    model, x, y = problem()
+    lin = co.linearize(model, (x, y), "classification")
+    return lin, co.laplace(lin, prior_precision=1.0), x, y
+
+
+def dense_covariance(post, x):
+    J = post.lin.jacobian(x).to_dense()
+    return J @ torch.linalg.solve(post.precision.to_dense(), J.mT)
+
+
+def test_predictive_equals_the_dense_definition(classification):
+    lin, post, _, _ = classification
+    x = torch.randn(5, 4, dtype=torch.float64)
+    expected = dense_covariance(post, x)
+    joint = post.predict(x, joint=True)
+    assert isinstance(joint, gpytorch.distributions.MultitaskMultivariateNormal)
+    assert joint.event_shape == (5, 3)
+    torch.testing.assert_close(joint.covariance_matrix, expected, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(joint.mean, lin.predict(x), rtol=0, atol=0)
+    points = post.predict(x)
+    assert points.batch_shape == (5,) and points.event_shape == (3,)
+    blocks = torch.stack([expected[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] for i in range(5)])
+    torch.testing.assert_close(points.covariance_matrix, blocks, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(points.variance, blocks.diagonal(dim1=1, dim2=2), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(points[1:3].covariance_matrix, blocks[1:3], rtol=1e-8, atol=1e-10)
+
+
+def test_nothing_is_solved_before_the_covariance_is_used(classification, monkeypatch):
+    _, post, x, _ = classification
+    monkeypatch.setattr(co.Damped, "solve_to", lambda *args: pytest.fail("a solve ran"))
+    predicted = post.predict(x[:2])
+    assert predicted.mean.shape == (2, 3)
+
+
+def test_the_predictive_from_draws_approaches_the_exact_one(classification):
+    """4,000 draws: relative standard error of a variance sqrt(2/4000) = 2.2 %; five of them in 15 entries."""
+    _, post, _, _ = classification
+    x = torch.randn(5, 4, dtype=torch.float64)
+    draws = post.sample(4000, torch.Generator().manual_seed(0))
+    assert draws.shape == (4000, 51)
+    exact, sampled = post.predict(x).variance, post.predict(x, samples=draws).variance
+    assert ((sampled / exact - 1).abs() < 5 * 0.0224).all()
+    joint = post.predict(x, joint=True, samples=draws).covariance_matrix
+    assert (joint - dense_covariance(post, x)).norm() < 0.15 * dense_covariance(post, x).norm()
+
+
+def test_the_evidence_equals_the_dense_definition(classification):
+    lin, post, x, y = classification
+    G, theta = co.GGN(lin).to_dense(), lin.theta
+    for value in (0.1, 1.0, 10.0):
+        P = G + value * torch.eye(51, dtype=torch.float64)
+        log_likelihood = -nn.functional.cross_entropy(lin.outputs(), y, reduction="sum")
+        expected = log_likelihood - 0.5 * (value * theta.square().sum() + P.logdet() - 51 * torch.tensor(value).log())
+        low, high = (
+            post.with_prior(value).log_evidence(rtol=1e-3, generator=torch.Generator().manual_seed(1)).interval()
+        )
+        assert low - 0.02 <= expected <= high + 0.02
+    count = post.effective_parameters(rtol=1e-3)
+    exact = torch.linalg.solve(post.precision.to_dense(), G).trace()
+    assert (count.value - exact).abs() < 0.1 + 4 * count.stderr
+
+
+def test_a_vector_prior(classification):
+    lin, _, x, _ = classification
+    prior = torch.linspace(0.5, 2, 51, dtype=torch.float64)
+    post = co.laplace(lin, prior_precision=prior, check_mode=False)
+    P = co.GGN(lin).to_dense() + prior.diag()
+    torch.testing.assert_close(post.precision.to_dense(), P, rtol=1e-10, atol=1e-10)
+    estimate = post.log_evidence(rtol=1e-3)
+    expected = lin.log_likelihood() - 0.5 * ((prior * lin.theta.square()).sum() + P.logdet() - prior.log().sum())
+    assert (estimate.value - expected).abs() < 0.1 + 4 * estimate.stderr
+
+
+def test_maximize_finds_the_maximum_of_the_dense_evidence(classification):
+    lin, post, _, _ = classification
+    tuned = co.evidence.maximize(post, rtol=1e-3, generator=torch.Generator().manual_seed(0))
+    eigenvalues = torch.linalg.eigvalsh(co.GGN(lin).to_dense()).clamp_min(0)
+
+    def evidence(value):
+        return -0.5 * (value * lin.theta.square().sum() + (1 + eigenvalues / value).log().sum())
+
+    grid = torch.logspace(-3, 3, 2001, dtype=torch.float64)
+    best = grid[torch.stack([evidence(value) for value in grid]).argmax()]
+    assert abs(tuned.prior_precision.log() - best.log()) < 0.1
+    assert tuned is not post and post.prior_precision == 1.0
+    curve = co.evidence.grid(tuned, [0.1, float(tuned.prior_precision), 10.0])
+    assert curve[1].value > curve[0].value and curve[1].value > curve[2].value
+
+
+def test_links_agree_where_the_posterior_is_narrow_and_temper_where_it_is_wide(classification):
+    lin, post, x, _ = classification
+    sharp = post.with_prior(1e8)
+    expected = lin.predict(x[:4]).softmax(-1)
+    for link in ("probit", "mc"):
+        torch.testing.assert_close(sharp.probabilities(x[:4], link=link), expected, rtol=1e-2, atol=1e-3)
+    for link in ("probit", "mc", "bridge"):
+        p = post.probabilities(x[:4], link=link, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(p.sum(-1), torch.ones(4, dtype=torch.float64))
+        assert (p.max(-1).values < lin.predict(x[:4]).softmax(-1).max(-1).values).all()
+    draws = post.sample(2000, torch.Generator().manual_seed(0))
+    by_draws = post.probabilities(x[:4], link="mc", samples=draws)
+    torch.testing.assert_close(by_draws, post.probabilities(x[:4], link="mc"), rtol=0.2, atol=0.05)
+
+
+def test_weights_that_are_not_a_mode_warn_and_say_how_far(classification):
+    lin, post, _, _ = classification
+    assert post.mode_gap < 1e-3
+    with pytest.warns(co.NotAMode, match="times the prior's own"):
+        far = co.laplace(lin, prior_precision=0.01)
+    expected = (lin.gradient() + 0.01 * lin.theta).norm() / (0.01 * lin.theta).norm()
+    assert far.mode_gap == pytest.approx(float(expected))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        co.laplace(lin, prior_precision=0.01, check_mode=False)
+
+
+@pytest.mark.parametrize("prior", [-1.0, 0.0, float("nan"), float("inf"), torch.ones(3), torch.zeros(51)])
+def test_an_improper_prior_is_an_error(classification, prior):
+    with pytest.raises(ValueError, match="prior_precision"):
+        co.laplace(classification[0], prior_precision=prior)
+
+
+def test_bad_options_are_errors_that_name_the_choices(classification):
+    lin, post, x, _ = classification
+    with pytest.raises(ValueError, match="probit"):
+        post.probabilities(x, link="logit")
+    with pytest.raises(ValueError, match=r"\(k, 51\)"):
+        post.predict(x, samples=torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="curvature"):
+        co.laplace(lin, curvature=co.GGN(lin)[:3, :3])
+    with pytest.raises(ValueError, match="positive numbers"):
+        co.evidence.grid(post, [])
+
+
+def test_regression_matches_gaussian_process_algebra():
+    """For a Gaussian likelihood the predictive variance is the GP posterior's with kernel J Jᵀ/α (Woodbury)."""
+    model, x, y = problem("regression", outputs=2)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(1.0))
+    post = co.laplace(lin, prior_precision=1.0)
+    new = torch.randn(4, 4, dtype=torch.float64)
+    J, J_new = lin.jacobian().to_dense(), lin.jacobian(new).to_dense()
+    K = J @ J.mT + torch.eye(len(J), dtype=torch.float64)
+    expected = J_new @ J_new.mT - J_new @ J.mT @ torch.linalg.solve(K, J @ J_new.mT)
+    torch.testing.assert_close(post.predict(new, joint=True).covariance_matrix, expected, rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match="class probabilities"):
+        post.probabilities(new)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_data_point_works(n):
+    model, x, y = problem(n=n, steps=50)
+    lin = co.linearize(model, (x, y), "classification")
+    post = co.laplace(lin, prior_precision=1.0, check_mode=False)
+    torch.testing.assert_close(post.predict(x, joint=True).covariance_matrix, dense_covariance(post, x))
+    assert post.log_evidence().value.isfinite()
+
+
+def test_huge_and_tiny_priors_give_finite_answers(classification):
+    _, post, x, _ = classification
+    for value in (1e10, 1e-10):
+        variance = post.with_prior(value).predict(x[:2]).variance
+        assert variance.isfinite().all() and (variance > 0).all()
