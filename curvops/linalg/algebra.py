@@ -31,10 +31,10 @@ class Transposed(Operator):
         return self.base
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._t_matmul(rhs)  # type: ignore[no-any-return]
+        return self.base._t_matmul(rhs)
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._matmul(rhs)  # type: ignore[no-any-return]
+        return self.base._matmul(rhs)
 
 
 class Sum(Operator):
@@ -90,7 +90,7 @@ class Scaled(Operator):
     @property
     def factor(self) -> Tensor:
         """The number c, a 0-d tensor (or one per batch entry)."""
-        return self._args[1]  # type: ignore[no-any-return]
+        return self._args[1]
 
     @property
     def symmetric(self) -> bool:
@@ -176,12 +176,12 @@ class Sliced(Operator):
     @property
     def rows(self) -> Tensor | None:
         """Positions of the rows taken, None for all."""
-        return self._kwargs["rows"]  # type: ignore[no-any-return]
+        return self._kwargs["rows"]
 
     @property
     def columns(self) -> Tensor | None:
         """Positions of the columns taken, None for all."""
-        return self._kwargs["columns"]  # type: ignore[no-any-return]
+        return self._kwargs["columns"]
 
     @property
     def symmetric(self) -> bool:
@@ -220,7 +220,7 @@ class Expanded(Operator):
     @property
     def base(self) -> Operator:
         """The operator that is repeated."""
-        return self._args[0]  # type: ignore[no-any-return]
+        return self._args[0]
 
     @property
     def symmetric(self) -> bool:

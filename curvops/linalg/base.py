@@ -92,7 +92,7 @@ class Operator(SolverContract, LinearOperator):
     # The algebra: every spelling returns an Operator of ours
 
     def __add__(self, other: Any) -> LinearOperator:
-        if isinstance(other, ZeroLinearOperator) or (isinstance(other, numbers.Number) and other == 0):
+        if isinstance(other, ZeroLinearOperator) or (isinstance(other, int | float) and other == 0):
             return self
         if isinstance(other, numbers.Number) or (isinstance(other, Tensor) and other.ndim < 2):
             raise TypeError(
@@ -174,7 +174,7 @@ class Operator(SolverContract, LinearOperator):
         """The columns A[:, index], (m, len(index)): one product each."""
         units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
         units.scatter_(1, index.unsqueeze(1), 1.0)
-        return self.matmul(units.mT)  # type: ignore[return-value]
+        return self.matmul(units.mT)
 
     def _diagonal(self) -> Tensor:
         parts = torch.arange(min(self.matrix_shape), device=self.device).split(COLUMN_BLOCK)
@@ -205,7 +205,7 @@ class Operator(SolverContract, LinearOperator):
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         converted = [convert(arg, device, dtype) for arg in self._args]
         options = {key: convert(value, device, dtype) for key, value in self._kwargs.items()}
-        return self.__class__(*converted, **options)  # type: ignore[no-any-return]
+        return self.__class__(*converted, **options)
 
     def type(self, dtype: torch.dtype) -> LinearOperator:
         """The same operator in another dtype."""

@@ -112,7 +112,7 @@ class SolverContract:
         """`num_samples` draws of N(0, A), (num_samples, ..., n)."""
         root = self.root_decomposition().root
         noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
-        return (root @ noise).movedim(-1, 0)  # type: ignore[no-any-return]
+        return (root @ noise).movedim(-1, 0)
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), through the eigendecomposition of the dense matrix."""
@@ -126,7 +126,7 @@ class SolverContract:
     def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
         """Eigenvalues (m,) and vectors (n, m): all of them where A is small, else the Ritz pairs of Lanczos."""
         if self._is_small:
-            return self._symeig(eigenvectors=True)  # type: ignore[no-any-return]
+            return self._symeig(eigenvectors=True)
         values, vectors = self._ritz_pairs()
         return values, to_linear_operator(vectors)
 
@@ -169,7 +169,7 @@ class SolverContract:
     def _solve(self: Any, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         if num_tridiag:
             raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
-        return self._solve_block(rhs) if rhs.ndim <= 2 else self.solve(rhs)  # type: ignore[no-any-return]
+        return self._solve_block(rhs) if rhs.ndim <= 2 else self.solve(rhs)
 
     # What a subclass with a closed form replaces
 

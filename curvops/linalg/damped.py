@@ -20,7 +20,6 @@ from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 
-
 # Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
 MOST_COLUMNS = 128
 
@@ -56,7 +55,7 @@ class Damped(Operator):
     @property
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
-        return self._args[1]  # type: ignore[no-any-return]
+        return self._args[1]
 
     @property
     def symmetric(self) -> bool:
@@ -75,16 +74,16 @@ class Damped(Operator):
         return self if transposed is self.base else Damped(transposed, self.shift, cache=Cache())
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._matmul(rhs) + self._shift_against(rhs) * rhs  # type: ignore[no-any-return]
+        return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.base._t_matmul(rhs) + self._shift_against(rhs) * rhs  # type: ignore[no-any-return]
+        return self.base._t_matmul(rhs) + self._shift_against(rhs) * rhs
 
     def _shift_against(self, rhs: Tensor) -> Tensor:
         return self.shift if self.shift.ndim == 0 or rhs.ndim == 1 else self.shift.unsqueeze(-1)
 
     def _diagonal(self) -> Tensor:
-        return self.base._diagonal() + self.shift  # type: ignore[no-any-return]
+        return self.base._diagonal() + self.shift
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         total = super().add_diagonal(diag)
@@ -98,7 +97,7 @@ class Damped(Operator):
         if batch_indices:
             everything = slice(None)
             base = self.base._getitem(everything, everything, *batch_indices) if self.base.batch_shape else self.base
-            operator = self._map_batch(base, lambda shift: shift[batch_indices])  # type: ignore[assignment]
+            operator = self._map_batch(base, lambda shift: shift[batch_indices])
         return Operator._getitem(operator, row_index, col_index)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
@@ -205,28 +204,28 @@ class Inverse(Operator):
         return is_psd(self.base)
 
     def _size(self) -> torch.Size:
-        return self.base.shape  # type: ignore[no-any-return]
+        return self.base.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
         return self if transposed is self.base else Inverse(transposed, rtol=self._kwargs["rtol"])
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.base.solve_to(rhs, self._kwargs["rtol"])  # type: ignore[no-any-return]
+        return self.base.solve_to(rhs, self._kwargs["rtol"])
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.mT._matmul(rhs)  # type: ignore[no-any-return]
+        return self.mT._matmul(rhs)
 
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         return self.base
 
     def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self.base._matmul(block)  # type: ignore[no-any-return]
+        return self.base._matmul(block)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator)
-        return self.base.solve_to(draw(self.base, k, generator))  # type: ignore[no-any-return]
+        return self.base.solve_to(draw(self.base, k, generator))
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +291,8 @@ def closed_form(base: LinearOperator) -> Any:
 def by_vector(solve: Any, base: LinearOperator, shift: Tensor, block: Tensor) -> Tensor:
     """Call a block solve with a vector (n,) or a block (n, K)."""
     if block.ndim == 1:
-        return solve(base, shift, block.unsqueeze(-1)).squeeze(-1)  # type: ignore[no-any-return]
-    return solve(base, shift, block)  # type: ignore[no-any-return]
+        return solve(base, shift, block.unsqueeze(-1)).squeeze(-1)
+    return solve(base, shift, block)
 
 
 def _capacitance(root: Tensor, scaled: Tensor) -> Tensor:
@@ -301,4 +300,4 @@ def _capacitance(root: Tensor, scaled: Tensor) -> Tensor:
 
 
 def _dense(base: LinearOperator, shift: Tensor) -> Tensor:
-    return base.to_dense() + torch.diag_embed(shift.expand(base.shape[-1]))  # type: ignore[no-any-return]
+    return base.to_dense() + torch.diag_embed(shift.expand(base.shape[-1]))

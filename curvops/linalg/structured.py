@@ -22,7 +22,7 @@ class Diagonal(Operator):
     @property
     def entries(self) -> Tensor:
         """The diagonal d, (n,)."""
-        return self._args[0]  # type: ignore[no-any-return]
+        return self._args[0]
 
     @property
     def symmetric(self) -> bool:
@@ -57,7 +57,7 @@ class Dense(Operator):
     @property
     def tensor(self) -> Tensor:
         """The matrix, (..., m, n)."""
-        return self._args[0]  # type: ignore[no-any-return]
+        return self._args[0]
 
     @property
     def symmetric(self) -> bool:
@@ -113,12 +113,12 @@ class LowRank(Operator):
     @property
     def vectors(self) -> Tensor:
         """U, (n, r)."""
-        return self._args[0]  # type: ignore[no-any-return]
+        return self._args[0]
 
     @property
     def values(self) -> Tensor:
         """s, (r,)."""
-        return self._args[1]  # type: ignore[no-any-return]
+        return self._args[1]
 
     @property
     def root(self) -> Tensor:
@@ -154,7 +154,7 @@ def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = N
     """
     own = getattr(operator, "_draw", None)
     if own is not None:
-        return own(k, generator)  # type: ignore[no-any-return]
+        return own(k, generator)
     if isinstance(operator, Expanded):
         return draw(operator.base, k, generator)
     if isinstance(operator, Scaled) and operator.psd and operator.factor.ndim == 0:
@@ -167,11 +167,11 @@ def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = N
         return part if operator.rows is None else part[operator.rows]
     if isinstance(operator, Product) and operator.psd and len(operator.factors) > 2:
         left, *middle, _ = operator.factors
-        return left._matmul(draw(Product(*middle) if len(middle) > 1 else middle[0], k, generator))  # type: ignore
+        return left._matmul(draw(Product(*middle) if len(middle) > 1 else middle[0], k, generator))
     if isinstance(operator, Product) and operator.psd and len(operator.factors) == 2:
         left = operator.factors[0]
         noise = _normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)
-        return left._matmul(noise)  # type: ignore[no-any-return]
+        return left._matmul(noise)
     return _draw_dense(operator, k, generator)
 
 

@@ -104,7 +104,7 @@ class Recorded:
                 _, replay = linearize(lambda part: self.model({**values, **part}, inputs), chosen)
             except Exception:  # whatever tracing cannot follow, the double backward pass can
                 return None
-        return replay  # type: ignore[no-any-return]
+        return replay
 
 
 class _Graph:

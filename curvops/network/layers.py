@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
 
 Local = dict[str, Tensor]
 
@@ -103,7 +104,7 @@ class Conv2dRule:
         columns, groups = s.shape[1], layer.groups
         wide = s.unflatten(2, (groups, -1)).transpose(1, 2).flatten(1, 3)
         shape = (wide.shape[1], *layer.weight.shape[1:])
-        gradient = torch.nn.grad.conv2d_weight(kept, shape, wide.contiguous(), **_geometry(layer))
+        gradient = conv2d_weight(kept, shape, wide.contiguous(), **_geometry(layer))
         return gradient.unflatten(0, (groups, columns, -1)).transpose(0, 1).flatten(1, 2)
 
     def rows(self, layer: nn.Conv2d, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
@@ -112,7 +113,7 @@ class Conv2dRule:
 
     def _weight_rows(self, layer: nn.Conv2d, kept: Tensor, s: Tensor) -> Tensor:
         geometry = {key: value for key, value in _geometry(layer).items() if key != "groups"}
-        patches = F.unfold(kept, layer.kernel_size, **geometry)  # type: ignore[arg-type]
+        patches = F.unfold(kept, layer.kernel_size, **geometry)
         n, columns, groups = s.shape[0], s.shape[1], layer.groups
         patches = patches.view(n * groups, -1, patches.shape[-1])
         s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])

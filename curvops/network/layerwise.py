@@ -50,7 +50,7 @@ class Layer:
 
     def shape_of(self, local: str) -> torch.Size:
         """Shape of the layer's "weight" or "bias"."""
-        return getattr(self.module, local).shape  # type: ignore[no-any-return]
+        return getattr(self.module, local).shape
 
     def of(self, tangents: Mapping[str, Tensor]) -> Local:
         """The tangents of this layer, by local name."""
@@ -160,7 +160,7 @@ def owners_of(model: Model) -> Owners:
     """
     if model.module is None:
         return {}
-    holders: dict[Tensor, list[tuple[nn.Module, str]]] = defaultdict(list)
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.module.modules():
         for local, parameter in module.named_parameters(recurse=False):
             holders[parameter].append((module, local))
@@ -289,7 +289,7 @@ def _sensitivities(model: Model, outputs: Tensor, calls: list[Call], start: int,
             return [None if g is None else g.detach().transpose(0, 1) for g in found]
         except RuntimeError:  # an operation without a batching rule: one backward pass per output
             singles = [_sensitivities(model, outputs, calls, start + i, 1) for i in range(width)]
-    return [None if column[0] is None else torch.cat(column, 1) for column in zip(*singles)]  # type: ignore[arg-type]
+    return [None if column[0] is None else torch.cat(column, 1) for column in zip(*singles)]
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:

@@ -227,8 +227,14 @@ def _unfused_attention() -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _no_mkldnn() -> Any:
-    return torch.backends.mkldnn.flags(enabled=False)
+@contextlib.contextmanager
+def _no_mkldnn() -> Iterator[None]:
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set TF32 too, and warn of it
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _no_cudnn() -> Any:

@@ -156,7 +156,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
         ctx.maps = apply, adjoint
-        return apply(argument)  # type: ignore[no-any-return]
+        return apply(argument)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -166,5 +166,5 @@ class _Linear(Function):
 
 def _linear(argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
     if torch.is_grad_enabled() and argument.requires_grad:
-        return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-any-return, no-untyped-call]
-    return apply(argument.detach())  # type: ignore[no-any-return]
+        return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-untyped-call]
+    return apply(argument.detach())

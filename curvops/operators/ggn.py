@@ -30,7 +30,7 @@ class GGN(NetworkOperator):
     @property
     def lin(self) -> Linearization:
         """The linearisation."""
-        return self._kwargs["lin"]  # type: ignore[no-any-return]
+        return self._kwargs["lin"]
 
     @property
     def psd(self) -> bool:

@@ -23,7 +23,7 @@ class Jacobian(NetworkOperator):
     @property
     def passes(self) -> Passes:
         """The walk over the inputs."""
-        return self._kwargs["passes"]  # type: ignore[no-any-return]
+        return self._kwargs["passes"]
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

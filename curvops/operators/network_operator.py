@@ -17,7 +17,7 @@ class NetworkOperator(Operator):
     @property
     def theta(self) -> Tensor:
         """θ*, (D,)."""
-        return self._args[0]  # type: ignore[no-any-return]
+        return self._args[0]
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))
@@ -43,4 +43,4 @@ class NetworkOperator(Operator):
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
         lin = self._kwargs["lin"].cast(dtype, device)
-        return self.__class__(lin.theta, *hyperparameters, lin=lin)  # type: ignore[no-any-return]
+        return self.__class__(lin.theta, *hyperparameters, lin=lin)

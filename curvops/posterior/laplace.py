@@ -91,7 +91,7 @@ class Laplace:
             )
         with torch.no_grad():
             pushed = J._matmul((samples - self.mean).mT)
-        return pushed.unflatten(0, (-1, self.lin.num_outputs))  # type: ignore[no-any-return]
+        return pushed.unflatten(0, (-1, self.lin.num_outputs))
 
     def _predict_from_draws(self, mean: Tensor, pushed: Tensor, joint: bool) -> MultivariateNormal:
         k = pushed.shape[-1]
@@ -162,9 +162,10 @@ def laplace(
     posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
     if check_mode and posterior.mode_gap > MODE_TOLERANCE:
         warnings.warn(
-            f"these weights are not a mode of the posterior: the gradient of the log posterior is {posterior.mode_gap:.2g} "
-            "times the prior's own (0 at a mode). Train further, with weight decay = prior precision / N on a mean loss, "
-            "or choose the prior precision that training used (check_mode=False skips this).",
+            "these weights are not a mode of the posterior: the gradient of the log posterior is "
+            f"{posterior.mode_gap:.2g} times the prior's own (0 at a mode). Train further, with weight decay = prior "
+            "precision / N on a mean loss, or choose the prior precision that training used (check_mode=False skips "
+            "this).",
             NotAMode,
             stacklevel=2,
         )
@@ -172,7 +173,7 @@ def laplace(
 
 
 def checked_prior(prior_precision: float | Tensor, lin: Linearization) -> Tensor:
-    """The prior precision as a tensor, 0-d or (D,); raises ValueError unless it is positive, finite and of that size."""
+    """The prior precision as a tensor, 0-d or (D,); raises ValueError unless it is positive and finite."""
     prior = torch.as_tensor(prior_precision, dtype=lin.theta.dtype, device=lin.theta.device)
     if prior.ndim > 1 or (prior.ndim == 1 and len(prior) != lin.num_parameters):
         raise ValueError(

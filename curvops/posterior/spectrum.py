@@ -1,4 +1,4 @@
-"""What a posterior needs of its data and curvature whatever the prior: computed once, shared by every prior precision."""
+"""What a posterior needs of its data and curvature whatever the prior: computed once for every prior precision."""
 
 from __future__ import annotations
 

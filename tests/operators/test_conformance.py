@@ -1,4 +1,4 @@
-"""linear_operator's own conformance suite: rectangular for every operator, square for those that are positive definite."""
+"""linear_operator's own conformance suite: rectangular for every operator, square for positive definite ones."""
 
 import functools
 import unittest

@@ -81,7 +81,7 @@ def test_the_predictive_from_draws_approaches_the_exact_one(classification):
 
 
 def test_the_evidence_equals_the_dense_definition(classification):
-    lin, post, x, y = classification
+    lin, post, _, y = classification
     G, theta = co.GGN(lin).to_dense(), lin.theta
     for value in (0.1, 1.0, 10.0):
         P = G + value * torch.eye(51, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_the_evidence_equals_the_dense_definition(classification):
 
 
 def test_a_vector_prior(classification):
-    lin, _, x, _ = classification
+    lin, _, _, _ = classification
     prior = torch.linspace(0.5, 2, 51, dtype=torch.float64)
     post = co.laplace(lin, prior_precision=prior, check_mode=False)
     P = co.GGN(lin).to_dense() + prior.diag()

@@ -53,7 +53,8 @@ def test_bins_count_every_point_once_and_mark_empty_ones() -> None:
     table = metrics.reliability_bins(p, torch.tensor([0, 1, 0]), bins=5)
     assert table.count.tolist() == [0, 0, 1, 1, 1]
     assert table.accuracy[2:].tolist() == [0.0, 1.0, 1.0]
-    assert torch.isnan(table.accuracy[:2]).all() and torch.isnan(table.confidence[:2]).all()
+    assert torch.isnan(table.accuracy[:2]).all()
+    assert torch.isnan(table.confidence[:2]).all()
 
 
 def test_a_calibrated_forecast_has_no_ece_and_a_confident_error_all() -> None:

@@ -1,0 +1,84 @@
+"""The demo's data: scikit-learn's handwritten digits, their fixed split, and how to turn an image.
+
+The 1797 images of 8 x 8 pixels are part of the scikit-learn package (UCI "Optical recognition of handwritten
+digits"), so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ANGLES = (15, 30, 45, 60, 75, 90)
+"""Degrees, counter-clockwise."""
+
+AMBIGUOUS = (6, 9)
+"""Digits left out of every comparison with rotated images: turned far enough, one becomes the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images with pixels in [0, 1] and their digits."""
+
+    x: Float[Tensor, "N 1 8 8"]
+    y: Int[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def first(self, n: int) -> Split:
+        """The first `n` points (the splits are in random order, so this is a random subset)."""
+        return Split(self.x[:n], self.y[:n])
+
+    def unambiguous(self) -> Split:
+        """Without the digits that a rotation turns into another digit (6 and 9)."""
+        keep = torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
+        return Split(self.x[keep], self.y[keep])
+
+    def rotated(self, degrees: float) -> Split:
+        """The same digits, turned."""
+        return Split(rotate(self.x, degrees), self.y)
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """One fixed stratified split: the same for every seed of the network."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+def load_digits(train: int = 1000, validation: int = 297) -> Digits:
+    """Split the 1797 digits at random, each class in proportion; what remains (500 by default) is the test set."""
+    try:
+        datasets = import_module("sklearn.datasets")
+        selection = import_module("sklearn.model_selection")
+    except ImportError as error:
+        raise ImportError("the demo needs scikit-learn and matplotlib: pip install 'curvops[demo]'") from error
+    x, y = datasets.load_digits(return_X_y=True)
+    x_train, x_rest, y_train, y_rest = selection.train_test_split(x, y, train_size=train, stratify=y, random_state=0)
+    x_val, x_test, y_val, y_test = selection.train_test_split(
+        x_rest, y_rest, train_size=validation, stratify=y_rest, random_state=0
+    )
+    return Digits(_split(x_train, y_train), _split(x_val, y_val), _split(x_test, y_test))
+
+
+def _split(x: object, y: object) -> Split:
+    images = torch.as_tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return Split(images, torch.as_tensor(y, dtype=torch.int64))
+
+
+def rotate(images: Float[Tensor, "N ch H W"], degrees: float) -> Float[Tensor, "N ch H W"]:
+    """Turn images counter-clockwise about their centre, bilinear, zero (black) outside. 90 degrees is exact."""
+    angle = math.radians(degrees)
+    c, s = math.cos(angle), math.sin(angle)
+    # affine_grid maps output positions to input positions, x to the right and y down
+    matrix = images.new_tensor([[c, -s, 0.0], [s, c, 0.0]]).expand(len(images), 2, 3)
+    grid = torch.nn.functional.affine_grid(matrix, list(images.shape), align_corners=True)
+    return torch.nn.functional.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
