@@ -1,0 +1,64 @@
+"""What the tests of the engines share: walks over a network of the zoo, and products with the whole Jacobian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.network.model import Model
+from curvops.network.passes import Passes
+from tests.zoo import ZOO, Network, batches
+
+PLENTY = 10**9
+
+# engine and budget that force each way of making a product
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {"engine": "autodiff", "memory_budget": 0},
+    "recorded": {"engine": "autodiff", "memory_budget": PLENTY},
+    "layerwise": {"engine": "layerwise", "memory_budget": PLENTY},
+    "auto": {"engine": "auto", "memory_budget": PLENTY},
+}
+
+
+def walk(
+    network: str | Network, way: str, dtype: torch.dtype = torch.float64, parameters: Any = None, sizes: Any = (3, 2)
+) -> Passes:
+    """A fresh walk over a network's points, in ragged batches."""
+    model, inputs = (ZOO[network] if isinstance(network, str) else network).build(dtype)
+    return Passes(Model(model, parameters), batches(inputs, sizes), **WAYS[way])
+
+
+def push(passes: Passes, V: Tensor) -> Tensor:
+    """J V, (N·C, K)."""
+    return torch.cat([J.push(V).flatten(1) for _, J in passes.each(V.shape[1])], 1).mT
+
+
+def pull(passes: Passes, U: Tensor) -> Tensor:
+    """Jᵀ U, (D, K)."""
+    total, start = None, 0
+    for _, J in passes.each(U.shape[1]):
+        n, num_outputs = J.outputs.shape
+        rows = U[start : start + n * num_outputs].mT.unflatten(1, (n, num_outputs))
+        part, start = J.pull(rows), start + n * num_outputs
+        total = part if total is None else total + part
+    assert total is not None
+    assert start == len(U)
+    return total
+
+
+def dense(passes: Passes, rows: int) -> tuple[Tensor, Tensor]:
+    """The Jacobian by pushes, and by pulls."""
+    eye = torch.eye(passes.model.theta.numel(), dtype=passes.model.theta.dtype)
+    return push(passes, eye), pull(passes, torch.eye(rows, dtype=eye.dtype)).mT
+
+
+def agree(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> bool:
+    """Whether two products agree, relative to the larger of 1 and the expected product's largest entry."""
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1))
+
+
+def columns(rows: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random block (rows, k), a column contiguous."""
+    return torch.randn(k, rows, dtype=dtype).mT
