@@ -78,7 +78,7 @@ class Factors:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         z = self.layer.rule.push(self.layer.module, self.kept, self.layer.of(tangents)).flatten(2)
-        return torch.bmm(z, self.delta.flatten(2).mT).transpose(0, 1)
+        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
         s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
