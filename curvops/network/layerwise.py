@@ -272,7 +272,7 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -
 
 def _sensitivities(model: Model, outputs: Tensor, calls: list[Call], start: int, width: int) -> list[Tensor | None]:
     """δ (n, width, *out) of each call for outputs start … start + width, None where a branch does not reach them."""
-    if not outputs.requires_grad:
+    if not calls or not outputs.requires_grad:
         return [None] * len(calls)
     unit = outputs.new_zeros(width, *outputs.shape)
     index = torch.arange(width, device=outputs.device)

@@ -71,7 +71,7 @@ def test_batches_may_be_of_any_size(name: str, way: str, sizes: tuple[int, ...])
 SELECTIONS = {"weights": "*.weight", "biases": ["*.bias"], "last": "last_layer", "large": lambda _, p: p.numel() > 9}
 
 
-@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+@pytest.mark.parametrize("way", ["streamed", "layerwise"])
 @pytest.mark.parametrize("parameters", SELECTIONS.values(), ids=SELECTIONS)
 @pytest.mark.parametrize("name", ["sequence_layernorm", "resnet_groupnorm", "shared_parameter"])
 def test_partial_selections(name: str, parameters: Any, way: str) -> None:
@@ -88,8 +88,8 @@ def test_partial_selections(name: str, parameters: Any, way: str) -> None:
         assert agree(pull(passes, U), J[:, chosen].mT @ U)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "function_pair"])
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+@pytest.mark.parametrize("name", ["inplace_relu", "lstm"])
 def test_a_subnetwork_is_some_columns_in_the_given_order(name: str, way: str) -> None:
     J = reference(name)
     index = torch.randperm(J.shape[1])[: J.shape[1] // 3]
@@ -101,8 +101,8 @@ def test_a_subnetwork_is_some_columns_in_the_given_order(name: str, way: str) ->
 
 
 def test_engines_agree_with_each_other() -> None:
-    walks = [walk("cnn", way) for way in WAYS]
-    V = columns(reference("cnn").shape[1], 2)
+    walks = [walk("resnet_batchnorm", way) for way in WAYS]
+    V = columns(reference("resnet_batchnorm").shape[1], 2)
     results = [push(passes, V) for _ in range(3) for passes in walks]
     assert all(agree(result, results[0], 1e-13) for result in results)
 

@@ -1,0 +1,130 @@
+"""The table of layer rules: each against autograd on the layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvops.network.layers import RULES, rule_for
+
+K, SIX = 3, (6, 6)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(3, 4), (2, 3)),
+    "linear_positions": (lambda: nn.Linear(3, 4), (2, 5, 3)),
+    "linear_grid": (lambda: nn.Linear(3, 4), (2, 5, 2, 3)),
+    "linear_no_bias": (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
+    "conv": (lambda: nn.Conv2d(2, 4, 3), (2, 2, *SIX)),
+    "conv_stride": (lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1), (2, 2, *SIX)),
+    "conv_stride_leaves_rows": (lambda: nn.Conv2d(2, 4, 3, stride=(2, 3)), (2, 2, 6, 7)),
+    "conv_dilation": (lambda: nn.Conv2d(2, 4, (3, 2), padding=(2, 1), dilation=(2, 1)), (2, 2, *SIX)),
+    "conv_groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, *SIX)),
+    "conv_depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), (2, 4, *SIX)),
+    "conv_same": (lambda: nn.Conv2d(2, 4, 3, padding="same", dilation=2), (2, 2, *SIX)),
+    "layer_norm": (lambda: nn.LayerNorm(4), (2, 4)),
+    "layer_norm_positions": (lambda: nn.LayerNorm(4), (2, 3, 4)),
+    "layer_norm_two": (lambda: nn.LayerNorm((3, 4)), (2, 5, 3, 4)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, *SIX)),
+    "group_norm_flat": (lambda: nn.GroupNorm(2, 4), (2, 4)),
+    "batch_norm_1d": (lambda: nn.BatchNorm1d(4), (2, 4)),
+    "batch_norm_1d_positions": (lambda: nn.BatchNorm1d(4), (2, 4, 5)),
+    "batch_norm_2d": (lambda: nn.BatchNorm2d(4), (2, 4, *SIX)),
+    "batch_norm_3d": (lambda: nn.BatchNorm3d(4), (2, 4, 2, 3, 2)),
+}
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    make, shape = LAYERS[name]
+    layer = make().double().eval()
+    for tensor in [*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())]:
+        tensor.data.uniform_(0.5, 1.5)
+    return layer, torch.randn(shape, dtype=torch.float64)
+
+
+def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
+    names = tuple(name for name, _ in layer.named_parameters())
+    return [names, *((name,) for name in names if len(names) > 1)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_push_is_the_layers_forward_derivative(name: str) -> None:
+    layer, a = build(name)
+    rule = RULES[type(layer)]
+    values = dict(layer.named_parameters())
+    for names in subsets(layer):
+        tangents = {local: torch.randn(K, *values[local].shape, dtype=a.dtype) for local in names}
+        pushed = rule.push(layer, rule.keep(layer, a), tangents)
+        for k in range(K):
+            held = {local: values[local].detach() for local in names}
+            one = {local: tangents[local][k] for local in names}
+            _, expected = torch.func.jvp(lambda part: torch.func.functional_call(layer, part, (a,)), (held,), (one,))
+            torch.testing.assert_close(pushed[:, k], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_are_the_pull_point_by_point_and_the_pull_is_their_sum(name: str) -> None:
+    layer, a = build(name)
+    rule = RULES[type(layer)]
+    output = layer(a)
+    s = torch.randn(len(a), K, *output.shape[1:], dtype=a.dtype)
+    for names in subsets(layer):
+        kept = rule.keep(layer, a)
+        rows, pulled = rule.rows(layer, kept, s, names), rule.pull(layer, kept, s, names)
+        assert set(rows) == set(pulled) == set(names)
+        for local in names:
+            parameter = layer.get_parameter(local)
+            for k in range(K):
+                (expected,) = torch.autograd.grad(layer(a), parameter, s[:, k])
+                torch.testing.assert_close(pulled[local][k], expected, rtol=1e-10, atol=1e-10)
+                (one,) = torch.autograd.grad(layer(a[:1]), parameter, s[:1, k])
+                torch.testing.assert_close(rows[local][0, k], one, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(rows[local].sum(0), pulled[local], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("linear", 3 * 4), ("linear_positions", 5 * 3 * 4), ("conv_groups", 36 * 6 * 2 * 9), ("layer_norm", 4)],
+)
+def test_multiply_adds_count_one_forward_pass_of_one_point(name: str, expected: int) -> None:
+    layer, a = build(name)
+    assert RULES[type(layer)].multiply_adds(layer, layer(a)) == expected
+
+
+class Subclass(nn.Linear):
+    """May do anything in its forward."""
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda module, args, output: output**2)
+    return layer
+
+
+NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
+    "a subclass": lambda: Subclass(3, 3),
+    "a parametrised layer": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "a hooked layer": hooked,
+    "padding that is not zeros": lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+    "padding of one side": lambda: nn.Conv2d(2, 2, 2, padding="same"),
+    "batch statistics": lambda: nn.BatchNorm1d(3).train(),
+    "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
+    "a layer without a rule": lambda: nn.PReLU(3),
+}
+
+
+def _with_scale(layer: nn.Module) -> nn.Module:
+    layer.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    return layer
+
+
+@pytest.mark.parametrize("what", NOT_SERVED)
+def test_no_rule_for(what: str) -> None:
+    assert rule_for(NOT_SERVED[what]()) is None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_rule_for_every_layer_of_the_table(name: str) -> None:
+    layer, _ = build(name)
+    assert rule_for(layer) is RULES[type(layer)]
