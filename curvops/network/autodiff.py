@@ -22,16 +22,21 @@ from curvops.network.parameters import Blocks
 class Streamed:
     """J of one batch, the passes run again at every product: nothing is kept beyond the product at hand.
 
-    A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector
-    (1 gradient). Without forward mode a push is a double backward pass.
+    A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector (1
+    gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
+    both, and the memory of two forward passes. Without forward mode a push is a double backward pass.
     """
 
     kind = "streamed"
     nbytes = 0
 
-    def __init__(self, model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
-        self.model, self.inputs, self.names, self.forward_mode = model, inputs, tuple(names), forward_mode
+    def __init__(
+        self, model: Model, inputs: Any, names: Sequence[str], forward_mode: bool, roomy: bool = False
+    ) -> None:
+        self.model, self.inputs, self.names = model, inputs, tuple(names)
+        self.forward_mode, self.roomy = forward_mode, roomy
         self._outputs: Tensor | None = None
+        self._graph: _Graph | None = None
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -44,22 +49,29 @@ class Streamed:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         """J V for K tangents by name, (K, *shape) each."""
         if not self.forward_mode:
-            return _Graph(self.model, self.inputs, self.names).push(tangents)
+            return _record(self.model, self.inputs, self.names).push(tangents)
         columns = next(iter(tangents.values())).shape[0]
-        return torch.stack([self._push_one({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+        record = self.roomy and columns == 1
+        return torch.stack(
+            [self._push_one({name: tangents[name][k] for name in self.names}, record) for k in range(columns)]
+        )
 
-    def _push_one(self, tangent: Blocks) -> Float[Tensor, "n C"]:
-        # Gradients stay off inside the recording context: the tangent alone is wanted.
-        with self.model.differentiating(), torch.no_grad(), forward_ad.dual_level():
-            values = self.model.values  # views of one vector: as a dual, each would allocate all of it
-            duals = {name: forward_ad.make_dual(values[name].clone(), tangent[name]) for name in self.names}
+    def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
+        # Unless the pass is recorded, gradients stay off: the tangent alone is wanted.
+        with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
+            values = self.model.values
+            # Clones: the values are views of one vector, and each as a dual would allocate all of it.
+            leaves = {name: values[name].detach().clone().requires_grad_(record) for name in self.names}
+            duals = {name: forward_ad.make_dual(leaf, tangent[name]) for name, leaf in leaves.items()}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
-        self._outputs = outputs
-        return torch.zeros_like(outputs) if result is None else result
+        self._outputs = outputs.detach()
+        self._graph = _Graph(self.model, leaves, outputs) if record else None
+        return torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
-        return _Graph(self.model, self.inputs, self.names).pull(cotangents)
+        graph, self._graph = self._graph, None
+        return (graph or _record(self.model, self.inputs, self.names)).pull(cotangents)
 
 
 class Recorded:
@@ -74,7 +86,7 @@ class Recorded:
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replayable: bool) -> None:
         self.model, self.names = model, tuple(names)
         with _SavedBytes(model, inputs) as saved:
-            self._graph = _Graph(model, inputs, names)
+            self._graph = _record(model, inputs, names)
         self._replay = self._linearize(inputs) if replayable else None
         self.nbytes = saved.total * (2 if self._replay else 3)
 
@@ -110,12 +122,8 @@ class Recorded:
 class _Graph:
     """One recorded forward pass: pulls by backward passes, pushes by differentiating a pull (always its adjoint)."""
 
-    def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
-        self.model, self.names = model, tuple(names)
-        with model.differentiating():
-            values = model.values
-            self._leaves = {name: values[name].detach().requires_grad_() for name in names}
-            self.outputs = model({**values, **self._leaves}, inputs)
+    def __init__(self, model: Model, leaves: Blocks, outputs: Float[Tensor, "n C"]) -> None:
+        self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         rows = self._differentiating(lambda: [self._backward(cotangent) for cotangent in cotangents])
@@ -156,11 +164,18 @@ class _Graph:
             return self.model.holding(self._leaves, run)
 
 
+def _record(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
+    with model.differentiating():
+        values = model.values
+        leaves = {name: values[name].detach().requires_grad_() for name in names}
+        return _Graph(model, leaves, model({**values, **leaves}, inputs))
+
+
 def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
     """Raise ValueError where the model has no derivatives that this engine could use, or loses them silently."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graph = _Graph(model, inputs, names)
+        graph = _record(model, inputs, names)
     if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
         raise ValueError(
             "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
@@ -196,7 +211,7 @@ def forward_mode_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     cotangents = _randn_like(pushed, generator)
-    pulled = _Graph(model, inputs, names).pull(cotangents)
+    pulled = _record(model, inputs, names).pull(cotangents)
     return adjoint(pushed, cotangents, tangents, pulled)
 
 
@@ -237,7 +252,7 @@ def tolerance(dtype: torch.dtype) -> float:
 def saved_bytes(model: Model, inputs: Any) -> int:
     """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
     with _SavedBytes(model, inputs) as saved:
-        _Graph(model, inputs, model.selection.names)
+        _record(model, inputs, model.selection.names)
     return saved.total
 
 

@@ -81,10 +81,11 @@ class Engines:
             self._rejected |= wrong
             self.plan = self._make_plan()
             return self.build("layerwise" if self.plan.layers else "streamed", inputs, room)
-        return self._streamed(inputs)
+        return self._streamed(inputs, room)
 
-    def _streamed(self, inputs: Any) -> Streamed:
-        return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode)
+    def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
+        roomy = 2 * self._saved_bytes * num_points(inputs) <= room
+        return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode, roomy)
 
     def _layerwise(self, inputs: Any, room: int) -> Layerwise:
         others = tuple(self.plan.others)
