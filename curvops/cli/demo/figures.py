@@ -1,0 +1,131 @@
+"""The demo's figures: what each needs is computed here, and drawn by `curvops.plots`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops import plots
+from curvops.cli.demo.digits import Split
+from curvops.cli.demo.scores import Predicted, Row
+from curvops.linalg import Estimate, draw
+from curvops.posterior import metrics
+
+CG_RTOL = 1e-5
+NOISE = 0.1
+
+
+def reliability(rotated: Mapping[str, Predicted], path: Path) -> None:
+    """Reliability of every method on the turned digits."""
+    curves, errors = {}, {}
+    for name, p in rotated.items():
+        bins = metrics.reliability_bins(p.probabilities, p.labels)
+        share = bins.count / bins.count.sum()
+        curves[name] = (bins.confidence.numpy(), bins.accuracy.numpy(), share.numpy())
+        errors[name] = float(metrics.ece(p.probabilities, p.labels))
+    plots.save(plots.reliability(curves, "Digits rotated by 15–90°", errors), path)
+
+
+def rotation(rows: Mapping[str, Row], path: Path) -> None:
+    """Confidence, accuracy and epistemic uncertainty against the angle."""
+    angles = sorted(next(iter(rows.values())).by_angle)
+
+    def curve(row: Row, score: str) -> np.ndarray:
+        return np.array([row.by_angle[angle][score] for angle in angles])
+
+    epistemic = {name: curve(row, "epistemic") for name, row in rows.items() if row.auroc_epistemic is not None}
+    confidence = {name: curve(row, "confidence") for name, row in rows.items()}
+    accuracy = {name: curve(row, "accuracy") for name, row in rows.items()}
+    plots.save(plots.rotation(np.array(angles), confidence, epistemic, accuracy), path)
+
+
+def evidence(
+    precisions: Sequence[float], estimates: Sequence[Estimate], nll: Sequence[float], chosen: float, path: Path
+) -> None:
+    """Evidence and validation NLL against the prior precision."""
+    low, high = zip(*(estimate.interval() for estimate in estimates))
+    value = [float(estimate.value) for estimate in estimates]
+    columns = [np.array([float(v) for v in column]) for column in (precisions, value, low, high, nll)]
+    plots.save(plots.evidence(*columns, chosen=chosen), path)
+
+
+VALIDATION_DRAWS = 16
+VALIDATION_RTOL = 1e-2
+
+
+def validation_nll(post: co.Laplace, data: Split, generator: torch.Generator) -> float:
+    """NLL on held-out data, nats a point, from a few draws solved for to graphical accuracy."""
+    noise = draw(post.precision, VALIDATION_DRAWS, generator)
+    solution = post.precision.cg(noise, rtol=VALIDATION_RTOL, preconditioner=post.precision.preconditioner(16))
+    probabilities = post.probabilities(data.x, link="mc", samples=post.mean + solution.x.mT)
+    return float(metrics.nll(probabilities, data.y))
+
+
+def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path: Path) -> dict[str, Any]:
+    """Three ways to solve for the same right-hand sides; returns their products and iterations."""
+    P = post.precision
+    B = torch.randn(columns, len(post.mean), generator=generator, dtype=post.mean.dtype).mT
+    sketch = co.linalg.nystrom(
+        post.curvature, rank=None, shift=float(post.prior_precision), rhs=columns, generator=generator
+    )
+    runs = {
+        "plain": (P.cg(B, rtol=CG_RTOL, block=False), 0),
+        "block": (P.cg(B, rtol=CG_RTOL), 0),
+        "preconditioned": (P.cg(B, rtol=CG_RTOL, preconditioner=sketch.preconditioner()), sketch.matvecs),
+    }
+    histories, found = {}, {}
+    for name, (solution, spent) in runs.items():
+        worst = solution.history.max(1).values.numpy()
+        steps = np.arange(len(worst)) / max(1, len(worst) - 1)
+        histories[name] = (spent + steps * solution.matvecs, worst)
+        found[name] = {"products": spent + solution.matvecs, "sketch": spent, "iterations": solution.iterations}
+    plots.save(plots.convergence(histories, CG_RTOL), path)
+    return found
+
+
+def regression(generator: torch.Generator, path: Path) -> None:
+    """A small network on one input, with a gap in its data, and the band of its posterior."""
+    x = torch.cat([torch.rand(40, 1, generator=generator) * 2 - 3, torch.rand(40, 1, generator=generator) * 2 + 1])
+    y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator)
+    model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    x, y = x.double(), y.double()
+    _fit(model, x, y, prior_precision=1.0, generator=generator)
+    post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=NOISE**2)), prior_precision=1.0)
+    line = torch.linspace(-4, 4, 161, dtype=torch.float64)[:, None]
+    predicted = post.predict(line)
+    mean, std = predicted.mean.squeeze(-1), predicted.stddev.squeeze(-1)
+    arrays = [
+        values.detach().squeeze(-1).numpy() if values.ndim > 1 else values.detach().numpy()
+        for values in (x, y, line, mean, std)
+    ]
+    plots.save(plots.regression(*arrays, noise_std=NOISE), path)
+
+
+def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generator: torch.Generator) -> None:
+    for parameter in model.parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
+        nn.init.normal_(parameter, std=scale, generator=generator)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=1000, history_size=50, line_search_fn="strong_wolfe", tolerance_change=0.0
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        penalty = sum((p.square().sum() for p in model.parameters()), x.new_zeros(()))
+        loss = 0.5 * (model(x) - y).square().sum() / NOISE**2 + 0.5 * prior_precision * penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def covariance(post: co.Laplace, x: Tensor, labels: Sequence[str], path: Path) -> None:
+    """The joint covariance of a few points' logits."""
+    matrix = post.predict(x, joint=True).covariance_matrix.detach().numpy()
+    plots.save(plots.covariance(matrix, labels), path)

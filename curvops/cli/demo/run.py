@@ -1,0 +1,225 @@
+"""The demo from end to end: what is done in which order, for how many networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import curvops as co
+from curvops.cli.demo import checks, digits, figures, function_space, inference, network, report, scores
+from curvops.cli.demo.stages import Stages
+from curvops.posterior import metrics
+
+MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the demo is."""
+
+    train: int
+    seeds: int
+    widths: tuple[int, int, int] = (16, 32, 183)
+    test: int = 500
+    epochs: int = 40
+    polish: int = 400
+    prior_precision: float = 16.0
+    samples: int = 64
+    checked: int = 20
+    grid: int = 9
+    columns: int = 8
+
+
+FULL = Settings(train=1000, seeds=3)
+QUICK = Settings(train=400, seeds=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One network: its tuned posterior, draws of the weights, and predictions by method and angle."""
+
+    model: torch.nn.Module
+    post: co.Laplace
+    draws: Tensor
+    evidence: inference.Evidence
+    mode_gap: float
+    temperature: float
+    predicted: dict[str, dict[int, scores.Predicted]]
+    rows: dict[str, scores.Row]
+
+
+def run(settings: Settings, output: Path, seeds: int, seed: int, say: Callable[[str], None]) -> bool:
+    """Run everything, write to `output`, print through `say`; whether all checks passed."""
+    output.mkdir(parents=True, exist_ok=True)
+    data, stages = digits.load_digits(settings.train), Stages()
+    test = data.test.first(settings.test)
+    outcomes = []
+    for s in tqdm(range(seed, seed + seeds), desc="networks", disable=None):
+        outcomes.append(_network(settings, data, test, s, output, stages))
+    first = outcomes[0]
+    _introduce(first, data, say)
+    generator = torch.Generator().manual_seed(seed)
+    done = _checks(settings, outcomes, data, test, stages)
+    drawn = _figures(settings, first, data, test, generator, output, stages)
+    summaries = report.summary([outcome.rows for outcome in outcomes])
+    say("\n" + report.table(summaries))
+    say("6 and 9 are left out of rotated digits and of AUROC: turned far enough, one becomes the other.\n")
+    for s, outcome in enumerate(outcomes, seed):
+        say(_evidence_line(s, outcome))
+    say("\n" + report.stages(stages.rows()) + "\n")
+    for check in done:
+        say(f"{'PASS' if check.passed else 'FAIL'}  {check.name}: {check.text}")
+    results = {
+        "settings": asdict(settings),
+        "summary": summaries,
+        "seeds": [_numbers(outcome) for outcome in outcomes],
+        "stages": [dict(zip(("name", "seconds", "products"), row)) for row in stages.rows()],
+        "checks": [asdict(check) for check in done],
+        **drawn,
+    }
+    report.write(results, output / "results.json")
+    say(f"\nNumbers, weights and figures: {output}/")
+    return all(check.passed for check in done)
+
+
+def _network(
+    settings: Settings, data: digits.Digits, test: digits.Split, seed: int, output: Path, stages: Stages
+) -> Outcome:
+    generator = torch.Generator().manual_seed(seed)
+    path = str(output / f"network-{seed}.safetensors")
+    with stages.stage("train, save, load"):
+        model = network.build(settings.widths, generator)
+        network.train(model, data.train, settings.prior_precision, settings.epochs, settings.polish, generator)
+        network.save(model, path)
+        model = network.load(path, settings.widths)
+    with stages.stage("linearise"):
+        start = inference.posterior(model, data.train, settings.prior_precision, stages.curvature())
+        gap = start.mode_gap
+    with stages.stage("evidence: tune the prior"):
+        post = inference.tune(start, generator)
+        evidence = inference.evidence(post, generator)
+    with stages.stage(f"{settings.samples} samples, one block solve"):
+        draws = post.sample(settings.samples, generator)
+    with stages.stage("predict test points, 7 angles"):
+        temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
+        predicted: dict[str, dict[int, scores.Predicted]] = {MAP: {}, SCALED: {}, LAPLACE: {}}
+        for angle in (0, *digits.ANGLES):
+            of = test if angle == 0 else test.unambiguous().rotated(angle)
+            for name, p in _predict(post, draws, of, temperature).items():
+                predicted[name][angle] = p
+        upright = _predict(post, draws, test.unambiguous(), temperature)
+        rows = {name: scores.row(p, upright[name]) for name, p in predicted.items()}
+    return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
+
+
+def _predict(post: co.Laplace, draws: Tensor, of: digits.Split, temperature: float) -> dict[str, scores.Predicted]:
+    logits, by_draw = inference.predictions(post, draws, of.x)
+    return {
+        MAP: scores.Predicted(of.y, logits.softmax(-1), None),
+        SCALED: scores.Predicted(of.y, (logits / temperature).softmax(-1), None),
+        LAPLACE: scores.Predicted(of.y, by_draw.mean(0), metrics.mutual_information(by_draw)),
+    }
+
+
+def _checks(
+    settings: Settings, outcomes: list[Outcome], data: digits.Digits, test: digits.Split, stages: Stages
+) -> list[checks.Check]:
+    first, x = outcomes[0], test.x[: settings.checked]
+    with stages.stage(f"check: {settings.checked} points exactly"):
+        solved = inference.exact_variances(first.post, x)
+    with stages.stage("check: dense, function space"):
+        prior = float(first.post.prior_precision)
+        reference = function_space.variances(first.model, data.train.x, x, prior)
+    drawn = first.post.predict(x, samples=first.draws).variance
+    if len(outcomes) > 1:
+        by_seed = [o.rows[LAPLACE].by_angle[0]["nll"] - o.rows[MAP].by_angle[0]["nll"] for o in outcomes]
+        difference = torch.tensor(by_seed, dtype=torch.float64)
+    else:
+        nll = [metrics.nll(first.predicted[n][0].probabilities, test.y, reduction="none") for n in (LAPLACE, MAP)]
+        difference = nll[0] - nll[1]
+    return [
+        checks.exact(solved, reference),
+        checks.sampled(drawn, solved, reference, settings.samples),
+        checks.not_worse(difference),
+    ]
+
+
+def _figures(
+    settings: Settings,
+    first: Outcome,
+    data: digits.Digits,
+    test: digits.Split,
+    generator: torch.Generator,
+    output: Path,
+    stages: Stages,
+) -> dict[str, Any]:
+    post, chosen = first.post, float(first.post.prior_precision)
+    rotated = {name: _joined([p[a] for a in digits.ANGLES]) for name, p in first.predicted.items()}
+    figures.reliability(rotated, output / "reliability.png")
+    figures.rotation(first.rows, output / "rotation.png")
+    with stages.stage("figure: evidence and validation"):
+        grid = torch.logspace(-1, 3, settings.grid, dtype=torch.float64).mul(chosen).tolist()
+        estimates = co.evidence.grid(post, grid, rtol=inference.EVIDENCE_RTOL, generator=generator)
+        nll = [figures.validation_nll(post.with_prior(value), data.validation, generator) for value in grid]
+        figures.evidence(grid, estimates, nll, chosen, output / "evidence.png")
+    with stages.stage("figure: conjugate gradients"):
+        solves = figures.convergence(post, settings.columns, generator, output / "convergence.png")
+    with stages.stage("figures: regression, covariance"):
+        figures.regression(generator, output / "regression.png")
+        labels = [str(int(digit)) for digit in test.y[:4]]
+        figures.covariance(post, test.x[:4], labels, output / "covariance.png")
+    curve = [
+        {
+            "prior_precision": value,
+            "log_evidence": float(e.value),
+            "interval": [float(v) for v in e.interval()],
+            "validation_nll": loss,
+        }
+        for value, e, loss in zip(grid, estimates, nll)
+    ]
+    return {"evidence_curve": curve, "conjugate_gradients": solves}
+
+
+def _joined(parts: list[scores.Predicted]) -> scores.Predicted:
+    return scores.Predicted(torch.cat([p.labels for p in parts]), torch.cat([p.probabilities for p in parts]), None)
+
+
+def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) -> None:
+    parameters = first.post.lin.num_parameters
+    say(
+        f"{len(data.train)} digits for training, a network of {parameters:,} parameters: its GGN would take "
+        f"{8 * parameters**2 / 1e9:.1f} GB as a dense float64 matrix. It is never formed."
+    )
+    say(f"Gradient of the log posterior at the trained weights: {first.mode_gap:.3f} of the prior's (0 at a mode).")
+
+
+def _evidence_line(seed: int, outcome: Outcome) -> str:
+    parts = []
+    for what, e in (
+        ("log evidence", outcome.evidence.log_evidence),
+        ("effective parameters", outcome.evidence.effective_parameters),
+    ):
+        low, high = e.interval()
+        parts.append(f"{what} {float(e.value):.1f} (95 %: {float(low):.1f} to {float(high):.1f})")
+    return f"seed {seed}: prior precision {float(outcome.post.prior_precision):.3g}, {', '.join(parts)}"
+
+
+def _numbers(outcome: Outcome) -> dict[str, Any]:
+    estimates = {
+        name: {"value": float(e.value), "stderr": float(e.stderr), "interval": [float(v) for v in e.interval()]}
+        for name, e in vars(outcome.evidence).items()
+    }
+    return {
+        "prior_precision": float(outcome.post.prior_precision),
+        "mode_gap": outcome.mode_gap,
+        "temperature": outcome.temperature,
+        "num_parameters": outcome.post.lin.num_parameters,
+        **estimates,
+        "rows": {name: asdict(row) for name, row in outcome.rows.items()},
+    }

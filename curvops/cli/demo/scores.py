@@ -1,0 +1,75 @@
+"""How good are the demo's predictions, upright and turned? One `Row` for each way of predicting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.posterior import metrics
+
+SCORES = ("accuracy", "nll", "brier", "ece")
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """Predictions of one method at one angle; `epistemic` is None for a method with a single network."""
+
+    labels: Int[Tensor, " N"]
+    probabilities: Float[Tensor, "N C"]
+    epistemic: Float[Tensor, " N"] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Scores of one method by angle in degrees, and how well its uncertainty tells turned digits from upright ones."""
+
+    by_angle: dict[int, dict[str, float]]
+    auroc_total: float
+    auroc_epistemic: float | None
+
+    def values(self) -> dict[str, float | None]:
+        """The columns of the table: upright, mean over the rotations, detection."""
+        turned = [angle for angle in self.by_angle if angle]
+        upright = {f"{score}_0": self.by_angle[0][score] for score in SCORES}
+        rotated = {f"{score}_rotated": _mean([self.by_angle[a][score] for a in turned]) for score in SCORES}
+        return {**upright, **rotated, "auroc_total": self.auroc_total, "auroc_epistemic": self.auroc_epistemic}
+
+
+def row(predicted: Mapping[int, Predicted], upright: Predicted) -> Row:
+    """Scores of one method. `predicted[0]` are all test digits, other angles leave the ambiguous ones out.
+
+    `upright` are the unambiguous digits at 0°: what AUROC compares every rotation with, so that both sides hold the
+    same digits.
+    """
+    turned = [value for angle, value in predicted.items() if angle]
+    positive = torch.cat([torch.zeros(len(upright.labels)), *(torch.ones(len(p.labels)) for p in turned)]).bool()
+    total = torch.cat([metrics.predictive_entropy(p.probabilities) for p in [upright, *turned]])
+    epistemic = [p.epistemic for p in [upright, *turned] if p.epistemic is not None]
+    return Row(
+        {angle: _scores(p) for angle, p in predicted.items()},
+        float(metrics.auroc(total, positive)),
+        float(metrics.auroc(torch.cat(epistemic), positive)) if epistemic else None,
+    )
+
+
+def _scores(p: Predicted) -> dict[str, float]:
+    found = {name: float(getattr(metrics, name)(p.probabilities, p.labels)) for name in SCORES}
+    found["confidence"] = float(p.probabilities.max(-1).values.mean())
+    if p.epistemic is not None:
+        found["epistemic"] = float(p.epistemic.mean())
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """Mean over seeds and its standard error; None for one seed."""
+    column = torch.tensor(values, dtype=torch.float64)
+    error = float(column.std() / len(values) ** 0.5) if len(values) > 1 else None
+    return float(column.mean()), error
