@@ -1,0 +1,56 @@
+"""The demo in a tiny setting: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from curvops.cli import app
+from curvops.cli.demo import run as demo
+
+TINY = demo.Settings(
+    train=100,
+    seeds=1,
+    widths=(2, 3, 8),
+    test=60,
+    epochs=3,
+    polish=100,
+    samples=16,
+    checked=3,
+    grid=3,
+    columns=2,
+)
+FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "covariance")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(demo, "QUICK", TINY)
+
+
+@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
+def test_table_numbers_and_figures(tiny, tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
+    assert result.exit_code == int("FAIL" in result.stdout), result.output
+    for name in (demo.MAP, demo.SCALED, demo.LAPLACE, "GB as a dense float64", "6 and 9", "log evidence"):
+        assert name in result.stdout
+    numbers = json.loads((tmp_path / "results.json").read_text())
+    found = {check["name"]: check for check in numbers["checks"]}
+    assert found["exact variances"]["numbers"]["worst_relative_error"] <= 1e-3
+    assert numbers["summary"][demo.MAP]["auroc_epistemic"] is None
+    assert set(numbers["seeds"][0]["rows"][demo.LAPLACE]["by_angle"]) == {"0", "15", "30", "45", "60", "75", "90"}
+    for figure in FIGURES:
+        assert (tmp_path / f"{figure}.png").stat().st_size > 5000
+    assert (tmp_path / "network-0.safetensors").exists()
+
+
+def test_interruption_is_one_line(tiny, monkeypatch, tmp_path):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
+    assert result.exit_code == 130
+    assert len(result.output.strip().splitlines()) == 1
