@@ -13,10 +13,11 @@ from curvops.cli.demo import run as demo
 TINY = demo.Settings(
     train=100,
     seeds=1,
-    widths=(2, 3, 8),
+    widths=(4, 6, 16),
     test=60,
-    epochs=3,
+    epochs=20,
     polish=100,
+    prior_precision=0.5,
     samples=16,
     checked=3,
     grid=3,

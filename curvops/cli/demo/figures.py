@@ -51,8 +51,8 @@ def evidence(
     """Evidence and validation NLL against the prior precision."""
     low, high = zip(*(estimate.interval() for estimate in estimates))
     value = [float(estimate.value) for estimate in estimates]
-    columns = [np.array([float(v) for v in column]) for column in (precisions, value, low, high, nll)]
-    plots.save(plots.evidence(*columns, chosen=chosen), path)
+    x, y, lower, upper, loss = (np.array([float(v) for v in column]) for column in (precisions, value, low, high, nll))
+    plots.save(plots.evidence(x, y, lower, upper, loss, chosen), path)
 
 
 VALIDATION_DRAWS = 16
@@ -99,12 +99,9 @@ def regression(generator: torch.Generator, path: Path) -> None:
     post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=NOISE**2)), prior_precision=1.0)
     line = torch.linspace(-4, 4, 161, dtype=torch.float64)[:, None]
     predicted = post.predict(line)
-    mean, std = predicted.mean.squeeze(-1), predicted.stddev.squeeze(-1)
-    arrays = [
-        values.detach().squeeze(-1).numpy() if values.ndim > 1 else values.detach().numpy()
-        for values in (x, y, line, mean, std)
-    ]
-    plots.save(plots.regression(*arrays, noise_std=NOISE), path)
+    mean, std = predicted.mean.detach(), predicted.stddev.detach()
+    x_train, y_train, points, centre, spread = (v.flatten().numpy() for v in (x, y, line, mean, std))
+    plots.save(plots.regression(x_train, y_train, points, centre, spread, NOISE), path)
 
 
 def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generator: torch.Generator) -> None:

@@ -78,6 +78,7 @@ class _Features:
                 repeated = a.repeat_interleave(delta.shape[1], 0)
                 result.append(_Layer(delta.flatten(0, 1), repeated, None))
                 continue
+            assert not isinstance(conv.padding, str)  # refused in `_features`
             patches = nn.functional.unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
             weight = torch.einsum("nrot,nit->nroi", delta.flatten(3), patches)
             bias = delta.flatten(3).sum(3)
@@ -109,6 +110,8 @@ def _features(model: nn.Module, x: Tensor) -> _Features:
     owners = [module for module in model.modules() if list(module.parameters(recurse=False))]
     if not all(isinstance(module, (nn.Linear, nn.Conv2d)) for module in owners):
         raise ValueError("the function-space reference knows Linear and Conv2d layers only")
+    if any(isinstance(module, nn.Conv2d) and isinstance(module.padding, str) for module in owners):
+        raise ValueError("the function-space reference knows padding in numbers only")
     handles = [module.register_forward_hook(record) for module in owners]
     f = model(x)
     for handle in handles:

@@ -36,7 +36,8 @@ def build(widths: tuple[int, int, int], generator: torch.Generator) -> nn.Sequen
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
-            nn.init.zeros_(layer.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
     return model
 
 
@@ -72,7 +73,7 @@ def _polish(parameters: list[nn.Parameter], loss: Loss, steps: int) -> None:
     optimizer = torch.optim.LBFGS(
         parameters,
         max_iter=steps,
-        history_size=20,
+        history_size=50,
         tolerance_grad=1e-6,
         tolerance_change=0.0,
         line_search_fn="strong_wolfe",

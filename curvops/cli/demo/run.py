@@ -28,7 +28,7 @@ class Settings:
     widths: tuple[int, int, int] = (16, 32, 183)
     test: int = 500
     epochs: int = 40
-    polish: int = 400
+    polish: int = 800
     prior_precision: float = 16.0
     samples: int = 64
     checked: int = 20
