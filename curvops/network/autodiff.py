@@ -12,7 +12,6 @@ import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import linearize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.inputs import components, normalise
 from curvops.network.model import Model
@@ -171,84 +170,6 @@ def _record(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
         return _Graph(model, leaves, model({**values, **leaves}, inputs))
 
 
-def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
-    """Raise ValueError where the model has no derivatives that this engine could use, or loses them silently."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph = _record(model, inputs, names)
-    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
-        raise ValueError(
-            "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
-            "pass use_reentrant=False."
-        )
-    try:
-        graph.pull(torch.ones_like(graph.outputs).unsqueeze(0))
-        if not forward_mode:
-            graph.push({name: torch.ones_like(model.values[name]).unsqueeze(0) for name in names})
-    except RuntimeError as error:
-        lacks = "no backward-mode derivative" if forward_mode else "neither a forward-mode nor a second derivative"
-        raise ValueError(
-            f"the model uses an operation with {lacks}: {error} Replace the operation (an EmbeddingBag by an "
-            "Embedding and a mean, a reentrant checkpoint by use_reentrant=False), or leave the parameters before it "
-            "out of the selection."
-        ) from error
-
-
-def forward_mode_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Whether forward-mode products of this batch exist and are the adjoint of backward-mode ones.
-
-    They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
-    batches to come may hold even if this one does not.
-    """
-    if _operations(model, inputs).padded:
-        return False
-    generator = torch.Generator(device=model.theta.device).manual_seed(0)
-    tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pushed = Streamed(model, inputs, names, forward_mode=True).push(tangents)
-    except (RuntimeError, NotImplementedError):
-        return False
-    cotangents = _randn_like(pushed, generator)
-    pulled = _record(model, inputs, names).pull(cotangents)
-    return adjoint(pushed, cotangents, tangents, pulled)
-
-
-def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Whether `torch.func.linearize` may be replayed: no operation mutates a tensor, and two replays equal a JVP."""
-    if _operations(model, inputs).mutating:
-        return False
-    recorded = Recorded(model, inputs, names, replayable=True)
-    if recorded._replay is None:
-        return False
-    generator = torch.Generator(device=model.theta.device).manual_seed(1)
-    streamed = Streamed(model, inputs, names, forward_mode=True)
-    for _ in range(2):
-        tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
-        try:
-            replayed = recorded.push(tangents)
-        except Exception:  # a trace that cannot be replayed is a trace that is not used
-            return False
-        expected = streamed.push(tangents)
-        if not bool((replayed - expected).norm() <= tolerance(expected.dtype) * expected.norm()):
-            return False
-    return True
-
-
-def adjoint(pushed: Tensor, cotangents: Tensor, tangents: Mapping[str, Tensor], pulled: Mapping[str, Tensor]) -> bool:
-    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy."""
-    left = (pushed * cotangents).sum(dtype=torch.float64)
-    right = sum(((pulled[name] * tangents[name]).sum(dtype=torch.float64) for name in pulled), torch.zeros_like(left))
-    scale = pushed.norm().double() * cotangents.norm().double()
-    return bool((left - right).abs() <= tolerance(pushed.dtype) * scale)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may make between two routes to one product."""
-    return 10 * float(torch.finfo(dtype).eps) ** 0.5
-
-
 def saved_bytes(model: Model, inputs: Any) -> int:
     """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
     with _SavedBytes(model, inputs) as saved:
@@ -258,10 +179,6 @@ def saved_bytes(model: Model, inputs: Any) -> int:
 
 def _usable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
 class _SavedBytes:
@@ -290,26 +207,3 @@ class _SavedBytes:
     def __exit__(self, *details: Any) -> None:
         self._hooks.__exit__(*details)
         self.total += sum(self._storages.values())
-
-
-class _Operations(TorchDispatchMode):
-    """Notices operations that write into their arguments, and embeddings with a padding row."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.mutating = self.padded = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.mutating = self.mutating or func._schema.is_mutable
-        if func is torch.ops.aten.embedding.default:
-            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
-            self.padded = self.padded or padding >= 0
-        return func(*args, **(kwargs or {}))
-
-
-def _operations(model: Model, inputs: Any) -> _Operations:
-    """What one forward pass does."""
-    seen = _Operations()
-    with seen, model.differentiating():
-        model(model.values, inputs)
-    return seen

@@ -9,19 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import (
-    Recorded,
-    Streamed,
-    forward_mode_works,
-    replay_works,
-    require_derivatives,
-    saved_bytes,
-)
+from curvops.network.autodiff import Recorded, Streamed, saved_bytes
 from curvops.network.inputs import num_points, take
 from curvops.network.layerwise import Layer, Layerwise, mismatches, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 from curvops.network.plan import Choice, Kind, Plan
+from curvops.network.probes import forward_mode_works, replay_works, require_derivatives
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
@@ -56,6 +50,7 @@ class Engines:
         names = model.selection.names
         require_derivatives(model, self._few, names, forward_mode=True)
         self._forward_mode = forward_mode_works(model, self._few, names)
+        self._shareable = self._forward_mode and forward_mode_works(model, self._few, names, roomy=True)
         if not self._forward_mode:
             require_derivatives(model, self._few, names, forward_mode=False)
         self._replayable: bool | None = None if self._forward_mode else False
@@ -84,7 +79,7 @@ class Engines:
         return self._streamed(inputs, room)
 
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
-        roomy = 2 * self._saved_bytes * num_points(inputs) <= room
+        roomy = self._shareable and 2 * self._saved_bytes * num_points(inputs) <= room
         return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode, roomy)
 
     def _layerwise(self, inputs: Any, room: int) -> Layerwise:

@@ -18,10 +18,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvops.network.autodiff import Recorded, Streamed, tolerance
+from curvops.network.autodiff import Recorded, Streamed
 from curvops.network.layers import RULES, Local, Rule, rule_for
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
+from curvops.network.probes import tolerance
 
 Owners = dict[nn.Module, dict[str, str]]
 

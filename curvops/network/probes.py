@@ -1,0 +1,122 @@
+"""Which derivatives does a model have, and are they right? Tried on a point or two before an engine relies on them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curvops.network.autodiff import Recorded, Streamed
+from curvops.network.model import Model
+
+
+def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
+    """Raise ValueError where the model has no derivatives that an engine could use, or loses them silently."""
+    streamed = Streamed(model, inputs, names, forward_mode=False)
+    ones = torch.ones_like(streamed.outputs).unsqueeze(0)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            streamed.pull(ones)
+        if not forward_mode:
+            streamed.push({name: torch.ones_like(model.values[name]).unsqueeze(0) for name in names})
+    except RuntimeError as error:
+        lacks = "no backward-mode derivative" if forward_mode else "neither a forward-mode nor a second derivative"
+        raise ValueError(
+            f"the model uses an operation with {lacks}: {error} Replace the operation (an EmbeddingBag by an "
+            "Embedding and a mean, a reentrant checkpoint by use_reentrant=False), or leave the parameters before it "
+            "out of the selection."
+        ) from error
+    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
+            "pass use_reentrant=False."
+        )
+
+
+def forward_mode_works(model: Model, inputs: Any, names: Sequence[str], roomy: bool = False) -> bool:
+    """Whether forward-mode products of this batch exist and are the adjoint of backward-mode ones.
+
+    They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
+    batches to come may hold even if this one does not. With `roomy` one pass serves both modes: some functions have a
+    forward mode only while gradients are off.
+    """
+    if _operations(model, inputs).padded:
+        return False
+    generator = torch.Generator(device=model.theta.device).manual_seed(0)
+    tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
+    streamed = Streamed(model, inputs, names, forward_mode=True, roomy=roomy)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pushed = streamed.push(tangents)
+            cotangents = _randn_like(pushed, generator)
+            pulled = streamed.pull(cotangents)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return adjoint(pushed, cotangents, tangents, pulled)
+
+
+def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
+    """Whether `torch.func.linearize` may be replayed: no operation mutates a tensor, and two replays equal a JVP."""
+    if _operations(model, inputs).mutating:
+        return False
+    recorded = Recorded(model, inputs, names, replayable=True)
+    if recorded._replay is None:
+        return False
+    generator = torch.Generator(device=model.theta.device).manual_seed(1)
+    streamed = Streamed(model, inputs, names, forward_mode=True)
+    for _ in range(2):
+        tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
+        try:
+            replayed = recorded.push(tangents)
+        except Exception:  # a trace that cannot be replayed is a trace that is not used
+            return False
+        expected = streamed.push(tangents)
+        if not bool((replayed - expected).norm() <= tolerance(expected.dtype) * expected.norm()):
+            return False
+    return True
+
+
+def adjoint(pushed: Tensor, cotangents: Tensor, tangents: Mapping[str, Tensor], pulled: Mapping[str, Tensor]) -> bool:
+    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy."""
+    left = (pushed * cotangents).sum(dtype=torch.float64)
+    right = sum(((pulled[name] * tangents[name]).sum(dtype=torch.float64) for name in pulled), torch.zeros_like(left))
+    scale = pushed.norm().double() * cotangents.norm().double()
+    return bool((left - right).abs() <= tolerance(pushed.dtype) * scale)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may make between two routes to one product."""
+    return 10 * float(torch.finfo(dtype).eps) ** 0.5
+
+
+def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+class _Operations(TorchDispatchMode):
+    """Notices operations that write into their arguments, and embeddings with a padding row."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mutating = self.padded = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.mutating = self.mutating or func._schema.is_mutable
+        if func is torch.ops.aten.embedding.default:
+            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
+            self.padded = self.padded or padding >= 0
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(model: Model, inputs: Any) -> _Operations:
+    """What one forward pass does."""
+    seen = _Operations()
+    with seen, model.differentiating():
+        model(model.values, inputs)
+    return seen
