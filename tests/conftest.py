@@ -9,7 +9,7 @@ import torch
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two test processes share the two cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

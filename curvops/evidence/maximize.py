@@ -8,7 +8,6 @@ import torch
 
 from curvops.posterior.laplace import Laplace
 
-
 # The search window reaches this factor below and above, and moves on while the maximum lies at its edge.
 WINDOW = 100.0
 FURTHEST = 1e10
@@ -21,8 +20,8 @@ def maximize(
 
     The weights stay where they are. The search starts around the present precision; one set of Lanczos runs serves a
     whole window of precisions, so that the curve searched is smooth and its maximum exact to a relative `xtol` for
-    these probes. Raises ValueError where the evidence has no maximum between 1e-10 and 1e10 times the present precision,
-    or the present one is a vector.
+    these probes. Raises ValueError where the evidence has no maximum between 1e-10 and 1e10 times the present
+    precision, or the present one is a vector.
     """
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 

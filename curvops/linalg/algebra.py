@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Product(Operator):
 
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
-        for left, right in zip(flat, flat[1:]):
+        for left, right in pairwise(flat):
             if left.shape[-1] != right.shape[-2]:
                 raise ValueError(f"cannot multiply operators of shapes {[tuple(factor.shape) for factor in flat]}.")
         super().__init__(*flat)

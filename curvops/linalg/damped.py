@@ -180,8 +180,8 @@ class Damped(Operator):
         noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
         return draw(self.base, k, generator) + noise
 
-    def _draw_inverse(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.solve_to(self._draw(k, generator))  # P⁻¹ ε with ε ~ N(0, P)
+    def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
+        return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
 
 
 class Inverse(Operator):
@@ -224,8 +224,8 @@ class Inverse(Operator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
-            return self.base._draw_inverse(k, generator)
-        return self.base.solve_to(draw(self.base, k, generator))
+            return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
+        return self.base.solve_to(draw(self.base, k, generator), self._kwargs["rtol"])
 
 
 @dataclass(frozen=True, eq=False)
