@@ -90,7 +90,8 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
             "a predicate (name, tensor) -> bool, an index tensor or a boolean mask."
         )
     if not names:
-        raise ValueError(f"parameters={spec!r} selects nothing; the model has {_some(parameters)}.")
+        hint = "none requires a gradient: call requires_grad_(), or name parameters; " if spec is None else ""
+        raise ValueError(f"parameters={spec!r} selects nothing; {hint}the model has {_some(parameters)}.")
     _check_tensors({name: parameters[name] for name in names})
     return Selection(tuple(names), tuple(parameters[name].shape for name in names), index)
 
@@ -119,7 +120,7 @@ def _from_positions(
     if spec.ndim != 1 or spec.is_floating_point() or spec.is_complex():
         raise TypeError(f"an index must be a vector of integers, got {spec.dtype} of shape {tuple(spec.shape)}.")
     if spec.numel() == 0:
-        raise ValueError("the index selects nothing.")
+        raise ValueError(f"the index or mask selects nothing; choose among the {total} trainable entries.")
     spec = spec.long()
     low, high = int(spec.min()), int(spec.max())
     if low < 0 or high >= total:
