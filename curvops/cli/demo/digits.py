@@ -40,7 +40,7 @@ class Split:
         keep = torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
         return Split(self.x[keep], self.y[keep])
 
-    def rotated(self, degrees: float) -> Split:
+    def rotated(self, degrees: float | int) -> Split:
         """The same digits, turned."""
         return Split(rotate(self.x, degrees), self.y)
 
@@ -74,7 +74,7 @@ def _split(x: object, y: object) -> Split:
     return Split(images, torch.as_tensor(y, dtype=torch.int64))
 
 
-def rotate(images: Float[Tensor, "N ch H W"], degrees: float) -> Float[Tensor, "N ch H W"]:
+def rotate(images: Float[Tensor, "N ch H W"], degrees: float | int) -> Float[Tensor, "N ch H W"]:
     """Turn images counter-clockwise about their centre, bilinear, zero (black) outside. 90 degrees is exact."""
     angle = math.radians(degrees)
     c, s = math.cos(angle), math.sin(angle)
