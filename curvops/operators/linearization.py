@@ -138,7 +138,9 @@ class _Labelled:
 
     def __iter__(self) -> Any:
         for batch in self._data:
-            yield batch.inputs, Batch((), batch.targets, batch.weights)
+            # Clones: what is kept of a batch must not change with the user's tensors.
+            weights = None if batch.weights is None else batch.weights.clone()
+            yield batch.inputs, Batch((), batch.targets.clone(), weights)
 
 
 def linearize(

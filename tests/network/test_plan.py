@@ -1,0 +1,109 @@
+"""The cost rule: which engine it takes, what it says of bytes and gradients, and how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from curvops.network.model import Model
+from curvops.network.passes import Passes
+from curvops.network.plan import Plan
+from tests.network.products import PLENTY, columns, push, walk
+from tests.zoo import ZOO, reference
+
+
+def plan_of(model: nn.Module, inputs: torch.Tensor, engine: str = "auto") -> Plan:
+    return Passes(Model(model.eval()), [(inputs, None)], engine, PLENTY).plan  # type: ignore[arg-type]
+
+
+def wide(num_outputs: int) -> Plan:
+    return plan_of(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, num_outputs)), torch.randn(2, 200))
+
+
+def test_bytes_by_hand() -> None:
+    """Two linear layers in float32: a and δ of each; recorded, what autograd saves."""
+    plan = wide(10)
+    a, delta = 200 + 300, 10 * (300 + 10)
+    assert plan.layerwise_bytes == 4 * (a + delta)
+    assert plan.saved_bytes == 4 * (200 + 300)
+    assert plan.forward == 200 * 300 + 300 * 10
+    assert plan.bytes_needed("streamed") == 0
+
+
+@pytest.mark.parametrize("kind", ["recorded", "layerwise"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_groupnorm", "transformer_encoder"])
+def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
+    """The budget is decided on the announcement: what is kept must not exceed it by more than a rounding of points."""
+    passes = walk(name, kind, sizes=(5,))
+    for _ in range(4):
+        push(passes, columns(reference(name).shape[1], 3))
+    ((_, engine),) = passes._kept.values()
+    assert engine.kind == kind
+    assert engine.nbytes <= 1.25 * 5 * passes.plan.bytes_needed(engine.kind)
+
+
+def test_a_single_product_streams_and_many_do_not() -> None:
+    plan = wide(10)
+    assert plan.choose("streamed", 0, 1, 100, PLENTY) == "streamed"
+    assert plan.choose("streamed", 1000, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", 0, 1000, 100, PLENTY) == "layerwise"
+
+
+def test_many_outputs_are_left_to_autodiff() -> None:
+    """δ costs C backward passes and C numbers per unit."""
+    plan = wide(1000)
+    assert plan.per_vector("layerwise") > plan.per_vector("recorded")
+    assert plan.choose("streamed", 20, 1, 100, PLENTY) == "recorded"
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    plan = wide(10)
+    for kind in ("layerwise", "recorded"):
+        needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
+        assert plan.choose("streamed", 1000, 1, 100, needed - 1) == "streamed"
+        assert plan.choose(kind, 1000, 1, 100, 0) == kind  # what is built has its memory already
+
+
+def test_an_engine_can_be_forced() -> None:
+    plan = wide(10)
+    autodiff, layerwise = (dataclasses.replace(plan, engine=engine) for engine in ("autodiff", "layerwise"))
+    assert autodiff.candidates() == ("streamed", "recorded")
+    assert layerwise.choose("streamed", 0, 1, 100, PLENTY) == "layerwise"
+    assert layerwise.choose("streamed", 0, 1, 100, 0) == "streamed"
+
+
+def test_without_layers_there_is_nothing_to_force() -> None:
+    passes = walk("function_pair", "layerwise")
+    assert passes.plan.candidates() == ("streamed", "recorded")
+    assert set(passes.plan.others) == {"a", "b", "c"}
+
+
+def test_a_block_shares_the_reading() -> None:
+    plan = wide(10)
+    assert plan.per_vector("layerwise", 16) < plan.per_vector("layerwise", 1)
+    assert plan.per_vector("streamed", 16) == plan.per_vector("streamed", 1)
+
+
+def test_the_table_names_layers_parameters_and_engines() -> None:
+    passes = walk("transformer_encoder", "layerwise")
+    push(passes, columns(reference("transformer_encoder").shape[1], 1))
+    text = str(passes.plan)
+    for expected in ("body.layers.0.linear1", "head", "Jacobian rows", "a and δ", "self_attn.in_proj_weight"):
+        assert expected in text
+    assert "autodiff: no layer rule" in text
+    assert "2 batches layerwise" in text
+    assert "engine='layerwise'" in text
+    assert str(walk("mlp", "auto").plan).endswith("now: nothing")
+
+
+def test_every_parameter_is_accounted_for_once() -> None:
+    for name, network in ZOO.items():
+        if not isinstance(network.build()[0], nn.Module):
+            continue
+        passes = walk(name, "layerwise")
+        served = {key for layer in passes.plan.layers for key in layer.names.values()}
+        assert served | set(passes.plan.others) == set(passes.model.selection.names), name
+        assert not served & set(passes.plan.others), name

@@ -1,0 +1,273 @@
+"""The door: `co.linearize` takes what it says it takes, refuses the rest with a remedy, and keeps a snapshot."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import curvops as co
+from tests.network.products import agree
+from tests.zoo import ZOO, batches, call, parameters_of, points, reference
+from tests.zoo_modules import Wired
+
+X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+
+
+def zoo(name: str, data: str = "pair", **options: Any) -> co.Linearization:
+    """A network of the zoo with targets, linearised."""
+    model, inputs = ZOO[name].build()
+    targets = call(model, inputs).detach() + 0.1
+    source: Any = (inputs, targets)
+    if data == "batches":
+        source = [(points(inputs, slice(a, b)), targets[a:b]) for a, b in [(0, 3), (3, 5)]]
+    return co.linearize(model, source, "regression", **options)
+
+
+@pytest.mark.parametrize("data", ["pair", "batches"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "tied_embedding", "mapping_inputs", "tuple_inputs", "function_pair"])
+def test_the_jacobian_and_the_ggn_of_a_network(name: str, data: str) -> None:
+    lin, J = zoo(name, data), reference(name)
+    v, u = torch.randn(J.shape[1]).double(), torch.randn(len(J), 2).double()
+    model, inputs = ZOO[name].build()
+    for _ in range(3):
+        assert agree(lin.jacobian() @ v, J @ v)
+        assert agree(lin.jacobian(inputs).mT @ u, J.mT @ u)
+        assert agree(co.GGN(lin) @ v, J.mT @ (J @ v))
+    assert (lin.num_data, lin.num_outputs, lin.num_parameters) == (5, len(J) // 5, J.shape[1])
+    assert agree(lin.outputs(), call(model, inputs).detach())
+    assert agree(lin.predict(inputs), call(model, inputs).detach())
+    assert agree(lin.gradient(), J.mT @ torch.full((len(J),), -0.1, dtype=torch.float64))
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+FORMS: dict[str, Any] = {
+    "tensors": (X, Y),
+    "weighted": (X, Y, torch.ones(7)),
+    "dataset": Points(),
+    "loader": DataLoader(TensorDataset(X, Y), batch_size=3),
+    "batches": [(X[:4], Y[:4]), (X[4:], Y[4:])],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_gives_the_same(form: str) -> None:
+    model = net()
+    v = torch.randn(51)
+    expected = co.GGN(co.linearize(model, (X, Y), "classification")) @ v
+    product = co.GGN(co.linearize(model, FORMS[form], nn.CrossEntropyLoss())) @ v
+    torch.testing.assert_close(product, expected)
+
+
+class Noisy(Points):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + torch.rand(4), Y[index]
+
+
+def broken(value: float) -> Tensor:
+    x = X.clone()
+    x[6, 1] = value
+    return x
+
+
+def generated() -> Iterator[tuple[Tensor, Tensor]]:
+    yield X, Y
+
+
+DATA: dict[str, tuple[Any, type, str]] = {
+    "empty": ((X[:0], Y[:0]), ValueError, "The data are empty.*Pass a pair"),
+    "no batches": ([], ValueError, "The data are empty"),
+    "one-shot": (generated(), TypeError, "generator can be read only once. Pass a list"),
+    "NaN": ((broken(torch.nan), Y), ValueError, r"inputs of shape \(7, 4\) holds NaN.*Remove or impute"),
+    "Inf": ((broken(torch.inf), Y), ValueError, "holds NaN or infinite"),
+    "range": ((X, Y + 1), ValueError, r"must lie in 0 .. 2 .*given values from 1 to 3. Renumber"),
+    "negative": ((X, Y - 9), ValueError, "given values from -9 to -7"),
+    "dtype": ((X, Y.float()), TypeError, "class indices of an integer dtype; given torch.float32.*y.long"),
+    "shape": ((X, Y[:, None]), ValueError, r"shape \(n,\); given \(7, 1\). Use y.squeeze"),
+    "length": ((X, Y[:5]), ValueError, r"7 inputs, but the targets have shape \(5,\)"),
+    "mapping": ([{"x": X, "y": Y}], TypeError, "is a dict, not .inputs, targets.*Split mappings"),
+}
+
+
+@pytest.mark.parametrize("what", DATA)
+def test_bad_data(what: str) -> None:
+    data, error, message = DATA[what]
+    with pytest.raises(error, match=message):
+        co.linearize(net(), data, "classification")
+
+
+def test_bad_regression_targets() -> None:
+    for targets, error, message in [
+        (torch.full((7, 3), torch.nan), ValueError, "targets of shape .* holds NaN"),
+        (Y[:, None].expand(7, 3), TypeError, "must have a floating dtype; given torch.int64"),
+        (torch.zeros(7), ValueError, r"outputs' shape \(n, C\); given \(7,\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            co.linearize(net(), (X, targets), "regression")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(TensorDataset(X, Y), batch_size=2, shuffle=True), "This DataLoader shuffles: build it with"),
+        (Noisy(), "other values.*shuffling, random augmentation"),
+    ],
+    ids=["shuffled", "augmented"],
+)
+def test_data_that_differ_between_passes(data: Any, message: str) -> None:
+    with pytest.raises(co.DataChanged, match=message):
+        _ = co.GGN(co.linearize(net(), data, "classification")) @ torch.ones(51)
+
+
+MODELS: dict[str, tuple[nn.Module, type, str]] = {
+    "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), ValueError, r"1 \(Dropout\) is in train mode.*eval\(\)"),
+    "batch norm": (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), ValueError, r"in train mode.*model.eval\(\)"),
+    "random": (Wired(lambda m, x: m.head(x) + torch.rand(3)), ValueError, r"different outputs; call model.eval\(\)"),
+    "batch": (Wired(lambda m, x: m.head(x - x.mean(0))), ValueError, "depend on the other points of its batch"),
+    "tuple": (Wired(lambda m, x: (m.head(x), x)), TypeError, "returns tuple, expected a tensor"),
+    "integers": (Wired(lambda m, x: m.head(x).argmax(1, True)), TypeError, "returns torch.int64"),
+    "vector": (Wired(lambda m, x: m.head(x)[:, 0]), ValueError, r"expected \(N, C\); add outputs.unsqueeze\(1\)"),
+    "sequence": (Wired(lambda m, x: m.head(x)[None]), ValueError, r"returns shape \(1, 2, 3\), expected \(N, C\)"),
+    "rows": (Wired(lambda m, x: m.head(x)[:1]), ValueError, r"2 points gave outputs of shape \(1, 3\)"),
+    "infinite": (Wired(lambda m, x: m.head(x) / 0), ValueError, "outputs hold NaN or Inf; look at its buffers"),
+    "frozen": (Wired(lambda m, x: m.head(x)).requires_grad_(False), ValueError, "none requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_bad_models(what: str) -> None:
+    model, error, message = MODELS[what]
+    with pytest.raises(error, match=message):
+        co.linearize(model, (X, Y), "classification")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("parameters", [None, "2.*"])
+def test_parameters_that_are_not_finite(parameters: str | None, value: float) -> None:
+    model = net()
+    model[0].weight.data[0, 0] = value
+    with pytest.raises(ValueError, match="'0.weight' holds NaN or Inf; train again"):
+        co.linearize(model, (X, Y), "classification", parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"parameters": "tail.*"}, ValueError, "names no parameter; the model has 0.weight"),
+        ({"parameters": lambda name, tensor: False}, ValueError, "selects nothing"),
+        ({"parameters": torch.tensor([51])}, ValueError, "out of range: the flat vector has 51 entries"),
+        ({"memory_budget": -1}, ValueError, "memory_budget=-1 must be a number of bytes, at least 0"),
+    ],
+    ids=["name", "nothing", "index", "budget"],
+)
+def test_bad_options(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        co.linearize(net(), (X, Y), "classification", **options)
+
+
+def test_mixed_dtypes_matter_among_the_selected_only() -> None:
+    model = Wired(lambda m, x: m.head(m.fc1(x.double()).float())).eval()
+    model.fc1.double()
+    with pytest.raises(ValueError, match=r"mix dtypes \['torch.float32', 'torch.float64'\]; convert them, or select"):
+        co.linearize(model, (X, Y), "classification")
+    assert co.linearize(model, (X, Y), "classification", "head.*").num_parameters == 15
+
+
+def test_numbers_are_not_added_to_a_matrix() -> None:
+    G = co.GGN(co.linearize(net(), (X, Y), "classification"))
+    for add in (lambda: G + 0.5, lambda: 0.5 + G):
+        with pytest.raises(TypeError, match=r"every entry of the matrix; for the diagonal use add_diagonal\(0.5\)"):
+            add()
+
+
+def test_a_prior_precision_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="prior_precision must be positive and finite, got -1"):
+        co.laplace(co.linearize(net(), (X, Y), "classification"), prior_precision=-1.0)
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+def test_a_model_trained_further_changes_nothing(budget: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 3)).eval()
+    lin = co.linearize(model, (X, Y), "classification", memory_budget=budget)
+    v = torch.randn(lin.num_parameters)
+    before = [co.GGN(lin) @ v, lin.gradient(), lin.outputs(), lin.predict(X), lin.theta.clone()]
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    statistics = model[1].running_mean.clone()
+    after = [co.GGN(lin) @ v, lin.gradient(), lin.outputs(), lin.predict(X), lin.theta]
+    for old, new in zip(before, after):
+        torch.testing.assert_close(new, old)
+    assert all(part.training for part in model.modules())
+    assert torch.equal(model[1].running_mean, statistics)
+
+
+def test_data_changed_in_place_are_refused_or_not_seen() -> None:
+    x, y, model, v = X.clone(), torch.randn(7, 3), net(), torch.randn(51)
+    kept = co.linearize(model, (x, y), "regression", engine="layerwise")
+    streamed = co.linearize(model, (x, y), "regression", memory_budget=0)
+    product, log_likelihood = co.GGN(kept) @ v, kept.log_likelihood()
+    x.mul_(2)
+    y.add_(1)
+    torch.testing.assert_close(co.GGN(kept) @ v, product)
+    torch.testing.assert_close(kept.log_likelihood(), log_likelihood)
+    with pytest.raises(co.DataChanged, match="linearise again if the change was meant"):
+        _ = co.GGN(streamed) @ v
+
+
+@pytest.mark.parametrize("parameters", [None, "2.*", "last_layer", torch.tensor([50, 3, 20])], ids=range(4))
+def test_flatten_and_unflatten(parameters: Any) -> None:
+    lin = co.linearize(net(), (X, Y), "classification", parameters)
+    v = torch.randn(lin.num_parameters)
+    assert torch.equal(lin.flatten(lin.unflatten(v)), v)
+
+
+def test_theta_is_the_parameters_in_order() -> None:
+    model = net()
+    lin = co.linearize(model, (X, Y), "classification")
+    assert torch.equal(lin.theta, torch.cat([p.detach().flatten() for p in parameters_of(model).values()]))
+    assert torch.equal(lin.flatten(dict(model.named_parameters())), lin.theta)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda lin: pickle.loads(pickle.dumps(lin))], ids=["copy", "pickle"])
+def test_copies_drop_caches_and_still_work(copied: Any) -> None:
+    lin, J = zoo("transformer_encoder", engine="layerwise"), reference("transformer_encoder")
+    v = torch.randn(J.shape[1]).double()
+    _ = co.GGN(lin) @ v
+    other = copied(lin)
+    assert lin.plan.in_use
+    assert not other.plan.in_use
+    assert agree(co.GGN(other) @ v, J.mT @ (J @ v))
+
+
+def test_inputs_of_a_jacobian_are_checked_too() -> None:
+    lin = co.linearize(net(), (X, Y), "classification")
+    for x, message in [(X[:0], "hold no points"), (broken(torch.nan), "holds NaN or infinite")]:
+        with pytest.raises(ValueError, match=message):
+            lin.jacobian(x)
+
+
+def test_batches_of_the_zoo_are_the_whole() -> None:
+    _, inputs = ZOO["mapping_inputs"].build()
+    parts = [part for part, _ in batches(inputs)]
+    assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
