@@ -35,6 +35,11 @@ class Split:
         """The first `n` points (the splits are in random order, so this is a random subset)."""
         return Split(self.x[:n], self.y[:n])
 
+    def halves(self) -> tuple[Split, Split]:
+        """The first and the second half of the points (a random partition, as the order is random)."""
+        half = len(self) // 2
+        return self.first(half), Split(self.x[half:], self.y[half:])
+
     def unambiguous(self) -> Split:
         """Without the digits that a rotation turns into another digit (6 and 9)."""
         keep = torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)

@@ -107,7 +107,7 @@ def _features(model: nn.Module, x: Tensor) -> _Features:
         inputs.append(args[0].detach())
         outputs.append(output)
 
-    owners = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    owners = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
     if not all(isinstance(module, (nn.Linear, nn.Conv2d)) for module in owners):
         raise ValueError("the function-space reference knows Linear and Conv2d layers only")
     if any(isinstance(module, nn.Conv2d) and isinstance(module.padding, str) for module in owners):

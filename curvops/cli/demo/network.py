@@ -114,7 +114,7 @@ def fit_mode(network: nn.Sequential, data: Split, prior_precision: float, epochs
             loss = objective(network, data, prior_precision)
             loss.backward()  # type: ignore[no-untyped-call]
             bar.update()
-            return float(loss)
+            return float(loss.detach())
 
         optimizer.step(closure)
     return network.eval()
