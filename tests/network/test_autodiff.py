@@ -40,6 +40,7 @@ def test_a_replay_that_is_not_the_derivative_is_not_used(monkeypatch: pytest.Mon
     assert replay_works(network, inputs[:2], network.selection.names) is False
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_missing_derivatives_are_an_error_that_says_what_to_do(name: str, way: str) -> None:

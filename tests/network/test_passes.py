@@ -134,7 +134,7 @@ def test_two_threads_share_one_model(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda passes: pickle.loads(pickle.dumps(passes))])
-@pytest.mark.parametrize("name", ["mlp", "lstm", "transformer_encoder", "resnet_batchnorm"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "resnet_batchnorm"])
 def test_copies_leave_caches_behind_and_still_work(name: str, copied: Any) -> None:
     passes, J = walk(name, "layerwise"), reference(name)
     V = columns(J.shape[1], 2)

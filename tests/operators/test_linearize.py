@@ -251,7 +251,7 @@ def test_theta_is_the_parameters_in_order() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda lin: pickle.loads(pickle.dumps(lin))], ids=["copy", "pickle"])
 def test_copies_drop_caches_and_still_work(copied: Any) -> None:
-    lin, J = zoo("transformer_encoder", engine="layerwise"), reference("transformer_encoder")
+    lin, J = zoo("gru", engine="layerwise"), reference("gru")
     v = torch.randn(J.shape[1]).double()
     _ = co.GGN(lin) @ v
     other = copied(lin)
