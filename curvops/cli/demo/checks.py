@@ -52,7 +52,7 @@ def sampled(
 
 
 def not_worse(laplace: Float[Tensor, "S N"], at_mode: Float[Tensor, "S N"]) -> Check:
-    """NLL of Laplace against the MAP's, each by seed and test point, and the MAP's own standard error over the points."""
+    """NLL of Laplace against the MAP's, by seed and test point, and the MAP's own standard error over the points."""
     mean = float((laplace - at_mode).mean())
     error = float(at_mode.mean(0).std() / at_mode.shape[1] ** 0.5)
     return Check(

@@ -93,7 +93,7 @@ def regression(generator: torch.Generator, path: Path) -> None:
     """A small network on one input, with a gap in its data, and the band of its posterior."""
     x = torch.cat([torch.rand(40, 1, generator=generator) * 2 - 3, torch.rand(40, 1, generator=generator) * 2 + 1])
     y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator)
-    model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()
     x, y = x.double(), y.double()
     _fit(model, x, y, prior_precision=1.0, generator=generator)
     post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=NOISE**2)), prior_precision=1.0)
@@ -109,7 +109,12 @@ def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generat
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
         nn.init.normal_(parameter, std=scale, generator=generator)
     optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=1000, history_size=50, line_search_fn="strong_wolfe", tolerance_change=0.0
+        model.parameters(),
+        max_iter=3000,
+        history_size=50,
+        tolerance_grad=1e-4,
+        line_search_fn="strong_wolfe",
+        tolerance_change=0.0,
     )
 
     def closure() -> Tensor:

@@ -112,7 +112,7 @@ def fit_mode(network: nn.Sequential, data: Split, prior_precision: float, epochs
         def closure() -> float:
             optimizer.zero_grad()
             loss = objective(network, data, prior_precision)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             bar.update()
             return float(loss.detach())
 
@@ -128,7 +128,7 @@ def _adam(network: nn.Module, data: Split, prior_precision: float, epochs: int, 
         for chosen in torch.randperm(len(data)).split(BATCH):
             batch = Split(data.x[chosen], data.y[chosen])
             optimizer.zero_grad()
-            objective(network, batch, prior_precision, len(data) / len(chosen)).backward()  # type: ignore[no-untyped-call]
+            objective(network, batch, prior_precision, len(data) / len(chosen)).backward()
             optimizer.step()
             schedule.step()
 

@@ -164,7 +164,7 @@ def _figures(
     figures.reliability(rotated, output / "reliability.png")
     figures.rotation(first.rows, output / "rotation.png")
     with stages.stage("figure: evidence and validation"):
-        grid = torch.logspace(-1, 3, settings.grid, dtype=torch.float64).mul(chosen).tolist()
+        grid = torch.logspace(-1, 1, settings.grid, dtype=torch.float64).mul(chosen).tolist()
         estimates = co.evidence.grid(post, grid, rtol=inference.EVIDENCE_RTOL, generator=generator)
         nll = [figures.validation_nll(post.with_prior(value), data.validation, generator) for value in grid]
         figures.evidence(grid, estimates, nll, chosen, output / "evidence.png")
