@@ -43,7 +43,7 @@ class Corrected(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output at W₀ + δ."""
-        return self.pretrained(x) + self.correction(x)  # type: ignore[no-any-return]
+        return self.pretrained(x) + self.correction(x)
 
 
 def convolutional(width: int = 184) -> nn.Sequential:
