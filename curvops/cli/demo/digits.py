@@ -35,10 +35,10 @@ class Split:
         """The first `n` points (the splits are in random order, so this is a random subset)."""
         return Split(self.x[:n], self.y[:n])
 
-    def halves(self) -> tuple[Split, Split]:
-        """The first and the second half of the points (a random partition, as the order is random)."""
-        half = len(self) // 2
-        return self.first(half), Split(self.x[half:], self.y[half:])
+    def parts(self, share: float) -> tuple[Split, Split]:
+        """The first `share` of the points and the rest (a random partition, as the order is random)."""
+        cut = round(len(self) * share)
+        return self.first(cut), Split(self.x[cut:], self.y[cut:])
 
     def unambiguous(self) -> Split:
         """Without the digits that a rotation turns into another digit (6 and 9)."""

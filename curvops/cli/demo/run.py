@@ -27,6 +27,7 @@ class Settings:
     seeds: int
     width: int = 184
     test: int = 500
+    pretrained_share: float = 0.7
     pretraining: int = 60
     epochs: int = 20
     prior_precision: float = 30.0
@@ -93,7 +94,7 @@ def _network(
 ) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
     path = output / f"network-{seed}.safetensors"
-    first, second = data.train.halves()
+    first, second = data.train.parts(settings.pretrained_share)
     with stages.stage("train, save, load"):
         pretrained = network.pretrain(first, seed, settings.pretraining, settings.width)
         network.save(network.fit_mode(pretrained, second, settings.prior_precision, settings.epochs), path)
@@ -137,7 +138,7 @@ def _checks(
         solved = inference.exact_variances(first.post, x)
     with stages.stage("check: dense, function space"):
         prior = float(first.post.prior_precision)
-        reference = function_space.variances(first.model, data.train.halves()[1].x, x, prior)
+        reference = function_space.variances(first.model, data.train.parts(settings.pretrained_share)[1].x, x, prior)
     drawn = first.post.predict(x, samples=first.draws).variance
     by_method = [
         torch.stack([metrics.nll(o.predicted[name][0].probabilities, test.y, reduction="none") for o in outcomes])
@@ -193,8 +194,9 @@ def _joined(parts: list[scores.Predicted]) -> scores.Predicted:
 def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) -> None:
     parameters = first.post.lin.num_parameters
     say(
-        f"{len(data.train)} digits for training: half to pretrain a network of {parameters:,} parameters, half for the "
-        "posterior of a correction to\neach of its weights, under the prior N(0, 1 / prior precision). The GGN would "
+        f"{len(data.train)} digits for training: most pretrain a network of "
+        f"{parameters:,} parameters, {first.post.lin.num_data} make the posterior of a\ncorrection to each of its "
+        "weights, under the prior N(0, 1 / prior precision). The GGN would "
         f"take {8 * parameters**2 / 1e9:.1f} GB as a dense float64 matrix. It is never formed."
     )
     say(f"Gradient of the log posterior at the trained weights: {first.mode_gap:.3f} of the prior's (0 at a mode).")
