@@ -1,8 +1,8 @@
 """The demo's network and its training: pretrained weights, then a mode of the posterior around them.
 
 The prior is N(pretrained weights, I / prior precision): it says what a network that has seen most of the training
-digits knows, and the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far too vague for
-100 000 weights, and the evidence cannot tell (Lotfi et al. 2022; L2-SP of Li, Grandvalet & Davoine 2018).
+digits knows, and the posterior adds the rest, so that no digit counts twice. Around zero the same prior would be far
+too vague for 100 000 weights, and the evidence cannot tell (Lotfi et al. 2022; L2-SP of Li, Grandvalet & Davoine 2018).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def run(settings: Settings, output: Path, seeds: int, seed: int, say: Callable[[
     }
     report.write(results, output / "results.json")
     say(f"\nNumbers, weights and figures: {output}/")
-    return all(check.passed for check in done)
+    return all(check.passed for check in done if check.proof)
 
 
 def _network(
