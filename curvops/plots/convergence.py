@@ -1,38 +1,55 @@
-"""What a solve costs: relative residual against matrix products, one line a method."""
+"""How many products does each way of solving cost?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Real
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
 from curvops.plots import style
 
 
-def convergence(
-    panels: Sequence[Mapping[str, tuple[ArrayLike, ArrayLike]]], titles: Sequence[str], rtol: float
-) -> Figure:
-    """Worst relative residual (log scale) against products with the matrix, one panel a problem.
+def convergence(histories: Mapping[str, tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]], rtol: float) -> Figure:
+    """Worst relative residual over the columns, on a log axis, against products with single vectors.
 
-    panels: for each problem, method name -> (products so far, worst residual over the columns), two arrays of one
-    length. Products spent before the first iteration (a preconditioner's sketch) show as a line that starts later.
+    `histories` maps a method's name to (products, residual) of equal length: products spent so far, a block of K
+    counting K, and max over columns of ‖b − P x‖ / ‖b‖. Start each at the residual before its first step. Where the
+    first count is above zero (a preconditioner's sketch), a dotted run-up shows what was spent.
+    `rtol` is the tolerance.
     """
-    if not panels or len(panels) != len(titles):
-        raise ValueError(f"need one title a panel, not {len(panels)} panels and {len(titles)} titles")
-    figure, axes = style.grid_of_axes(1, len(panels), width=4.6, height=3.6)
-    for ax, methods, title in zip(axes[0], panels, titles, strict=True):
-        for i, (name, (products, residual)) in enumerate(methods.items()):
-            x, y = np.asarray(products, float), np.asarray(residual, float)
-            style.same_length(products=x, residual=y)
-            colour = style.CYCLE[i]
-            ax.semilogy(x, y, color=colour, linewidth=1.8, label=f"{name}: {x[-1]:.0f} products")
-            ax.plot(x[-1:], y[-1:], color=colour, marker=style.MARKERS[i], markersize=6)
-            if x[0] > 0:
-                ax.plot([0, x[0]], [y[0], y[0]], color=colour, linewidth=1.2, linestyle=":")
-        ax.axhline(rtol, color=style.GREY, linewidth=1, linestyle="--", label=f"tolerance {rtol:.0e}")
-        style.label(ax, "products with the GGN (vectors)", "worst relative residual ‖b − Ax‖ / ‖b‖", title)
-        ax.set_xlim(left=0)
-        ax.legend(frameon=False, fontsize=8.5)
+    figure = style.blank(7.6, 5.0)
+    axes = figure.subplots()
+    for (name, look), (products, residual) in zip(style.looks(histories).items(), histories.values()):
+        axes.plot(
+            products,
+            residual,
+            label=f"{name}: {products[-1]:,.0f} products",
+            color=look.color,
+            linewidth=2,
+            linestyle=look.linestyle,
+        )
+        axes.plot(products[-1], residual[-1], color=look.color, marker=look.marker, markersize=8)
+        if products[0] > 0:
+            run_up = f"{name}: sketch, {products[0]:,.0f} products"
+            axes.plot(
+                [0, products[0]],
+                [residual[0]] * 2,
+                color=look.color,
+                linestyle=":",
+                linewidth=2.5,
+                zorder=4,
+                label=run_up,
+            )
+    axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    style.dress(
+        axes,
+        "products with single vectors",
+        "worst relative residual (no unit)",
+        "Conjugate gradients: residual against cost",
+    )
+    axes.legend(fontsize=style.SMALL, framealpha=0.9)
     return figure

@@ -1,43 +1,51 @@
-"""Which prior precision: the log evidence, and what validation data would say, over the same axis."""
+"""Which prior precision do the training data ask for, and do held-out data agree?"""
 
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Real
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
 from curvops.plots import style
 
 
 def evidence(
-    prior_precisions: ArrayLike,
-    log_evidence: ArrayLike,
-    interval: tuple[ArrayLike, ArrayLike],
-    validation: tuple[ArrayLike, ArrayLike],
+    precisions: Real[np.ndarray, " grid"],
+    value: Real[np.ndarray, " grid"],
+    low: Real[np.ndarray, " grid"],
+    high: Real[np.ndarray, " grid"],
+    validation_nll: Real[np.ndarray, " grid"],
     chosen: float,
-    map_validation_nll: float | None = None,
 ) -> Figure:
-    """Log evidence (nats) with its 95 % interval above the validation NLL (nats a point), the chosen value marked.
+    """Log evidence with its 95 % interval above, validation NLL below, against the prior precision (log axis).
 
-    prior_precisions, log_evidence and both ends of `interval` are (P,); `validation` is (prior precisions, NLL), on
-    the same or a coarser grid.
+    `value`, `low`, `high` in nats over the training set; `validation_nll` in nats a point; `chosen` is the precision
+    that a vertical line marks in both panels.
     """
-    x, y = np.asarray(prior_precisions, float), np.asarray(log_evidence, float)
-    low, high = np.asarray(interval[0], float), np.asarray(interval[1], float)
-    style.same_length(prior_precisions=x, log_evidence=y, low=low, high=high)
-    vx, vy = np.asarray(validation[0], float), np.asarray(validation[1], float)
-    style.same_length(validation_precisions=vx, validation_nll=vy)
-    figure, axes = style.grid_of_axes(2, 1, width=5.6, height=2.7, share_x=True)
-    top, bottom = axes[0][0], axes[1][0]
-    top.fill_between(x, low, high, color=style.BLUE, alpha=0.3, linewidth=0, label="95 % interval")
-    top.plot(x, y, color=style.BLUE, marker="o", markersize=4, label="log evidence")
-    style.label(top, "", "log evidence (nats)", "The evidence needs no validation data ...")
-    bottom.plot(vx, vy, color=style.ORANGE, marker="s", markersize=4, label="validation NLL, Laplace")
-    if map_validation_nll is not None:
-        bottom.axhline(map_validation_nll, color=style.GREY, linestyle=":", label="validation NLL, MAP")
-    style.label(bottom, "prior precision (1 / variance of a weight)", "NLL (nats a point)", "... and where they agree")
-    for ax in (top, bottom):
-        ax.set_xscale("log")
-        ax.axvline(chosen, color=style.RED, linestyle="--", linewidth=1.2, label=f"chosen: {chosen:.3g}")
-        ax.legend(frameon=False, fontsize=8.5)
+    figure = style.blank(7.2, 6.4)
+    above, below = figure.subplots(2, 1, sharex=True)
+    order = np.argsort(precisions)
+    x = precisions[order]
+    blue, orange = style.COLOURS[:2]
+    above.fill_between(x, low[order], high[order], color=blue, alpha=style.BAND, linewidth=0, label="95 % interval")
+    above.plot(x, value[order], color=blue, marker="o", markersize=4, linewidth=2, label="log evidence")
+    below.plot(x, validation_nll[order], color=orange, marker="s", markersize=4, linewidth=2, label="validation NLL")
+    best = np.nanargmin(validation_nll)
+    below.plot(
+        precisions[best],
+        validation_nll[best],
+        linestyle="none",
+        marker="o",
+        markersize=13,
+        markerfacecolor="none",
+        markeredgecolor=style.INK,
+        label=f"its smallest, at {precisions[best]:.3g}",
+    )
+    for axes in (above, below):
+        axes.axvline(chosen, color=style.INK, linestyle="--", linewidth=1.4, label=f"chosen by evidence: {chosen:.3g}")
+    above.set_xscale("log")
+    style.dress(above, "", "log evidence (nats)", "Training data: evidence of the prior precision")
+    style.dress(below, "prior precision (1 / squared weight)", "validation NLL (nats a point)", "Held-out data")
+    for axes in (above, below):
+        axes.legend(fontsize=style.SMALL, framealpha=1)
     return figure

@@ -1,61 +1,58 @@
-"""A one-dimensional regression: data with a gap, the mean, and bands that open where there are no data."""
+"""Does the uncertainty of a fitted curve grow where there are no data?"""
 
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Real
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
 from curvops.plots import style
 
 
 def regression(
-    x: ArrayLike,
-    mean: ArrayLike,
-    deviation: ArrayLike,
-    noise_deviation: float,
-    data: tuple[ArrayLike, ArrayLike],
-    truth: ArrayLike | None = None,
-    samples: ArrayLike | None = None,
+    x_train: Real[np.ndarray, " N"],
+    y_train: Real[np.ndarray, " N"],
+    x: Real[np.ndarray, " M"],
+    mean: Real[np.ndarray, " M"],
+    std: Real[np.ndarray, " M"],
+    noise_std: float,
 ) -> Figure:
-    """Mean ± 2 standard deviations of the function (dark) and of a new observation (light), with the data.
+    """Data, predictive mean and bands of two standard deviations: of the function, and with the noise added.
 
-    x, mean and deviation are (M,); `noise_deviation` is the standard deviation of the observation noise; `truth` (M,)
-    the function the data came from; `samples` (S, M) draws of the function.
+    `x_train`, `y_train` (N,) are the data; `mean` and `std` (M,), in the target's units, belong to the function at `x`
+    (M,); `noise_std` is the standard deviation of the noise. The widest stretch without data between two points is
+    marked when it covers a tenth of their range or more.
     """
-    grid, centre, spread = np.asarray(x, float), np.asarray(mean, float), np.asarray(deviation, float)
-    style.same_length(x=grid, mean=centre, deviation=spread)
-    total = np.sqrt(spread**2 + noise_deviation**2)
-    figure, axes = style.grid_of_axes(1, 1, width=6.6, height=3.8)
-    ax = axes[0][0]
-    ax.fill_between(
-        grid,
-        centre - 2 * total,
-        centre + 2 * total,
-        color=style.SKY,
-        alpha=0.3,
-        linewidth=0,
-        label="observation ± 2 sd",
+    figure = style.blank(8.4, 4.8)
+    axes = figure.subplots()
+    order = np.argsort(x)
+    x, mean, std = x[order], mean[order], std[order]
+    total = np.sqrt(std**2 + noise_std**2)
+    blue = style.COLOURS[0]
+    axes.fill_between(
+        x, mean - 2 * total, mean + 2 * total, color=style.LIGHT, linewidth=0, label="±2 std with the noise"
     )
-    ax.fill_between(
-        grid,
-        centre - 2 * spread,
-        centre + 2 * spread,
-        color=style.BLUE,
-        alpha=0.35,
-        linewidth=0,
-        label="function ± 2 sd",
-    )
-    if samples is not None:
-        for i, draw in enumerate(np.asarray(samples, float)):
-            ax.plot(grid, draw, color=style.BLUE, linewidth=0.7, alpha=0.7, label="posterior draws" if i == 0 else None)
-    if truth is not None:
-        ax.plot(grid, np.asarray(truth, float), color=style.BLACK, linestyle="--", linewidth=1.3, label="truth")
-    ax.plot(grid, centre, color=style.RED, linewidth=2, label="network (mean)")
-    ax.plot(*(np.asarray(values, float) for values in data), "o", color=style.BLACK, markersize=3.5, label="data")
-    inside = np.concatenate([centre - 2 * total, centre + 2 * total, np.asarray(data[1], float)])
-    low, high = np.quantile(inside, [0.02, 0.98])
-    ax.set(xlim=(grid[0], grid[-1]), ylim=(low - 0.15 * (high - low), high + 0.15 * (high - low)))
-    style.label(ax, "input x (unitless)", "output y (unitless)", "A network's error bars open where it saw no data")
-    ax.legend(frameon=False, fontsize=8.5, ncols=2, loc="best")
+    axes.fill_between(x, mean - 2 * std, mean + 2 * std, color=blue, alpha=0.4, linewidth=0, label="±2 std epistemic")
+    axes.plot(x, mean, color=blue, linewidth=2.2, label="predictive mean")
+    axes.plot(x_train, y_train, linestyle="none", marker="o", markersize=4.5, color=style.INK, label="training data")
+    places = np.sort(x_train)
+    widest = int(np.argmax(np.diff(places)))
+    left, right = places[widest], places[widest + 1]
+    if right - left >= 0.1 * (places[-1] - places[0]):
+        for edge in (left, right):
+            axes.axvline(edge, color=style.GREY, linestyle=":", linewidth=1.2)
+        axes.text(
+            (left + right) / 2,
+            0.03,
+            "no data",
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            fontsize=style.LABEL,
+            color=style.GREY,
+            style="italic",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 2},
+        )
+    style.dress(axes, "input x (arbitrary units)", "target y (arbitrary units)", "Prediction and its uncertainty")
+    axes.set_xlim(x[0], x[-1])
+    figure.legend(loc="outside lower center", ncols=4, fontsize=style.SMALL)
     return figure

@@ -1,70 +1,57 @@
-"""Is a forecast of 80 % right 80 % of the time? Reliability diagrams, one panel a method."""
+"""Is a stated confidence kept? Accuracy against confidence, one panel for each set of predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
-from matplotlib.axes import Axes
+from jaxtyping import Real
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
+from matplotlib.lines import Line2D
 
 from curvops.plots import style
 
-Bins = Mapping[str, ArrayLike]
-"""edges (B + 1,), confidence (B,), accuracy (B,), count (B,): the fields of `metrics.ReliabilityBins`."""
 
+def reliability(
+    curves: Mapping[str, tuple[Real[np.ndarray, " bins"], Real[np.ndarray, " bins"], Real[np.ndarray, " bins"]]],
+    title: str = "Reliability",
+    ece: Mapping[str, float] | None = None,
+) -> Figure:
+    """Reliability diagrams side by side, after Guo et al. 2017, figure 1.
 
-def reliability(panels: Sequence[Mapping[str, Bins]], row_titles: Sequence[str]) -> Figure:
-    """Accuracy against confidence in bins: one row of panels for each of `panels`, one column a method.
-
-    panels: for each row, a mapping from method name to its bins. Bars are accuracies; the hatched part is the gap to
-    the mean confidence, whose weighted mean is the ECE written in the panel. Grey bars below: share of points.
+    `curves` maps a panel's name to (confidence, accuracy, share), each of shape (bins,) and between 0 and 1: mean
+    confidence and fraction correct in each of equally wide bins of (0, 1], and the fraction of all points in it. NaN
+    marks a bin without points. `ece` maps the same names to expected calibration errors in [0, 1], shown beside them.
     """
-    if not panels or len(panels) != len(row_titles):
-        raise ValueError(f"need one title a row, not {len(panels)} rows and {len(row_titles)} titles")
-    columns = max(len(row) for row in panels)
-    figure, axes = style.grid_of_axes(len(panels), columns, width=3.1, height=3.1)
-    for row, (methods, title) in enumerate(zip(panels, row_titles, strict=True)):
-        for column, (name, bins) in enumerate(methods.items()):
-            ax = axes[row][column]
-            _panel(ax, bins)
-            style.label(
-                ax,
-                "confidence (largest probability)" if row == len(panels) - 1 else "",
-                "accuracy (fraction right)" if column == 0 else "",
-                f"{name}, {title}",
-            )
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
+    figure = style.blank(3.7 * len(curves) + 0.7, 5.4, title)
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (name, look), (confidence, accuracy, share) in zip(panels, style.looks(curves).items(), curves.values()):
+        bins = len(share)
+        axes.bar(
+            (np.arange(bins) + 0.5) / bins, share, width=0.92 / bins, color=style.LIGHT, label="share of all points"
+        )
+        axes.plot([0, 1], [0, 1], color=style.GREY, linestyle=":", linewidth=1.5, label="perfect calibration")
+        held = np.isfinite(confidence) & np.isfinite(accuracy)
+        axes.plot(
+            confidence[held],
+            accuracy[held],
+            color=look.color,
+            marker=look.marker,
+            linewidth=1.8,
+            markersize=6,
+            markeredgecolor="white",
+            label="accuracy in the bin",
+        )
+        error = f"\nECE {100 * ece[name]:.1f} %" if ece is not None else ""
+        style.dress(axes, "confidence (largest probability)", "", f"{name}{error}")
+        axes.set(xlim=(0, 1), ylim=(0, 1.03))
+        axes.set_xticks(np.linspace(0, 1, 6), ["0", "0.2", "0.4", "0.6", "0.8", "1"])
+        # Below the curve in drawing order: where they meet, the data stay readable.
+        axes.text(0.6, 0.1, "too sure", ha="center", zorder=1, color=style.GREY, fontsize=style.SMALL, style="italic")
+        axes.text(0.05, 0.92, "too cautious", zorder=1, color=style.GREY, fontsize=style.SMALL, style="italic")
+    panels[0].set_ylabel("fraction of points", fontsize=style.LABEL, color=style.INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    # Panels differ in colour and marker: the common legend shows the curve in neither.
+    handles[labels.index("accuracy in the bin")] = Line2D([], [], color=style.INK, linewidth=1.8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=style.SMALL)
     return figure
-
-
-def _panel(ax: Axes, bins: Bins) -> None:
-    edges, confidence = np.asarray(bins["edges"], float), np.asarray(bins["confidence"], float)
-    accuracy, count = np.asarray(bins["accuracy"], float), np.asarray(bins["count"], float)
-    style.same_length(confidence=confidence, accuracy=accuracy, count=count)
-    width, share = np.diff(edges), count / max(count.sum(), 1)
-    left = edges[:-1]
-    filled = count > 0
-    gap = np.where(filled, np.abs(accuracy - confidence), 0)
-    low = np.where(filled, np.minimum(accuracy, confidence), 0)
-    ax.bar(left, np.where(filled, accuracy, 0), width, align="edge", color=style.BLUE, alpha=0.85, label="accuracy")
-    ax.bar(
-        left,
-        gap,
-        width,
-        bottom=low,
-        align="edge",
-        color="none",
-        edgecolor=style.RED,
-        hatch="////",
-        linewidth=0,
-        label="gap to confidence",
-    )
-    ax.bar(left, -0.2 * share, width, align="edge", color=style.GREY, label="share of points (below zero)")
-    ax.plot([0, 1], [0, 1], color=style.BLACK, linewidth=1, linestyle="--", label="calibrated")
-    ece = float((gap * share).sum())
-    ax.text(0.04, 0.94, f"ECE {100 * ece:.1f} %", transform=ax.transAxes, fontsize=9, va="top")
-    ax.set(xlim=(0, 1), ylim=(-0.22, 1.02), yticks=np.linspace(0, 1, 6))

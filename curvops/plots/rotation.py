@@ -1,40 +1,65 @@
-"""What happens as the inputs leave the training data: confidence and uncertainty against the angle of rotation."""
+"""Does a network notice that its inputs turn away from the training data?"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import numpy as np
+from jaxtyping import Real
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
+from matplotlib.lines import Line2D
 
 from curvops.plots import style
 
 
 def rotation(
-    angles: ArrayLike, accuracy: ArrayLike, confidence: Mapping[str, ArrayLike], uncertainty: Mapping[str, ArrayLike]
+    angles: Real[np.ndarray, " angles"],
+    confidence: Mapping[str, Real[np.ndarray, " angles"]],
+    epistemic: Mapping[str, Real[np.ndarray, " angles"]] | Real[np.ndarray, " angles"],
+    accuracy: Mapping[str, Real[np.ndarray, " angles"]] | None = None,
 ) -> Figure:
-    """Two panels over angles (degrees): mean confidence of each method beside the accuracy; uncertainties in nats.
+    """Mean confidence and accuracy (left), mean epistemic uncertainty (right) against the angle of rotation.
 
-    A method is honest where its confidence follows the accuracy down.
+    `angles` in degrees; `confidence` (mean largest probability) and `accuracy`, both in [0, 1], and `epistemic` (mutual
+    information of label and weights, in nats) are means over points, by name of the predictions. One array `epistemic`
+    belongs to the last name of `confidence`.
     """
-    figure, axes = style.grid_of_axes(1, 2, width=4.6, height=3.6)
-    x = np.asarray(angles, float)
-    left, right = axes[0]
-    left.plot(x, np.asarray(accuracy, float), color=style.BLACK, linestyle="--", linewidth=1.8, label="accuracy (MAP)")
-    for i, (name, values) in enumerate(confidence.items()):
-        y = np.asarray(values, float)
-        style.same_length(angles=x, **{name: y})
-        left.plot(x, y, color=style.CYCLE[i], marker=style.MARKERS[i], markersize=5, label=name)
-    style.label(left, "rotation (degrees)", "mean confidence (probability)", "Confidence follows accuracy?")
-    left.set(ylim=(0, 1.03), xticks=x)
-    left.legend(frameon=False, fontsize=8.5, loc="lower left")
-    for i, (name, values) in enumerate(uncertainty.items()):
-        y = np.asarray(values, float)
-        style.same_length(angles=x, **{name: y})
-        right.plot(x, y, color=style.CYCLE[i], marker=style.MARKERS[i], markersize=5, label=name)
-    style.label(right, "rotation (degrees)", "mean uncertainty (nats)", "Uncertainty away from the data")
-    right.set(xticks=x)
+    uncertain = epistemic if isinstance(epistemic, Mapping) else {list(confidence)[-1]: epistemic}
+    looks = style.looks([*confidence, *uncertain])
+    figure = style.blank(10.5, 4.6)
+    left, right = figure.subplots(1, 2)
+    for name, values in confidence.items():
+        left.plot(angles, values, color=looks[name].color, marker=looks[name].marker, linewidth=2)
+    # Rows that share their decisions (a temperature moves none) have one accuracy: nested markers show them all.
+    kept = accuracy or {}
+    for inside, (name, values) in enumerate(kept.items(), start=1):
+        left.plot(
+            angles,
+            values,
+            color=looks[name].color,
+            marker=looks[name].marker,
+            markerfacecolor="none",
+            markersize=5 + 3 * (len(kept) - inside),
+            linestyle="--",
+            linewidth=1.4,
+        )
+    for name, values in uncertain.items():
+        right.plot(angles, values, color=looks[name].color, marker=looks[name].marker, linewidth=2)
+
+    names = [Line2D([], [], color=look.color, marker=look.marker, label=name) for name, look in looks.items()]
+    kinds = [Line2D([], [], color=style.INK, label="mean confidence")]
+    if kept:
+        kinds.append(Line2D([], [], color=style.INK, linestyle="--", label="accuracy"))
+    figure.legend(
+        handles=[*names, *kinds], loc="outside lower center", ncols=len(names) + len(kinds), fontsize=style.SMALL
+    )
+    what = "mean confidence and accuracy (fraction)" if kept else "mean confidence (fraction)"
+    style.dress(left, "rotation of the input (degrees)", what, "Is the confidence kept?")
+    style.dress(
+        right, "rotation of the input (degrees)", "mean epistemic uncertainty (nats)", "Doubt about the weights"
+    )
+    left.set_ylim(0, 1.03)
     right.set_ylim(bottom=0)
-    right.legend(frameon=False, fontsize=8.5, loc="upper left")
+    for axes in (left, right):
+        axes.set_xticks(angles if len(angles) <= 10 else angles[:: -(-len(angles) // 10)])
     return figure

@@ -1,71 +1,72 @@
-"""One look for all figures: a blank figure with quiet axes, and the Okabe-Ito palette.
-
-The palette (Okabe & Ito 2008) can be told apart with every common form of colour blindness. Figures are plain
-`matplotlib.figure.Figure` objects: no window, no global state, so they can be drawn on any thread and without a
-display.
-"""
+"""The look that every figure shares: colours, line styles, fonts, saving. Nothing global is touched."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-BLACK = "#000000"
-GREY = "#6e6e6e"
-ORANGE = "#e69f00"
-SKY = "#56b4e9"
-GREEN = "#009e73"
-BLUE = "#0072b2"
-RED = "#d55e00"
-PURPLE = "#cc79a7"
+# Okabe and Ito's colours: told apart by every common kind of colour vision. Line styles and markers repeat the
+# difference, for print without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
+    "-",
+    "--",
+    "-.",
+    (0, (1, 1)),
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (8, 2)),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+BAND = 0.25
+LIGHT = "#D9D9D9"
+GREY = "#6E6E6E"
+INK = "#1F1F1F"
 
-CYCLE = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, BLACK)
-"""Line colours in order of use."""
-
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-"""Markers in the same order: a figure printed in grey can still be read."""
-
-
-def grid_of_axes(
-    rows: int = 1, columns: int = 1, *, width: float = 4.2, height: float = 3.4, share_x: bool = False
-) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of `rows` x `columns` axes of the given size in inches each, without top and right frame."""
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
-    axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False, sharex=share_x).tolist()
-    for ax in (ax for row in axes for ax in row):
-        quiet(ax)
-    return figure, axes
+TITLE, LABEL, SMALL = 13, 12, 10.5
+DPI = 150
 
 
-def quiet(ax: Axes) -> None:
-    """Thin frame, light grid behind the data."""
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(GREY)
-    ax.grid(color="#e4e4e4", linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.tick_params(color=GREY, labelsize=9)
-
-
-def label(ax: Axes, x: str, y: str, title: str = "") -> None:
-    """Axis labels (quantity and unit) and a left-aligned title."""
-    ax.set_xlabel(x, fontsize=10)
-    ax.set_ylabel(y, fontsize=10)
+def blank(width: float, height: float, title: str = "") -> Figure:
+    """An empty figure of `width` by `height` inches, known to no window system."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     if title:
-        ax.set_title(title, fontsize=10.5, loc="left")
+        figure.suptitle(title, fontsize=TITLE + 1, color=INK)
+    return figure
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG at 150 dots an inch; makes the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
+    """Labels, tick sizes, light grid and open frame of one panel."""
+    axes.set_facecolor("white")
+    axes.set_xlabel(xlabel, fontsize=LABEL, color=INK)
+    axes.set_ylabel(ylabel, fontsize=LABEL, color=INK)
+    if title:
+        axes.set_title(title, fontsize=TITLE, color=INK)
+    axes.tick_params(labelsize=SMALL, colors=INK)
+    axes.grid(True, color=LIGHT, linewidth=0.6, alpha=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def same_length(**arrays: np.ndarray) -> None:
-    """Raise ValueError unless all arrays have the same first dimension, naming those that differ."""
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"arrays must have one length, not {lengths}")
+class Look(NamedTuple):
+    """How one name is drawn, in every panel where it appears."""
+
+    color: str
+    linestyle: str | tuple[int, tuple[int, ...]]
+    marker: str
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """One look for each name, in the order given; a name that comes twice keeps its first."""
+    return {
+        name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(dict.fromkeys(names))
+    }
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write the figure; the ending of `path` says the format (.png, .pdf, .svg). Its folder must exist."""
+    figure.savefig(path, dpi=DPI)

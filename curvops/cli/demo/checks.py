@@ -13,7 +13,7 @@ INSIDE = 0.85
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report; `numbers` go to results.json. A `proof` that fails is an error, anything else a finding."""
+    """One line of the report; `numbers` go to results.json. A failed `proof` is an error, all else a finding."""
 
     name: str
     passed: bool
