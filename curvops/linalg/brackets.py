@@ -7,7 +7,7 @@ Gauss is an upper bound, Gauss–Radau with a node at the lower end of the spect
 
 Probes are random signs. Their variance is 2 (‖F‖_F² − Σ F_ii²) for F = f(G); that of Gaussian probes of norm √n is
 about 2 (‖F‖_F² − (tr F)²/n), which is never smaller, by Cauchy–Schwarz. For the log-determinant of digits networks'
-GGN, signs have 0.6 to 0.1 of the variance of Gaussian probes: a curvature matrix has a strong and uneven diagonal.
+GGN, signs have 0.1 to 0.9 of the variance of Gaussian probes: a curvature matrix has a strong and uneven diagonal.
 """
 
 from __future__ import annotations
