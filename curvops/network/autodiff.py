@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +49,7 @@ class Streamed:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         """J V for K tangents by name, (K, *shape) each."""
         if not self.forward_mode:
-            return _record(self.model, self.inputs, self.names).push(tangents)
+            return record_graph(self.model, self.inputs, self.names).push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
         return torch.stack(
@@ -58,9 +59,8 @@ class Streamed:
     def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
         # Unless the pass is recorded, gradients stay off: the tangent alone is wanted.
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
-            values = self.model.values
-            # Clones: the values are views of one vector, and each as a dual would allocate all of it.
-            leaves = {name: values[name].detach().clone().requires_grad_(record) for name in self.names}
+            values, copies = self.model.values, self.model.copies
+            leaves = {name: copies[name].detach().requires_grad_(record) for name in self.names}
             duals = {name: forward_ad.make_dual(leaf, tangent[name]) for name, leaf in leaves.items()}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
         self._outputs = outputs.detach()
@@ -70,7 +70,7 @@ class Streamed:
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
         graph, self._graph = self._graph, None
-        return (graph or _record(self.model, self.inputs, self.names)).pull(cotangents)
+        return (graph or record_graph(self.model, self.inputs, self.names)).pull(cotangents)
 
 
 class Recorded:
@@ -85,9 +85,11 @@ class Recorded:
     def __init__(self, model: Model, inputs: Any, names: Sequence[str], replayable: bool) -> None:
         self.model, self.names = model, tuple(names)
         with _SavedBytes(model, inputs) as saved:
-            self._graph = _record(model, inputs, names)
+            self._graph = record_graph(model, inputs, names)
         self._replay = self._linearize(inputs) if replayable else None
-        self.nbytes = saved.total * (2 if self._replay else 3)
+        self.nbytes = saved.total * (1 if self._replay else 3)
+        if self._replay is not None:
+            self.nbytes += _replay_bytes(self._replay, model)
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -107,8 +109,8 @@ class Recorded:
         return self._graph.pull(cotangents)
 
     def _linearize(self, inputs: Any) -> Callable[[Blocks], Tensor] | None:
-        values = self.model.values
-        chosen = {name: values[name].detach() for name in self.names}
+        values, copies = self.model.values, self.model.copies
+        chosen = {name: copies[name].detach() for name in self.names}
         with self.model.differentiating(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its constant folding warns of its own graph
             try:
@@ -163,7 +165,8 @@ class _Graph:
             return self.model.holding(self._leaves, run)
 
 
-def _record(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
+def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
+    """One forward pass with its graph."""
     with model.differentiating():
         values = model.values
         leaves = {name: values[name].detach().requires_grad_() for name in names}
@@ -173,8 +176,33 @@ def _record(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
 def saved_bytes(model: Model, inputs: Any) -> int:
     """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
     with _SavedBytes(model, inputs) as saved:
-        _record(model, inputs, model.selection.names)
+        record_graph(model, inputs, model.selection.names)
     return saved.total
+
+
+def shared_pass_bytes(model: Model, inputs: Any) -> int:
+    """Bytes that the recorded pass of a roomy push keeps for these inputs: those of both modes."""
+    tangents = {name: torch.zeros_like(value).unsqueeze(0) for name, value in model.values.items()}
+    streamed = Streamed(model, inputs, model.selection.names, forward_mode=True, roomy=True)
+    with _SavedBytes(model, inputs, apart=tangents.values()) as saved:
+        streamed.push(tangents)
+    return saved.total
+
+
+def _replay_bytes(replay: Callable[..., Any], model: Model) -> int:
+    """Bytes of the constants that a replay keeps, the model's own tensors left out; 0 where torch hides them.
+
+    They are folded here, not at the first replay: normalisation layers make several times what autograd saves of them.
+    """
+    graph = inspect.getclosurevars(replay).nonlocals.get("const_folded_jvp_graph")
+    if not isinstance(graph, torch.nn.Module):
+        return 0
+    if (fold := getattr(graph, "run_folding", None)) is not None:
+        with torch.no_grad():
+            fold()
+    apart = {tensor.untyped_storage().data_ptr() for tensor in model.tensors()}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in graph.parameters()}
+    return sum(size for pointer, size in storages.items() if pointer not in apart)
 
 
 def _usable(tensor: Tensor) -> Tensor:
@@ -187,9 +215,9 @@ class _SavedBytes:
     The model's own storages are left out, and of the inputs', which may be slices of all data, those bytes alone count.
     """
 
-    def __init__(self, model: Model, inputs: Any) -> None:
+    def __init__(self, model: Model, inputs: Any, apart: Iterable[Tensor] = ()) -> None:
         given = [tensor for _, tensor in components(normalise(inputs))]
-        self._apart = {tensor.untyped_storage().data_ptr() for tensor in [*model.tensors(), *given]}
+        self._apart = {tensor.untyped_storage().data_ptr() for tensor in [*model.tensors(), *given, *apart]}
         self.total = sum(tensor.nbytes for tensor in given)
 
     def __enter__(self) -> _SavedBytes:
@@ -199,6 +227,8 @@ class _SavedBytes:
         return self
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor._is_zerotensor():  # an implicit zero of forward mode: it has no storage
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._apart:
             self._storages[storage.data_ptr()] = storage.nbytes()

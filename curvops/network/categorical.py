@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.likelihood import Block, Likelihood, Outputs, RootBlock, Weights, within
@@ -106,6 +106,9 @@ class Categorical(Likelihood):
                 f"or equal ignore_index = {self.ignore_index}; given values from {low} to {high}. "
                 "Renumber the classes from 0, or give the model more outputs."
             )
+
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
+        return (self._curvature_weight(torch.zeros((), device=y.device), y, w) != 0).squeeze(-1)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Categorical:
         new = copy.copy(self)

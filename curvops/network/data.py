@@ -29,11 +29,15 @@ class DataChanged(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some points: inputs, targets with leading dimension n, and sample weights (n,) or None for ones."""
+    """Some points: inputs, targets with leading dimension n, and sample weights (n,) or None for ones.
+
+    `start` is the position of the first point among all data.
+    """
 
     inputs: Inputs
     targets: Tensor
     weights: Tensor | None = None
+    start: int = 0
 
     @property
     def num_points(self) -> int:

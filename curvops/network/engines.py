@@ -9,16 +9,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import Recorded, Streamed, saved_bytes
+from curvops.network.autodiff import Recorded, Streamed, saved_bytes, shared_pass_bytes
 from curvops.network.inputs import num_points, take
-from curvops.network.layerwise import Layer, Layerwise, mismatches, never_ran, owners_of, record
+from curvops.network.layerwise import Layer, Layerwise, Owners, mismatches, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 from curvops.network.plan import Choice, Kind, Plan
-from curvops.network.probes import forward_mode_works, replay_works, require_derivatives
+from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
+# Points on which layer rules are checked before their rows are used.
+CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
 
 
@@ -51,9 +53,11 @@ class Engines:
         require_derivatives(model, self._few, names, forward_mode=True)
         self._forward_mode = forward_mode_works(model, self._few, names)
         self._shareable = self._forward_mode and forward_mode_works(model, self._few, names, roomy=True)
+        self._shared_bytes = shared_pass_bytes(model, self._few) // num_points(self._few) if self._shareable else 0
         if not self._forward_mode:
             require_derivatives(model, self._few, names, forward_mode=False)
         self._replayable: bool | None = None if self._forward_mode else False
+        self._replay_bytes = 0
         with torch.no_grad():
             self._num_outputs = model(model.values, self._few).shape[1]
         self._saved_bytes = saved_bytes(model, self._few) // num_points(self._few)
@@ -64,22 +68,32 @@ class Engines:
         """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit."""
         names = self.model.selection.names
         if kind == "recorded":
-            return Recorded(self.model, inputs, names, self._may_replay())
+            replayable = self._may_replay()
+            if num_points(inputs) * self.plan.recorded_bytes > room:  # known only now
+                return self._streamed(inputs, room)
+            return Recorded(self.model, inputs, names, replayable)
         if kind == "layerwise":
-            engine = self._layerwise(inputs, room)
-            wrong = dict.fromkeys(engine.misfits, NO_LAYER)
+            layers = self._layerwise(inputs, room)
+            wrong = dict.fromkeys(layers.misfits, NO_LAYER)
             if not wrong and not self._verified:
-                wrong = dict.fromkeys(mismatches(engine, self._streamed(inputs)), "the self-check failed")
+                wrong = dict.fromkeys(mismatches(layers, self._streamed(inputs)), "the self-check failed")
             if not wrong:
                 self._verified = True
-                return engine
+                return layers
             self._rejected |= wrong
             self.plan = self._make_plan()
             return self.build("layerwise" if self.plan.layers else "streamed", inputs, room)
         return self._streamed(inputs, room)
 
+    def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
+        """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
+        with self.model.lock:
+            if self.plan.layers and not self._verified:
+                self.build("layerwise", take(inputs, slice(0, CHECKED_POINTS)), LEAST_CHUNK)
+            return self._owners(self.plan.others), tuple(self.plan.others)
+
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
-        roomy = self._shareable and 2 * self._saved_bytes * num_points(inputs) <= room
+        roomy = self._shareable and 2 * self._shared_bytes * num_points(inputs) <= room
         return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode, roomy)
 
     def _layerwise(self, inputs: Any, room: int) -> Layerwise:
@@ -89,8 +103,9 @@ class Engines:
 
     def _may_replay(self) -> bool:
         if self._replayable is None:
-            self._replayable = replay_works(self.model, self._few, self.model.selection.names)
-            self.plan = dataclasses.replace(self.plan, replayable=self._replayable)
+            size = replayable_bytes(self.model, self._few, self.model.selection.names)
+            self._replayable, self._replay_bytes = size > 0, size
+            self.plan = dataclasses.replace(self.plan, replayable=self._replayable, replay_bytes=size)
         return self._replayable
 
     def _owners(self, left_out: Mapping[str, str]) -> dict[nn.Module, dict[str, str]]:
@@ -110,6 +125,7 @@ class Engines:
             saved_bytes=self._saved_bytes,
             replayable=self._replayable is not False,
             memory_budget=self.memory_budget,
+            replay_bytes=self._replay_bytes,
         )
 
     def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:

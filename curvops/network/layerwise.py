@@ -249,13 +249,14 @@ def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
 def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:
     """Factors or rows of each call, the outputs' backward passes taken in chunks of at most `chunk_bytes` of δ."""
     n, num_outputs = outputs.shape
-    per_output = sum(call.layer.output.numel() for call in calls) * outputs.element_size()
-    step = max(1, min(num_outputs, chunk_bytes // max(1, per_output)))
+    step = chunk_size(calls, chunk_bytes)
     stores: list[Tensor | None] = [None] * len(calls)
     for start in range(0, num_outputs, step):
         width = min(step, num_outputs - start)
-        sensitivities = _sensitivities(model, outputs, calls, start, width)
-        for i, (call, delta) in enumerate(zip(calls, sensitivities)):
+        unit = outputs.new_zeros(width, *outputs.shape)
+        index = torch.arange(width, device=outputs.device)
+        unit[index, :, start + index] = 1.0
+        for i, (call, delta) in enumerate(zip(calls, sensitivities(model, outputs, calls, unit))):
             if delta is None:
                 continue
             with torch.no_grad():
@@ -271,25 +272,30 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -
     ]
 
 
-def _sensitivities(model: Model, outputs: Tensor, calls: list[Call], start: int, width: int) -> list[Tensor | None]:
-    """δ (n, width, *out) of each call for outputs start … start + width, None where a branch does not reach them."""
+def chunk_size(calls: Sequence[Call], chunk_bytes: int) -> int:
+    """How many cotangents of the outputs can be sent backward at a time within `chunk_bytes` of δ; at least one."""
+    per_cotangent = sum(call.layer.output.numel() * call.kept.element_size() for call in calls)
+    return max(1, chunk_bytes // max(1, per_cotangent))
+
+
+def sensitivities(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> list[Tensor | None]:
+    """δ (n, r, *out) of each call for r cotangents of the outputs, None where a branch does not reach them."""
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
-    unit = outputs.new_zeros(width, *outputs.shape)
-    index = torch.arange(width, device=outputs.device)
-    unit[index, :, start + index] = 1.0
     edges = [call.edge for call in calls]
     with model.differentiating():
-        if width == 1:
-            found = torch.autograd.grad(outputs, edges, unit[0], retain_graph=True, allow_unused=True)
+        if len(cotangents) == 1:
+            found = torch.autograd.grad(outputs, edges, cotangents[0], retain_graph=True, allow_unused=True)
             return [None if g is None else g.detach().unsqueeze(1) for g in found]
         try:
             found = torch.autograd.grad(
-                outputs, edges, unit, is_grads_batched=True, retain_graph=True, allow_unused=True
+                outputs, edges, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
             )
             return [None if g is None else g.detach().transpose(0, 1) for g in found]
-        except RuntimeError:  # an operation without a batching rule: one backward pass per output
-            singles = [_sensitivities(model, outputs, calls, start + i, 1) for i in range(width)]
+        except RuntimeError:  # an operation without a batching rule: one backward pass per cotangent
+            singles = [sensitivities(model, outputs, calls, one) for one in cotangents.split(1)]
     return [None if column[0] is None else torch.cat(column, 1) for column in zip(*singles)]
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 Outputs = Float[Tensor, "n C"]
@@ -76,6 +76,10 @@ class Likelihood(ABC):
         Without ``num_outputs`` (C is known only after a forward pass) whatever depends on C is left unchecked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
+
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
+        """Which points count at all: those whose weight is not zero (and whose target is not to be ignored)."""
+        return torch.ones(len(y), dtype=torch.bool, device=y.device) if w is None else w != 0
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

@@ -48,6 +48,7 @@ class Model:
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
+        self._copies: Blocks | None = None
         self._settings = _settings_for(self.module)
 
     @property
@@ -62,9 +63,21 @@ class Model:
         parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
+    @property
+    def copies(self) -> Blocks:
+        """The selected parameters by name, each in a storage of its own, made once.
+
+        For forward mode: the dual of a view would allocate a tangent as large as the whole vector, for each parameter.
+        """
+        with self.lock:
+            if self._copies is None:
+                self._copies = {name: value.detach().clone() for name, value in self.values.items()}
+            return self._copies
+
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""
-        return [self._flat, *self.frozen.values(), *self._buffers.values()]
+        copies = [] if self._copies is None else self._copies.values()
+        return [self._flat, *copies, *self.frozen.values(), *self._buffers.values()]
 
     def leaves(self) -> Blocks:
         """The selected parameters by name, as leaves of a graph to be recorded."""
@@ -124,13 +137,13 @@ class Model:
 
         copy = object.__new__(Model)
         copy.__dict__.update(self.__dict__)
-        copy._flat = convert(self._flat)
+        copy._flat, copy._copies = convert(self._flat), None
         copy.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
         copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_copies": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -35,6 +35,14 @@ class Selection:
         """The entries in all tensors that the selection touches."""
         return sum(shape.numel() for shape in self.shapes)
 
+    def positions(self) -> Blocks:
+        """For each entry of the selection's tensors its position in the vector, −1 outside a subnetwork."""
+        full = torch.arange(self.size)
+        if self.index is not None:
+            full = torch.full_like(full, -1).index_copy(0, self.index.cpu(), torch.arange(len(self.index)))
+        parts = full.split([shape.numel() for shape in self.shapes])
+        return {name: part.view(shape) for name, shape, part in zip(self.names, self.shapes, parts)}
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector. Raises ValueError for a missing name or a wrong shape."""
         for name, shape in zip(self.names, self.shapes):

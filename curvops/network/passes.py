@@ -11,10 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.network.engines import Engine, Engines
+from curvops.network.engines import LEAST_CHUNK, Engine, Engines
 from curvops.network.inputs import copy, move, num_points
 from curvops.network.model import Model
+from curvops.network.output_fisher import OutputFisher
 from curvops.network.plan import Choice, Kind, Plan
+from curvops.network.roots import Group, each_group
 
 
 class BatchMap:
@@ -109,6 +111,24 @@ class Passes:
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """(inputs, label) of every batch, for what needs no J."""
+        return iter(self._source)
+
+    def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
+        """Rows of a square root of the curvature, layer by layer: one forward pass a batch, and one backward a column.
+
+        At most an eighth of the memory budget is held at a time, beyond what one column needs.
+        """
+        for inputs, batch in self._source:
+            owners, others = self.engines.checked_owners(inputs)
+            yield from each_group(self.model, batch, inputs, fisher, owners, others, self.chunk_bytes)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that rows may take at a time."""
+        return max(LEAST_CHUNK, self.memory_budget // 8)
 
     def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""

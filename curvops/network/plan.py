@@ -41,6 +41,7 @@ class Plan:
     saved_bytes: int
     replayable: bool
     memory_budget: int
+    replay_bytes: int = 0  # a point, of a replay; 0 until one was tried or where there is none
     in_use: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -56,8 +57,8 @@ class Plan:
 
     @property
     def recorded_bytes(self) -> int:
-        """Bytes a point that the recorded autodiff engine keeps."""
-        return self.saved_bytes * (2 if self.replayable else 3)
+        """Bytes a point that the recorded autodiff engine keeps: as measured once one was built."""
+        return self.replay_bytes or self.saved_bytes * 3
 
     def bytes_needed(self, kind: Kind) -> int:
         """Bytes a point that an engine keeps."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops.network.autodiff import Recorded, Streamed
+from curvops.network.inputs import num_points
 from curvops.network.model import Model
 
 
@@ -61,13 +62,16 @@ def forward_mode_works(model: Model, inputs: Any, names: Sequence[str], roomy: b
     return adjoint(pushed, cotangents, tangents, pulled)
 
 
-def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
-    """Whether `torch.func.linearize` may be replayed: no operation mutates a tensor, and two replays equal a JVP."""
+def replayable_bytes(model: Model, inputs: Any, names: Sequence[str]) -> int:
+    """Bytes a point that a recorded pass keeps where `torch.func.linearize` may be replayed, else 0.
+
+    It may where no operation mutates a tensor and two replays equal a JVP.
+    """
     if _operations(model, inputs).mutating:
-        return False
+        return 0
     recorded = Recorded(model, inputs, names, replayable=True)
     if recorded._replay is None:
-        return False
+        return 0
     generator = torch.Generator(device=model.theta.device).manual_seed(1)
     streamed = Streamed(model, inputs, names, forward_mode=True)
     for _ in range(2):
@@ -75,11 +79,11 @@ def replay_works(model: Model, inputs: Any, names: Sequence[str]) -> bool:
         try:
             replayed = recorded.push(tangents)
         except Exception:  # a trace that cannot be replayed is a trace that is not used
-            return False
+            return 0
         expected = streamed.push(tangents)
         if not bool((replayed - expected).norm() <= tolerance(expected.dtype) * expected.norm()):
-            return False
-    return True
+            return 0
+    return -(-recorded.nbytes // num_points(inputs))
 
 
 def adjoint(pushed: Tensor, cotangents: Tensor, tangents: Mapping[str, Tensor], pulled: Mapping[str, Tensor]) -> bool:

@@ -1,66 +1,54 @@
-"""The generalised Gauss–Newton matrix."""
+"""The generalised Gauss–Newton matrix, and its Monte-Carlo estimate."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.network.data import Batch
-from curvops.network.likelihood import Likelihood
-from curvops.network.passes import BatchMap
+from curvops.linalg.base import convert
+from curvops.network.output_fisher import Exact, OutputFisher, Sampled
+from curvops.operators.curvature import Curvature
+from curvops.operators.fisher import sampled_residuals
 from curvops.operators.linearization import Linearization
-from curvops.operators.network_operator import NetworkOperator
 
 
-class GGN(NetworkOperator):
+class GGN(Curvature):
     """G = Σ_n J_nᵀ H_n J_n (D, D), H_n the output Fisher (Schraudolph 2002); symmetric positive semi-definite.
 
     `co.GGN(lin)`; products G @ v and G @ V carry gradients through the vectors and the likelihood's hyperparameters.
-    Cost: a product is one push and one pull of J (`lin.plan` says how many gradients), plus O(N·C) for H.
+    Cost: a product is one push and one pull of J (`lin.plan` says how many gradients), plus O(N·C) for H. Memory: what
+    the plan keeps, within the budget.
+
+    `co.GGN(lin, mc_samples=M, generator=g)` is the Monte-Carlo Fisher: M targets a point are drawn from the model once,
+    here, for one forward pass, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN; choose it
+    where C is large (a vocabulary), or as a cheaper root of the GGN. It has no gradient for hyperparameters.
+    Raises ValueError for mc_samples below 1.
     """
 
-    def __init__(self, source: Linearization | Tensor, *hyperparameters: Tensor, lin: Any = None) -> None:
-        if isinstance(source, Linearization):
-            lin, hyperparameters, source = source, source.likelihood.hyperparameters, source.theta
-        super().__init__(source, *hyperparameters, lin=lin)
+    def __init__(
+        self,
+        source: Linearization | Tensor,
+        *hyperparameters: Tensor,
+        lin: Any = None,
+        draws: Any = None,
+        mc_samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if isinstance(source, Linearization) and mc_samples is not None:
+            draws = sampled_residuals(source, mc_samples, generator)
+        super().__init__(source, *hyperparameters, lin=lin, draws=draws)
 
     @property
-    def lin(self) -> Linearization:
-        """The linearisation."""
-        return self._kwargs["lin"]
+    def output(self) -> OutputFisher:
+        """H: the output Fisher, or its estimate from the draws."""
+        draws: Tensor | None = self._kwargs["draws"]
+        return Exact(self.likelihood) if draws is None else Sampled(self.likelihood, draws)
 
-    @property
-    def psd(self) -> bool:
-        return True
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, at this operator's hyperparameters."""
-        return self.lin.likelihood.with_hyperparameters(self._args[1:])
-
-    def _size(self) -> torch.Size:
-        return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
-
-    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-        likelihood = self.likelihood
-
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
-            return J.pull(likelihood.hessian_product(J.outputs, pushed, batch.targets, batch.weights))
-
-        return self.lin.sum_over_batches(term, block.shape[1])
-
-    def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
-        """k exact draws of N(0, G): Jᵀ L z with H = L Lᵀ. One pull of J a draw."""
-        likelihood = self.likelihood
-
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            f = J.outputs
-            shape = (k, f.shape[0], likelihood.root_columns(f.shape[1]))
-            z = torch.randn(shape, dtype=f.dtype, device=f.device, generator=generator)
-            return J.pull(likelihood.root_product(f, z, batch.targets, batch.weights))
-
-        return self.lin.sum_over_batches(term, k)
+    def _converted(
+        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
+    ) -> LinearOperator:
+        lin = self.lin.cast(dtype, device)
+        return GGN(lin.theta, *hyperparameters, lin=lin, draws=convert(self._kwargs["draws"], device, dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,10 @@ from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import as_likelihood
 from curvops.network.memory import default_budget
 from curvops.network.model import Model
+from curvops.network.output_fisher import OutputFisher
 from curvops.network.passes import BatchMap, Passes
 from curvops.network.plan import Choice, Plan
+from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 
 
@@ -109,6 +111,10 @@ class Linearization:
         assert total is not None  # empty data were refused at the door
         return total
 
+    def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
+        """Rows g[n, r] = J_nᵀ s[n, r] of Σ_n Σ_r g gᵀ over all data, by layer and in chunks (see `network.roots`)."""
+        return self.passes.root_rows(fisher)
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""
         return self.model.selection.flatten(tensors)
@@ -137,10 +143,12 @@ class _Labelled:
         self._data = data
 
     def __iter__(self) -> Any:
+        start = 0
         for batch in self._data:
             # Clones: what is kept of a batch must not change with the user's tensors.
             weights = None if batch.weights is None else batch.weights.clone()
-            yield batch.inputs, Batch((), batch.targets.clone(), weights)
+            yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
+            start += batch.num_points
 
 
 def linearize(

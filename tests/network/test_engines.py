@@ -109,7 +109,10 @@ def test_engines_agree_with_each_other() -> None:
 
 def test_a_budget_that_holds_one_batch_of_two() -> None:
     model, inputs = ZOO["mlp"].build()
-    needed = Passes(Model(model), batches(inputs), "autodiff", PLENTY).plan.recorded_bytes
+    plenty = Passes(Model(model), batches(inputs), "autodiff", PLENTY)
+    push(plenty, columns(reference("mlp").shape[1], 9))
+    assert plenty.plan.in_use == {"recorded": 2}  # only now is it known what a replay keeps
+    needed = plenty.plan.recorded_bytes
     passes = Passes(Model(model), batches(inputs), "autodiff", int(3.5 * needed))
     J = reference("mlp")
     V = columns(J.shape[1], 3)

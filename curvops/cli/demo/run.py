@@ -30,7 +30,7 @@ class Settings:
     pretrained_share: float = 0.7
     pretraining: int = 60
     epochs: int = 20
-    prior_precision: float = 30.0
+    prior_precision: float = 150.0
     samples: int = 64
     checked: int = 20
     grid: int = 9

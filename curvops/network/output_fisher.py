@@ -1,0 +1,126 @@
+"""What stands between J and Jᵀ: the C × C curvature of each point, as products and as columns of a square root."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from curvops.network.data import Batch
+from curvops.network.likelihood import Likelihood
+
+Kind = Literal["exact", "mc", "empirical"]
+
+
+class OutputFisher(ABC):
+    """H_n = Σ_r s_r s_rᵀ for each point n: exactly the likelihood's, or sums over few residuals."""
+
+    likelihood: Likelihood
+
+    @abstractmethod
+    def num_columns(self, num_outputs: int) -> int:
+        """R, the number of columns s_r a point has for C outputs."""
+
+    @abstractmethod
+    def product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch) -> Float[Tensor, "K n C"]:
+        """H u."""
+
+    @abstractmethod
+    def root_product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"], batch: Batch) -> Float[Tensor, "K n C"]:
+        """Σ_r z_r s_r."""
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " n"]:
+        """Which points count at all."""
+        return self.likelihood.counted(batch.targets, batch.weights)
+
+    def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
+        """The columns s_start … s_(stop−1) of every point."""
+        index = torch.arange(stop - start, device=f.device)
+        units = f.new_zeros(stop - start, f.shape[0], self.num_columns(f.shape[1]))
+        units[index, :, start + index] = 1.0
+        return self.root_product(f, units, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact(OutputFisher):
+    """The output Fisher itself, R = C columns: the curvature of the GGN."""
+
+    likelihood: Likelihood
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.likelihood.root_columns(num_outputs)
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.hessian_product(f, u, batch.targets, batch.weights)
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.root_product(f, z, batch.targets, batch.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit(OutputFisher):
+    """H = I: the columns are those of the identity, and the rows those of J itself."""
+
+    def num_columns(self, num_outputs: int) -> int:
+        return num_outputs
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " n"]:
+        return torch.ones(batch.num_points, dtype=torch.bool, device=batch.targets.device)
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return u
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return z
+
+
+class _FromResiduals(OutputFisher):
+    """H_n = Σ_m r_m r_mᵀ."""
+
+    @abstractmethod
+    def residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "M n C"]:
+        """The residuals r_m of every point."""
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        r = self.residuals(f, batch)
+        return torch.einsum("mnc,knm->knc", r, torch.einsum("mnc,knc->knm", r, u))
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("mnc,knm->knc", self.residuals(f, batch), z)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled(_FromResiduals):
+    """Residuals at targets drawn from the model once and for all, (M, N, C) divided by √M: the Monte-Carlo Fisher."""
+
+    likelihood: Likelihood
+    draws: Tensor
+
+    def num_columns(self, num_outputs: int) -> int:
+        return len(self.draws)
+
+    def residuals(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.draws[:, batch.start : batch.start + f.shape[0]]
+
+
+@dataclass(frozen=True, eq=False)
+class Empirical(_FromResiduals):
+    """The residual at the true target, R = 1 column: the empirical Fisher, one outer product a point."""
+
+    likelihood: Likelihood
+
+    def num_columns(self, num_outputs: int) -> int:
+        return 1
+
+    def residuals(self, f: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError for a word that names no Fisher."""
+    if kind not in get_args(Kind):
+        raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target a point) or 'empirical'.")

@@ -1,0 +1,167 @@
+"""Rows g[n, r] = J_nᵀ s[n, r] of a square root of the curvature, layer by layer and in chunks, never all at once.
+
+One forward pass and a backward pass for each column r give every layer's sensitivity δ; what an operator wants of them
+(squares, second moments, Kronecker factors) it adds up chunk by chunk. Parameters without a layer rule get their rows
+by one backward pass for each point and column: right for any model, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.autodiff import record_graph
+from curvops.network.data import Batch
+from curvops.network.inputs import num_points, take
+from curvops.network.layerwise import Call, Layer, Owners, chunk_size, record, sensitivities
+from curvops.network.model import Model
+from curvops.network.output_fisher import OutputFisher
+from curvops.network.parameters import Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One call of a layer: what its rule keeps, and δ (n, r, *out) for r columns."""
+
+    layer: Layer
+    kept: Any
+    delta: Tensor
+
+    def rows(self, points: slice) -> Blocks:
+        """The gradients by parameter name, (n, r, *shape)."""
+        layer, kept = self.layer, take(self.kept, points)
+        rows = layer.rule.rows(layer.module, kept, self.delta[points], tuple(layer.names))
+        return {layer.names[local]: row for local, row in rows.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows for the parameters of one layer, or of layers that share weights.
+
+    `counted` (n,) says which points count; `first` whether these are the first columns of their points; `start` is the
+    position of the first point in its batch.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    counted: Tensor
+    first: bool
+    given: Blocks = field(default_factory=dict)
+    start: int = 0
+
+    @property
+    def num_points(self) -> int:
+        """n."""
+        return len(self.counted)
+
+    @property
+    def layer(self) -> Layer | None:
+        """The one layer that these rows belong to, if there is just one with an outer-product structure."""
+        modules = {id(part.layer.module) for part in self.parts}
+        return self.parts[0].layer if len(modules) == 1 and not self.given else None
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
+        """(left, right) of each call with gradient Σ_t left ⊗ right (see `Rule.matrices`); None without one."""
+        if self.layer is None:
+            return None
+        found = [
+            part.layer.rule.matrices(part.layer.module, part.kept, part.delta, tuple(part.layer.names))
+            for part in self.parts
+        ]
+        return [pair for pair in found if pair is not None] if all(pair is not None for pair in found) else None
+
+    def rows(self, points: slice = slice(None)) -> Blocks:
+        """The gradients by parameter name, (n, r, *shape); calls that share weights add up."""
+        total = {name: rows[points] for name, rows in self.given.items()}
+        for part in self.parts:
+            for name, rows in part.rows(points).items():
+                total[name] = total[name] + rows if name in total else rows
+        return total
+
+    def pieces(self, most_bytes: int) -> Iterator[Blocks]:
+        """`rows` of some points at a time, at most `most_bytes` where one point's fit."""
+        deltas = [part.delta for part in self.parts] or list(self.given.values())
+        size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
+        step = max(1, most_bytes // max(1, size * deltas[0].shape[1] * deltas[0].element_size()))
+        for start in range(0, self.num_points, step):
+            yield self.rows(slice(start, start + step))
+
+
+def each_group(
+    model: Model, batch: Batch, inputs: Any, fisher: OutputFisher, owners: Owners, others: Sequence[str], chunk: int
+) -> Iterator[Group]:
+    """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken)."""
+    with model.lock:
+        outputs, calls, misfits = _record(model, inputs, owners)
+    if misfits:
+        raise RuntimeError(
+            f"the layers of {sorted(misfits)} did not run as they did on the first points; use engine='autodiff'."
+        )
+    f = outputs.detach()
+    grouped, counted = _grouped(calls), fisher.counted(batch)
+    columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, chunk)
+    for start in range(0, columns, step):
+        with torch.no_grad():
+            cotangents = fisher.columns(f, batch, start, min(columns, start + step))
+        with model.lock:
+            deltas = model.holding(model.leaves(), lambda c=cotangents: sensitivities(model, outputs, calls, c))
+        for names, members in grouped.items():
+            parts = [
+                Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None
+            ]
+            if parts:
+                yield Group(names, tuple(parts), counted, start == 0)
+        if others:
+            yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
+
+
+def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
+    if owners:
+        return record(model, inputs, owners)
+    with torch.no_grad():
+        return model(model.values, inputs), [], set()
+
+
+def _grouped(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
+    """Indices of calls by the parameters that they share, directly or through one another."""
+    groups: list[tuple[set[str], list[int]]] = []
+    for i, call in enumerate(calls):
+        names, members = set(call.layer.names.values()), [i]
+        apart = []
+        for other in groups:
+            if other[0] & names:
+                names, members = names | other[0], other[1] + members
+            else:
+                apart.append(other)
+        groups = [*apart, (names, members)]
+    return {tuple(sorted(names)): members for names, members in groups}
+
+
+def _others(
+    model: Model,
+    inputs: Any,
+    cotangents: Float[Tensor, "r n C"],
+    counted: Tensor,
+    names: Sequence[str],
+    first: bool,
+    chunk: int,
+) -> Iterator[Group]:
+    """Rows of the parameters without a layer rule, point by point; a group for each module that owns some."""
+    size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
+    step, total = max(1, chunk // max(1, size)), num_points(inputs)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    for start in range(0, total, step):
+        found = []
+        for n in range(start, min(total, start + step)):
+            with model.lock:
+                graph = record_graph(model, take(inputs, slice(n, n + 1)), names)
+                found.append(graph.pull(cotangents[:, n : n + 1]))
+        rows = {name: torch.stack([point[name] for point in found]) for name in names}
+        for owner in owners:
+            own = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
+            yield Group(tuple(own), (), counted[start : start + step], first, own, start)

@@ -1,0 +1,71 @@
+"""What the GGN and the Fishers share: Jᵀ H J with an H that acts on the outputs of each point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data import Batch
+from curvops.network.likelihood import Likelihood
+from curvops.network.output_fisher import OutputFisher
+from curvops.network.passes import BatchMap
+from curvops.operators.linearization import Linearization
+from curvops.operators.network_operator import NetworkOperator
+
+
+class Curvature(NetworkOperator):
+    """Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass says in `output` what H is.
+
+    Products carry gradients through the vectors and the likelihood's hyperparameters.
+    """
+
+    def __init__(self, source: Linearization | Tensor, *hyperparameters: Tensor, lin: Any = None, **kept: Any) -> None:
+        if isinstance(source, Linearization):
+            lin, hyperparameters, source = source, source.likelihood.hyperparameters, source.theta
+        super().__init__(source, *hyperparameters, lin=lin, **kept)
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearisation."""
+        return self._kwargs["lin"]
+
+    @property
+    def psd(self) -> bool:
+        return True
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, at this operator's hyperparameters."""
+        return self.lin.likelihood.with_hyperparameters(self._args[1:])
+
+    @property
+    def output(self) -> OutputFisher:
+        """H, the curvature of each point's outputs."""
+        raise TypeError(f"{type(self).__name__} does not say what H is.")
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        output = self.output
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
+            return J.pull(output.product(J.outputs, pushed, batch))
+
+        return self.lin.sum_over_batches(term, block.shape[1])
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
+        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw."""
+        output = self.output
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            f = J.outputs
+            shape = (k, f.shape[0], output.num_columns(f.shape[1]))
+            z = torch.randn(shape, dtype=f.dtype, device=f.device, generator=generator)
+            return J.pull(output.root_product(f, z, batch))
+
+        return self.lin.sum_over_batches(term, k)
