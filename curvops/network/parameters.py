@@ -35,6 +35,10 @@ class Selection:
         """The entries in all tensors that the selection touches."""
         return sum(shape.numel() for shape in self.shapes)
 
+    def size_of(self, names: Sequence[str]) -> int:
+        """The entries in the named tensors."""
+        return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
+
     def positions(self) -> Blocks:
         """For each entry of the selection's tensors its position in the vector, −1 outside a subnetwork."""
         full = torch.arange(self.size)

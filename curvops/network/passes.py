@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from curvops.network.data import Batch
 from curvops.network.engines import LEAST_CHUNK, Engine, Engines
-from curvops.network.inputs import copy, move, num_points
+from curvops.network.inputs import copy, move, num_points, take
 from curvops.network.model import Model
-from curvops.network.output_fisher import OutputFisher
+from curvops.network.output_fisher import OutputFisher, Unit
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.roots import Group, each_group
 
@@ -124,6 +126,21 @@ class Passes:
         for inputs, batch in self._source:
             owners, others = self.engines.checked_owners(inputs)
             yield from each_group(self.model, batch, inputs, fisher, owners, others, self.chunk_bytes)
+
+    def jacobian_rows(self) -> Iterator[tuple[int, list[Group]]]:
+        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together."""
+        start = 0
+        for inputs, _ in self._source:
+            owners, others = self.engines.checked_owners(inputs)
+            plan = self.engines.plan
+            size = max(1, plan.layerwise_bytes) + plan.num_outputs * self.model.selection.size_of(others) * plan.itemsize
+            step = max(1, self.chunk_bytes // size)
+            for first in range(0, num_points(inputs), step):
+                part = take(inputs, slice(first, first + step))
+                label = Batch((), torch.empty(num_points(part), device=self.model.theta.device))
+                groups = each_group(self.model, label, part, Unit(), owners, others, sys.maxsize)
+                yield start, list(groups)
+                start += num_points(part) * plan.num_outputs
 
     @property
     def chunk_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
-from curvops.network.output_fisher import Exact
+from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 
@@ -45,3 +46,110 @@ class Subnetwork(Dense):
     @property
     def psd(self) -> bool:
         return self._kwargs["psd"]
+
+
+class BlockDiagonal(Blocks):
+    """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
+
+    `co.BlockDiagonal(lin, blocks="layer")` has a block for each layer's own parameters; `blocks=[["0.*"], ["2.*", …]]`
+    takes globs over names, and lists of positions work too; what no group names gets its own block with the rest of
+    its layer. Plus a prior, solved by Cholesky. Cost to build: one push of J for each weight; memory: Σ p² numbers, so
+    it is for small layers: KFAC serves large ones. Raises ValueError for groups that overlap or name nothing, and where
+    the blocks exceed the memory budget.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *others: Any,
+        blocks: Any = "layer",
+        positions: Any = None,
+    ) -> None:
+        if isinstance(source, Linearization):
+            positions = tuple(_partition(source, blocks))
+            _require_room(source, positions)
+            dense = [Dense(fisher_block(source, Exact(source.likelihood), index)) for index in positions]
+            source, *others = dense
+        super().__init__(source, *others, positions=positions)
+
+
+def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
+    """Indices or a boolean mask as distinct positions below `size`; raises ValueError or TypeError."""
+    index = torch.as_tensor(indices)
+    if index.dtype == torch.bool:
+        if index.shape != (size,):
+            raise ValueError(f"the mask has shape {tuple(index.shape)}, expected ({size},).")
+        index = index.nonzero().squeeze(1)
+    if index.is_floating_point() or index.ndim != 1:
+        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
+    if index.numel() == 0:
+        raise ValueError("indices select nothing; choose at least one weight.")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= size:
+        raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")
+    if len(index.unique()) != len(index):
+        raise ValueError("the indices hold a position twice; each weight can be selected once.")
+    return index.long()
+
+
+@torch.no_grad()
+def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
+    """A[S, S] from one product (for a curvature: one push of J) for each index."""
+    if isinstance(operator, Curvature):
+        return fisher_block(operator.lin, operator.output, indices)
+    return torch.cat([operator._matmul(_units(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
+
+
+@torch.no_grad()
+def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
+    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S): pushes alone, S of them for each batch."""
+    total = lin.theta.new_zeros(len(indices), len(indices))
+    for batch, J in lin.passes.each(len(indices)):
+        pushed = torch.cat([J.push(_units(part, lin.theta)) for part in indices.split(COLUMNS)])
+        total += output.product(J.outputs, pushed, batch).flatten(1) @ pushed.flatten(1).mT
+    return (total + total.mT) / 2
+
+
+def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
+    units = torch.zeros(len(indices), like.shape[-1], dtype=like.dtype, device=like.device)
+    return units.scatter_(1, indices.unsqueeze(1), 1.0).mT
+
+
+def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
+    """Positions of each block: those of the given groups, then the rest by layer."""
+    of_name = {name: p[p >= 0].flatten() for name, p in lin.model.selection.positions().items()}
+    if isinstance(blocks, str):
+        if blocks != "layer":
+            raise ValueError(f"blocks={blocks!r}; expected 'layer', or a list of groups of names or positions.")
+        blocks = []
+    groups = [_group(group, of_name, lin.num_parameters) for group in blocks]
+    taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
+    if len(taken.unique()) != len(taken):
+        raise ValueError("the groups of blocks= overlap; each weight belongs to one block.")
+    free = torch.ones(lin.num_parameters, dtype=torch.bool)
+    free[taken] = False
+    layers: dict[str, list[Tensor]] = {}
+    for name, positions in of_name.items():
+        layers.setdefault(name.rpartition(".")[0], []).append(positions[free[positions]])
+    rest = [torch.cat(parts) for parts in layers.values()]
+    return [group.to(lin.theta.device) for group in [*groups, *rest] if len(group)]
+
+
+def _group(group: Any, of_name: dict[str, Tensor], size: int) -> Int[Tensor, " p"]:
+    if isinstance(group, Sequence) and all(isinstance(glob, str) for glob in group):
+        globs = [group] if isinstance(group, str) else list(group)
+        names = [name for name in of_name if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+        if not names:
+            raise ValueError(f"blocks= names {group!r}, which matches no parameter among {list(of_name)}.")
+        return torch.cat([of_name[name] for name in names])
+    return checked_indices(group, size).cpu()
+
+
+def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
+    needed = sum(len(index) ** 2 for index in positions) * lin.theta.element_size()
+    if needed > lin.memory_budget:
+        largest = max(len(index) for index in positions)
+        raise ValueError(
+            f"the dense blocks take {needed:,} bytes (the largest {largest:,} × {largest:,}), the memory budget is "
+            f"{lin.memory_budget:,}; use co.KFAC(lin), smaller groups, or a larger memory_budget."
+        )
