@@ -83,6 +83,36 @@ def test_rows_are_the_pull_point_by_point_and_the_pull_is_their_sum(name: str) -
             torch.testing.assert_close(rows[local].sum(0), pulled[local], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if "norm" not in name])
+def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
+    layer, a = build(name)
+    rule = RULES[type(layer)]
+    kept = rule.keep(layer, a)
+    s = torch.randn(len(a), K, *layer(a).shape[1:], dtype=a.dtype)
+    for names in subsets(layer):
+        found = rule.matrices(layer, kept, s, names)
+        assert (found is None) is ("weight" not in names)
+        if found is not None:
+            rows, expected = outer(layer, *found, names), rule.rows(layer, kept, s, names)
+            for local in names:
+                torch.testing.assert_close(rows[local], expected[local], rtol=1e-10, atol=1e-10)
+
+
+def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The rows (n, R, *shape) that `matrices` stands for."""
+    products = torch.einsum("nrgtp,ngtq->nrgpq", left, right)
+    weight = products[..., :-1] if "bias" in names else products
+    rows = {"weight": weight.reshape(*products.shape[:2], *layer.weight.shape)}
+    return rows | ({"bias": products[..., -1].flatten(2)} if "bias" in names else {})
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "norm" in name])
+def test_scales_and_shifts_have_no_matrices(name: str) -> None:
+    layer, a = build(name)
+    s = torch.randn(len(a), K, *layer(a).shape[1:], dtype=a.dtype)
+    assert RULES[type(layer)].matrices(layer, RULES[type(layer)].keep(layer, a), s, ("weight", "bias")) is None
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("linear", 3 * 4), ("linear_positions", 5 * 3 * 4), ("conv_groups", 36 * 6 * 2 * 9), ("layer_norm", 4)],
