@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from curvops.network.rules.convolution import Conv2dRule
+from curvops.network.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from curvops.network.rules.linear import LinearRule
 from curvops.network.rules.norm import ScaleRule
 from curvops.network.rules.rule import Local, Rule
@@ -13,7 +13,12 @@ __all__ = ["RULES", "Local", "Rule", "rule_for"]
 
 RULES: dict[type, Rule] = {
     nn.Linear: LinearRule(),
-    nn.Conv2d: Conv2dRule(),
+    nn.Conv1d: ConvolutionRule(),
+    nn.Conv2d: ConvolutionRule(),
+    nn.Conv3d: ConvolutionRule(),
+    nn.ConvTranspose1d: TransposedConvolutionRule(),
+    nn.ConvTranspose2d: TransposedConvolutionRule(),
+    nn.ConvTranspose3d: TransposedConvolutionRule(),
     nn.LayerNorm: ScaleRule(leading=False),
     nn.GroupNorm: ScaleRule(leading=True),
     nn.BatchNorm1d: ScaleRule(leading=True),
