@@ -116,6 +116,14 @@ def _images() -> Tensor:
     return torch.randn(N, 2, 6, 6)
 
 
+def _series() -> Tensor:
+    return torch.randn(N, 2, 7)
+
+
+def _volumes() -> Tensor:
+    return torch.randn(N, 2, 2, 3, 3)
+
+
 def _two_named() -> dict[str, Tensor]:
     return {"x": _vectors(), "y": _vectors()}
 
@@ -180,6 +188,28 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def _cnn_1d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.ReLU(), nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular"),
+        nn.Tanh(), nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(26, 3),
+    )  # fmt: skip
+
+
+def _cnn_3d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 1), groups=2), nn.Tanh(), nn.ConvTranspose3d(4, 2, 2, bias=False),
+        nn.Flatten(1, -2), nn.Linear(4, 1), nn.Flatten(), nn.Linear(30, 3, bias=False),
+    )  # fmt: skip
+
+
+def _autoencoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="reflect"), nn.Tanh(),
+        nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=2), nn.ReLU(),
+        nn.Conv2d(4, 3, 2, padding="same", padding_mode="replicate"), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
 def _batch_norm() -> nn.Module:
     net = parts.Residual(nn.BatchNorm2d)
     for norm in (net.norm1, net.norm2):
@@ -234,6 +264,10 @@ def _table() -> Iterator[Network]:
     row, f = Network, torch.tanh
     yield row("mlp", _mlp, _vectors)
     yield row("cnn", _cnn, _images)
+    yield row("cnn_1d", _cnn_1d, _series)
+    yield row("cnn_3d", _cnn_3d, _volumes)
+    yield row("autoencoder", _autoencoder, _images)
+    yield row("given_output_size", parts.GivenOutputSize, _images, ("up*",))
     yield row("resnet_groupnorm", lambda: parts.Residual(lambda c: nn.GroupNorm(2, c)), _images, replayable=False)
     yield row("resnet_batchnorm", _batch_norm, _images, replayable=False)
     yield row("norms_1d", _norms_1d, _vectors)

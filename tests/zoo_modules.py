@@ -28,6 +28,17 @@ class Residual(nn.Module):
         return self.head(self.relu(h).mean((2, 3)))
 
 
+class GivenOutputSize(nn.Module):
+    """A transposed convolution that is told its output's size call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.head = nn.Conv2d(2, 3, 2, stride=2), nn.ConvTranspose2d(3, 3, 2, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.up(self.down(x), output_size=(7, 7)).amax((2, 3)))
+
+
 class Pooled(nn.Module):
     """A body on (n, t, d), the mean over t, a linear head. `first` says that the body wants (t, n, d)."""
 

@@ -178,7 +178,8 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
 
     A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
-    in another dtype (autocast), or on a tensor that was written to later. No hook outlives the pass.
+    in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook outlives the
+    pass.
     """
     calls: list[Call] = []
     misfits: set[str] = set()
@@ -187,8 +188,9 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     paths = {module: path for path, module in model.module.named_modules()}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        a, rule = args[0] if args else kwargs["input"], RULES[type(module)]
-        if not (output.requires_grad and a.dtype == output.dtype == dtype):
+        a, *further = [value for value in (*args, *kwargs.values()) if value is not None]
+        rule = RULES[type(module)]
+        if further or not (output.requires_grad and a.dtype == output.dtype == dtype):
             misfits.update(owners[module].values())
             return
         with torch.no_grad():

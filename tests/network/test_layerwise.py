@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network import layerwise
-from curvops.network.layers import LinearRule
 from curvops.network.layerwise import Factors, Layerwise, Rows, owners_of
 from curvops.network.model import Model
 from curvops.network.passes import Passes
+from curvops.network.rules.linear import LinearRule
 from tests import zoo_modules as parts
 from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference

@@ -1,0 +1,67 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from curvops.network.rules.rule import Local
+
+
+class LinearRule:
+    """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
+
+    def supports(self, layer: nn.Linear) -> bool:
+        return True
+
+    def keep(self, layer: nn.Linear, a: Tensor) -> Tensor:
+        return a
+
+    def push(self, layer: nn.Linear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        n, positions, out = kept.shape[0], kept.shape[1:-1], layer.out_features
+        a = kept.reshape(-1, kept.shape[-1])
+        weight, bias = tangents.get("weight"), tangents.get("bias")
+        columns = (weight if weight is not None else tangents["bias"]).shape[0]
+        if weight is None:
+            z = tangents["bias"].reshape(1, -1).expand(a.shape[0], -1)
+        elif bias is None:
+            z = a @ weight.reshape(-1, weight.shape[-1]).mT
+        else:
+            z = torch.addmm(bias.reshape(-1), a, weight.reshape(-1, weight.shape[-1]).mT)
+        if math.prod(positions) == 1:
+            return z.reshape(n, columns, *positions, out)
+        return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
+
+    def pull(self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = kept.reshape(-1, kept.shape[-1])
+        columns, out = s.shape[1], s.shape[-1]
+        flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
+        grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
+        return {name: grads[name]() for name in names}
+
+    def rows(self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
+        s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
+        rows = {"weight": lambda: torch.einsum("ncto,nti->ncoi", s, a), "bias": lambda: s.sum(2)}
+        return {name: rows[name]() for name in names}
+
+    def multiply_adds(self, layer: nn.Linear, output: Tensor) -> int:
+        return output[0].numel() * layer.in_features
+
+    def matrices(
+        self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor] | None:
+        """One group, t the product of the dimensions in between, p outputs, q inputs."""
+        if "weight" not in names:
+            return None
+        left = s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1])
+        right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
+        return left, with_ones(right) if "bias" in names else right
+
+
+def with_ones(right: Tensor) -> Tensor:
+    """`right` (n, g, t, q) with a last column of ones, which stands for the bias."""
+    return torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
