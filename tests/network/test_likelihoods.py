@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
+from tests.network.definitions import TIGHT, autograd_hessians, dense_root
 
 N, C, K = 7, 4, 3
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def outputs(seed: int = 0, scale: float = 2.0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -50,19 +50,6 @@ def likelihood_and_targets(request: pytest.FixtureRequest) -> tuple[Likelihood, 
 @pytest.fixture(params=[None, SAMPLE_WEIGHT], ids=["unweighted", "weighted"], name="w")
 def sample_weights(request: pytest.FixtureRequest) -> Tensor | None:
     return request.param
-
-
-def autograd_hessians(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-    """(n, C, C) Hessians of the negative log-likelihood, point by point, from autograd."""
-    full = torch.autograd.functional.hessian(lambda g: -likelihood.log_prob(g, y, w).sum(), f)
-    return torch.stack([full[i, :, i] for i in range(len(f))])
-
-
-def dense_root(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-    """(n, C, R) square roots, from products with unit vectors."""
-    columns = likelihood.root_columns(f.shape[-1])
-    unit = torch.eye(columns, dtype=f.dtype).unsqueeze(1).expand(columns, len(f), columns)
-    return likelihood.root_product(f, unit, y, w).permute(1, 2, 0)
 
 
 @pytest.mark.parametrize("options", CATEGORICALS.values(), ids=CATEGORICALS)
