@@ -13,6 +13,7 @@ from torch import nn
 
 from curvops.network.bernoulli import Bernoulli
 from curvops.network.categorical import Categorical
+from curvops.network.from_distribution import FromDistribution
 from curvops.network.gaussian import Gaussian
 from curvops.network.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihood import Likelihood
@@ -21,6 +22,7 @@ from curvops.network.poisson import Poisson
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "FromDistribution",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
@@ -45,7 +47,8 @@ def as_likelihood(spec: object) -> Likelihood:
     keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
     point is a sample weight, given with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``, whether
     ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
-    errors up to a constant. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+    errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
+    ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
     Raises TypeError for anything else, and ValueError for options that have no counterpart.
     """
     if isinstance(spec, Likelihood):
@@ -64,9 +67,12 @@ def as_likelihood(spec: object) -> Likelihood:
         return Categorical()
     if spec == "regression":
         return Gaussian(noise=1.0)
+    if callable(spec) and not isinstance(spec, nn.Module | type):
+        return FromDistribution(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
     raise TypeError(
         f"No likelihood for {spec!r}. {remedy} Accepted: curvops.likelihoods.Categorical(...), "
         ".Gaussian(noise=variance), .Bernoulli(...), .Poisson() and .HeteroscedasticGaussian(); instances of "
-        'torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; "classification" and "regression".'
+        "torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; a function from outputs to a "
+        'torch.distributions.Distribution; "classification" and "regression".'
     )
