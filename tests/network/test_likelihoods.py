@@ -244,7 +244,10 @@ def test_categorical_options_are_checked(options: dict) -> None:
     [
         (torch.zeros(3), TypeError, r"integer dtype.*y\.long\(\)"),
         (torch.zeros(3, dtype=torch.bool), TypeError, "integer dtype"),
-        (torch.zeros(3, C), TypeError, r"y\.argmax"),
+        (torch.zeros(3, C), ValueError, r"class probabilities.*y\.softmax\(-1\)"),
+        (torch.full((3, C), math.nan), ValueError, "sum to 1"),
+        (torch.tensor([[1.5, -0.5, 0.0, 0.0]]), ValueError, "at least 0"),
+        (torch.full((3, 3), 1 / 3), ValueError, "4 outputs"),
         (torch.zeros(3, 1, dtype=torch.int64), ValueError, r"y\.squeeze"),
         (torch.zeros(3, C, dtype=torch.int64), ValueError, r"argmax"),
         (torch.tensor([0, -1]), ValueError, "0 .. 3.*from -1 to 0"),
