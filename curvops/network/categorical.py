@@ -14,14 +14,16 @@ from curvops.network.likelihood import Block, Likelihood, Outputs, RootBlock, We
 class Categorical(Likelihood):
     """Softmax over C classes: p = softmax(f), H = diag(p) - p p^T, L = diag(sqrt p) - p sqrt(p)^T.
 
-    Targets are class indices (n,) of an integer dtype. Options mean what they mean in
-    :class:`torch.nn.CrossEntropyLoss` with ``reduction="sum"``; point n then has the target mass
-    q = (1 - s) weight_y e_y + (s / C) weight, the log-likelihood q . log p, the residual |q| p - q and the curvature
-    |q| H, where s is the label smoothing and |q| the sum of q. Without options q is e_y and |q| is 1.
+    Targets are class indices (n,) of an integer dtype, or class probabilities t, floating rows (n, C) that sum to 1; an
+    index y stands for t = e_y. Options mean what they mean in :class:`torch.nn.CrossEntropyLoss` with
+    ``reduction="sum"``; a point then has the target mass q = weight ((1 - s) t + s / C), the log-likelihood q . log p,
+    the residual |q| p - q and the curvature |q| H, where s is the label smoothing and |q| the sum of q. Without options
+    q is t and |q| is 1.
 
     weight: (C,) non-negative weights of the classes.
-    ignore_index: points with this target count for nothing.
-    label_smoothing: s in [0, 1). With s > 0 or weights, exp(log-likelihood) is no longer normalised over y.
+    ignore_index: points with this index as target count for nothing; it has no meaning for class probabilities.
+    label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
+        over y.
     Raises ValueError for options out of range.
     """
 
@@ -50,7 +52,8 @@ class Categorical(Likelihood):
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
         q = self._target_mass(f, y, w)
-        return _zero_sum(q.sum(-1, keepdim=True) * f.softmax(-1) - q, self._class_index(y))
+        largest = q.argmax(-1, keepdim=True) if y.is_floating_point() else self._class_index(y)
+        return _zero_sum(q.sum(-1, keepdim=True) * f.softmax(-1) - q, largest)
 
     def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
         p = f.softmax(-1)
@@ -84,17 +87,23 @@ class Categorical(Likelihood):
         return f.softmax(-1)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        if num_outputs is not None:
+            self._check_classes(num_outputs)
+        if y.is_floating_point() and y.ndim == 2:
+            _check_probabilities(y, num_outputs)
+            return
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise TypeError(
-                f"Categorical targets are class indices of an integer dtype; given {y.dtype}, shape {tuple(y.shape)}. "
-                "Convert labels with y.long(), one-hot rows or class probabilities with y.argmax(-1); "
-                'for regression say likelihood="regression".'
+                "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
+                f"floating one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels with y.long(), one-hot rows "
+                'with y.float(); for regression say likelihood="regression".'
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
             raise ValueError(f"Categorical targets have shape (n,); given {tuple(y.shape)}. {hint}")
-        if num_outputs is not None:
-            self._check_classes(num_outputs)
+        self._check_labels(y, num_outputs)
+
+    def _check_labels(self, y: Tensor, num_outputs: int | None) -> None:
         labels = y[y != self.ignore_index].long()
         if labels.numel() == 0:
             return
@@ -131,15 +140,21 @@ class Categorical(Likelihood):
 
     def _target_mass(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
         """The mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
-        class_weight = f.new_ones(f.shape[-1]) if self.weight is None else self.weight
         smoothing = self.label_smoothing
-        labels = self._class_index(y)
-        on = (1.0 - smoothing) * class_weight[labels]
-        q = (smoothing / f.shape[-1] * class_weight).expand_as(f).scatter_add(-1, labels, on)
+        if y.is_floating_point():
+            q = torch.lerp(y, y.new_tensor(1 / f.shape[-1]), smoothing) if smoothing else y
+            q = q if self.weight is None else self.weight * q
+        else:
+            class_weight = f.new_ones(f.shape[-1]) if self.weight is None else self.weight
+            labels = self._class_index(y)
+            on = (1.0 - smoothing) * class_weight[labels]
+            q = (smoothing / f.shape[-1] * class_weight).expand_as(f).scatter_add(-1, labels, on)
         return q * self._point_weight(y, w, f.dtype)
 
     def _curvature_weight(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
         """The factor |q| (n, 1) of H."""
+        if y.is_floating_point():
+            return self._target_mass(f, y, w).sum(-1, keepdim=True)
         point = self._point_weight(y, w, f.dtype)
         if self.weight is None:
             return point
@@ -147,6 +162,8 @@ class Categorical(Likelihood):
         return point * torch.lerp(label_weight, self.weight.mean(), self.label_smoothing)
 
     def _point_weight(self, y: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if y.is_floating_point():
+            return y.new_ones(1, 1) if w is None else w.unsqueeze(-1)
         counted = (y != self.ignore_index).to(dtype)
         return (counted if w is None else counted * w).unsqueeze(-1)
 
@@ -164,3 +181,15 @@ def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
     That entry is a difference like p - 1, which rounding would leave without digits.
     """
     return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
+
+
+def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
+    if num_outputs is not None and y.shape[1] != num_outputs:
+        raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
+    slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
+    if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
+        raise ValueError(
+            "Categorical targets of a floating dtype are class probabilities: at least 0, with rows that sum to 1. "
+            "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
+            'sample weights. For regression say likelihood="regression".'
+        )

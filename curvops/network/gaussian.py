@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihood import Block, Likelihood, Outputs, RootBlock, Weights, within
+from curvops.network.independent import Independent, check_rows, normal_like, weighted
+from curvops.network.likelihood import Outputs, Weights, within
 
 
-class Gaussian(Likelihood):
+class Gaussian(Independent):
     """Independent normal targets around the outputs: y ~ N(f, noise), H = I / noise.
 
     noise: the VARIANCE, as in gpytorch: a positive number, or a floating tensor, 0-d or one entry per output (C,),
@@ -35,22 +36,19 @@ class Gaussian(Likelihood):
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
-        return _weighted(-0.5 * squares, w).sum(-1)
+        return weighted(-0.5 * squares, w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return _weighted((f - y) / self.noise, w)
+        return weighted((f - y) / self.noise, w)
 
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
-        return _weighted(u / self.noise, w)
+    def curvature(self, f: Outputs, y: Tensor) -> Tensor:
+        return 1 / self.noise
 
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
-        return _weighted(z / self.noise.sqrt(), None if w is None else w.sqrt())
-
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
-        return self.root_product(f, u, y, w)
+    def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
+        return self.noise.rsqrt()
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
-        return (f + self.noise.sqrt() * _normal_like(f, generator)).detach()
+        return (f + self.noise.sqrt() * normal_like(f, generator)).detach()
 
     def mc_residual(
         self,
@@ -59,7 +57,7 @@ class Gaussian(Likelihood):
         w: Weights = None,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        return self.root_product(f, _normal_like(f, generator), y, w)
+        return self.root_product(f, normal_like(f, generator), y, w)
 
     def mean(self, f: Outputs) -> Outputs:
         return f
@@ -70,11 +68,7 @@ class Gaussian(Likelihood):
                 f"Gaussian targets must have a floating dtype; given {y.dtype}. Convert with y.float(); "
                 'for class labels say likelihood="classification".'
             )
-        if y.ndim != 2:
-            hint = "Use y.unsqueeze(-1)." if y.ndim == 1 else "Flatten each target to C numbers."
-            raise ValueError(f"Gaussian targets have the outputs' shape (n, C); given {tuple(y.shape)}. {hint}")
-        if num_outputs is not None and y.shape[1] != num_outputs:
-            raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
+        check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.numel() not in (1, num_outputs):
             raise ValueError(
                 f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs."
@@ -94,11 +88,3 @@ class Gaussian(Likelihood):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Gaussian:
         return self.with_hyperparameters((self.noise.to(device=device, dtype=dtype),))
-
-
-def _weighted(x: Tensor, w: Tensor | None) -> Tensor:
-    return x if w is None else x * w.unsqueeze(-1)
-
-
-def _normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)

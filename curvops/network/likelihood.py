@@ -66,8 +66,11 @@ class Likelihood(ABC):
         """
 
     @abstractmethod
-    def mean(self, f: Outputs) -> Outputs:
-        """Mean of the target given the outputs (class probabilities for a categorical)."""
+    def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
+        """Mean of the target given the outputs: class probabilities for a categorical.
+
+        m is C, but where targets have another number of entries than there are outputs.
+        """
 
     @abstractmethod
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:

@@ -11,32 +11,68 @@ from __future__ import annotations
 
 from torch import nn
 
+from curvops.network.bernoulli import Bernoulli
 from curvops.network.categorical import Categorical
+from curvops.network.from_distribution import FromDistribution
 from curvops.network.gaussian import Gaussian
+from curvops.network.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihood import Likelihood
+from curvops.network.poisson import Poisson
 
-__all__ = ["Categorical", "Gaussian", "Likelihood", "as_likelihood"]
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "FromDistribution",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "Poisson",
+    "as_likelihood",
+]
+
+REMEDIES: dict[type[nn.Module], str] = {
+    nn.NLLLoss: "It takes log-probabilities: say nn.CrossEntropyLoss(), which gives the same on them as on logits.",
+    nn.BCELoss: "It takes probabilities: drop the model's last sigmoid and say nn.BCEWithLogitsLoss().",
+    nn.GaussianNLLLoss: (
+        "It takes the variance beside the outputs: let the model return m means, then m log variances, and say "
+        "curvops.likelihoods.HeteroscedasticGaussian(); for a known variance Gaussian(noise=variance)."
+    ),
+}
 
 
 def as_likelihood(spec: object) -> Likelihood:
     """The likelihood that a user's word or torch loss stands for.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
-    keeps its weight, ignore_index and label smoothing. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative
-    log-likelihood is the sum of squared errors up to a constant. A loss's ``reduction`` is not used: the
-    log-likelihood is always the sum over points. Raises TypeError for anything else.
+    keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
+    point is a sample weight, given with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``, whether
+    ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
+    errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
+    ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+    Raises TypeError for anything else, and ValueError for options that have no counterpart.
     """
     if isinstance(spec, Likelihood):
         return spec
     if isinstance(spec, nn.CrossEntropyLoss):
         return Categorical(spec.weight, spec.ignore_index, spec.label_smoothing)
+    if isinstance(spec, nn.BCEWithLogitsLoss):
+        return Bernoulli(spec.weight, spec.pos_weight)
+    if isinstance(spec, nn.PoissonNLLLoss):
+        if not spec.log_input:
+            raise ValueError("PoissonNLLLoss(log_input=False): let the model return log rates, and use log_input=True.")
+        return Poisson()
     if isinstance(spec, nn.MSELoss):
         return Gaussian(noise=0.5)
     if spec == "classification":
         return Categorical()
     if spec == "regression":
         return Gaussian(noise=1.0)
+    if callable(spec) and not isinstance(spec, nn.Module | type):
+        return FromDistribution(spec)
+    remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
     raise TypeError(
-        f"No likelihood for {spec!r}. Accepted: curvops.likelihoods.Categorical(...) and .Gaussian(noise=variance), "
-        'torch.nn.CrossEntropyLoss and MSELoss (instances), and the strings "classification" and "regression".'
+        f"No likelihood for {spec!r}. {remedy} Accepted: curvops.likelihoods.Categorical(...), "
+        ".Gaussian(noise=variance), .Bernoulli(...), .Poisson() and .HeteroscedasticGaussian(); instances of "
+        "torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; a function from outputs to a "
+        'torch.distributions.Distribution; "classification" and "regression".'
     )

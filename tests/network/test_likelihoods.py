@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from curvops.network.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
+from tests.network.definitions import TIGHT, autograd_hessians, dense_root
 
 N, C, K = 7, 4, 3
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def outputs(seed: int = 0, scale: float = 2.0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -50,19 +50,6 @@ def likelihood_and_targets(request: pytest.FixtureRequest) -> tuple[Likelihood, 
 @pytest.fixture(params=[None, SAMPLE_WEIGHT], ids=["unweighted", "weighted"], name="w")
 def sample_weights(request: pytest.FixtureRequest) -> Tensor | None:
     return request.param
-
-
-def autograd_hessians(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-    """(n, C, C) Hessians of the negative log-likelihood, point by point, from autograd."""
-    full = torch.autograd.functional.hessian(lambda g: -likelihood.log_prob(g, y, w).sum(), f)
-    return torch.stack([full[i, :, i] for i in range(len(f))])
-
-
-def dense_root(likelihood: Likelihood, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-    """(n, C, R) square roots, from products with unit vectors."""
-    columns = likelihood.root_columns(f.shape[-1])
-    unit = torch.eye(columns, dtype=f.dtype).unsqueeze(1).expand(columns, len(f), columns)
-    return likelihood.root_product(f, unit, y, w).permute(1, 2, 0)
 
 
 @pytest.mark.parametrize("options", CATEGORICALS.values(), ids=CATEGORICALS)
@@ -257,7 +244,10 @@ def test_categorical_options_are_checked(options: dict) -> None:
     [
         (torch.zeros(3), TypeError, r"integer dtype.*y\.long\(\)"),
         (torch.zeros(3, dtype=torch.bool), TypeError, "integer dtype"),
-        (torch.zeros(3, C), TypeError, r"y\.argmax"),
+        (torch.zeros(3, C), ValueError, r"class probabilities.*y\.softmax\(-1\)"),
+        (torch.full((3, C), math.nan), ValueError, "sum to 1"),
+        (torch.tensor([[1.5, -0.5, 0.0, 0.0]]), ValueError, "at least 0"),
+        (torch.full((3, 3), 1 / 3), ValueError, "4 outputs"),
         (torch.zeros(3, 1, dtype=torch.int64), ValueError, r"y\.squeeze"),
         (torch.zeros(3, C, dtype=torch.int64), ValueError, r"argmax"),
         (torch.tensor([0, -1]), ValueError, "0 .. 3.*from -1 to 0"),

@@ -99,7 +99,7 @@ DATA: dict[str, tuple[Any, type, str]] = {
     "Inf": ((broken(torch.inf), Y), ValueError, "holds NaN or infinite"),
     "range": ((X, Y + 1), ValueError, r"must lie in 0 .. 2 .*given values from 1 to 3. Renumber"),
     "negative": ((X, Y - 9), ValueError, "given values from -9 to -7"),
-    "dtype": ((X, Y.float()), TypeError, "class indices of an integer dtype; given torch.float32.*y.long"),
+    "dtype": ((X, Y.float()), TypeError, "class indices of an integer dtype.*given torch.float32.*y.long"),
     "shape": ((X, Y[:, None]), ValueError, r"shape \(n,\); given \(7, 1\). Use y.squeeze"),
     "length": ((X, Y[:5]), ValueError, r"7 inputs, but the targets have shape \(5,\)"),
     "mapping": ([{"x": X, "y": Y}], TypeError, "is a dict, not .inputs, targets.*Split mappings"),
