@@ -9,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data import Batch
-from curvops.network.model import Model
+from curvops.network.inputs import take
+from curvops.network.parameters import Blocks
+from curvops.network.probes import tolerance
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 
@@ -20,11 +22,12 @@ class Hessian(NetworkOperator):
     `co.Hessian(lin)`; solve shifted systems with `minres`, not CG. Cost: one forward and one backward pass with its
     graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one vector, 2 more for each
     further one; nothing is kept between products. It has no gradient for the likelihood's hyperparameters. Raises
-    RuntimeError where the model has no second derivatives.
+    RuntimeError where the model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
     """
 
     def __init__(self, source: Linearization | Tensor, lin: Any = None) -> None:
         if isinstance(source, Linearization):
+            _require_symmetric(source)
             lin, source = source, source.theta
         super().__init__(source, lin=lin)
 
@@ -42,36 +45,51 @@ class Hessian(NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         block = block.detach()
-        parts = [self._of_batch(batch, inputs, block) for inputs, batch in self.lin.passes.batches()]
+        parts = [hessian_product(self.lin, batch, inputs, block) for inputs, batch in self.lin.passes.batches()]
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
-    def _of_batch(self, batch: Batch, inputs: Any, block: Tensor) -> Tensor:
-        lin, selection = self.lin, self.lin.model.selection
-        model: Model = lin.model
-        tangents = selection.split(block)
 
-        leaves = model.leaves()
+def hessian_product(lin: Linearization, batch: Batch, inputs: Any, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+    """The Hessian of one batch's negative log-likelihood times a block of vectors."""
+    model, selection = lin.model, lin.model.selection
+    tangents, leaves = selection.split(block), lin.model.leaves()
 
-        def products() -> dict[str, Tensor]:
-            loss = -lin.likelihood.log_prob(model(leaves, inputs), batch.targets, batch.weights).sum()
-            gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
-            used = {name: g for name, g in zip(leaves, gradients) if g is not None and g.requires_grad}
-            found = [
-                torch.autograd.grad(
-                    list(used.values()),
-                    list(leaves.values()),
-                    [tangents[name][k].clone() for name in used],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-                if used
-                else [None] * len(leaves)
-                for k in range(block.shape[1])
-            ]
-            return {
-                name: torch.stack([torch.zeros_like(leaf) if row[i] is None else row[i] for row in found]).detach()
-                for i, (name, leaf) in enumerate(leaves.items())
-            }
+    def products() -> Blocks:
+        loss = -lin.likelihood.log_prob(model(leaves, inputs), batch.targets, batch.weights).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+        used = {name: g for name, g in zip(leaves, gradients) if g is not None and g.requires_grad}
+        rows = [_derivative(used, leaves, {name: tangents[name][k] for name in used}) for k in range(block.shape[1])]
+        return {name: torch.stack([row[name] for row in rows]) for name in leaves}
 
-        with model.lock, model.differentiating():
-            return selection.join(model.holding(leaves, products))
+    with model.lock, model.differentiating():
+        return selection.join(model.holding(leaves, products))
+
+
+def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
+    """The gradient of Σ ⟨of, along⟩, by the leaves' names."""
+    found: Any = [None] * len(leaves)
+    if of:
+        cotangents = [along[name].clone() for name in of]
+        found = torch.autograd.grad(
+            list(of.values()), list(leaves.values()), cotangents, retain_graph=True, allow_unused=True
+        )
+    return {n: torch.zeros_like(leaf) if g is None else g.detach() for (n, leaf), g in zip(leaves.items(), found)}
+
+
+def _require_symmetric(lin: Linearization) -> None:
+    """Compare uᵀHv with vᵀHu on the first points."""
+    inputs, batch = next(lin.passes.batches())
+    few = slice(0, 2)
+    weights = None if batch.weights is None else batch.weights[few]
+    generator = torch.Generator(device=lin.theta.device).manual_seed(0)
+    vectors = torch.randn(
+        2, len(lin.theta), dtype=lin.theta.dtype, device=lin.theta.device, generator=generator
+    ).mT
+    products = hessian_product(lin, Batch((), batch.targets[few], weights), take(inputs, few), vectors)
+    form = vectors.mT @ products
+    scale = vectors.norm() * products.norm()
+    if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(lin.theta.dtype) * scale):
+        raise RuntimeError(
+            "the model's second derivatives are not symmetric, so some operation's are wrong (torch's fused "
+            "weight_norm is one); write that operation out, or use co.GGN(lin), which needs first derivatives alone."
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.base import Operator
 from curvops.network.output_fisher import Unit
+from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.linearization import Linearization
@@ -131,9 +132,9 @@ def _block(group: Group, other: Group, scales: dict[str, Tensor], chunk_bytes: i
                 return scale[0] * _separable(first[0], second[0])
     found = []
     for rows in group.pieces(chunk_bytes):
-        weighted = torch.cat([(rows[name] * scales[name]).flatten(2) for name in group.names], 2)
+        weighted = _flat({name: rows[name] * scales[name] for name in group.names})
         parts = [
-            torch.einsum("nrp,msp->nrms", weighted, torch.cat([r[name].flatten(2) for name in group.names], 2))
+            torch.einsum("nrp,msp->nrms", weighted, _flat({name: r[name] for name in group.names}))
             for r in other.pieces(chunk_bytes)
         ]
         found.append(torch.cat(parts, 2))
@@ -146,3 +147,7 @@ def _separable(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> F
     inner = torch.einsum("ngq,mgq->gnm", a[:, :, 0], b[:, :, 0])
     outer = torch.einsum("nrgp,msgp->gnrms", left[:, :, :, 0], other[:, :, :, 0])
     return (outer * inner[:, :, None, :, None]).sum(0)
+
+
+def _flat(rows: Blocks) -> Float[Tensor, "n r p"]:
+    return torch.cat([row.reshape(*row.shape[:2], -1) for row in rows.values()], 2)

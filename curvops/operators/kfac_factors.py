@@ -92,7 +92,7 @@ def _gram(side: Float[Tensor, "m g t p"]) -> Float[Tensor, "g p p"]:
 
 def _add_exact(block: Block, group: Group, selection: Selection, chunk_bytes: int) -> None:
     for rows in group.pieces(chunk_bytes):
-        flat = torch.cat([rows[name].flatten(2).flatten(0, 1) for name in group.names], 1)
+        flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
         flat = flat[:, _kept(selection, group.names)]
         if flat.shape[1] <= MOST_DENSE:
             block.exact = _plus(block.exact, flat.mT @ flat)
