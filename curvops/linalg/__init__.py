@@ -4,8 +4,10 @@ from curvops.linalg.base import Operator  # first: importing it closes the cycle
 
 # isort: split
 from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.block_diagonal import BlockDiagonal
 from curvops.linalg.cg import cg
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import Nystrom, nystrom
@@ -22,12 +24,15 @@ from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 from curvops.linalg.trace import trace
 
 __all__ = [
+    "BlockDiagonal",
     "Damped",
     "Dense",
     "Diagonal",
     "Eigenpairs",
+    "EigenKronecker",
     "Estimate",
     "Inverse",
+    "Kronecker",
     "LowRank",
     "NotConverged",
     "NotPositiveDefinite",

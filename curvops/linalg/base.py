@@ -17,7 +17,9 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from curvops.linalg.cache import Cache
 from curvops.linalg.contract import SolverContract
+from curvops.linalg.partition import Partition
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
 COLUMN_BLOCK = 64
@@ -102,12 +104,20 @@ class Operator(SolverContract, LinearOperator):
             )
         if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
             return self.add_diagonal(other._diagonal())
+        if isinstance(other, structured.Diagonal):
+            return self.add_diagonal(other.entries)
+        if isinstance(other, damped.Damped):
+            return other + self
         if isinstance(other, Tensor):
             if other.shape[-2:] != self.matrix_shape:
                 raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
             other = structured.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
+        return self._plus(other)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        """A + B for an operator B that is not a diagonal."""
         return algebra.Sum(self, other)
 
     def __radd__(self, other: Any) -> LinearOperator:
@@ -140,7 +150,7 @@ class Operator(SolverContract, LinearOperator):
         shift = shift.squeeze(-1) if shift.ndim and shift.shape[-1] == 1 and self.shape[-1] != 1 else shift
         if shift.ndim and shift.shape[-1] != self.shape[-1]:
             raise ValueError(f"the diagonal has {shift.shape[-1]} entries, the operator {self.shape[-1]}.")
-        return damped.Damped(self, shift, cache=damped.Cache())
+        return damped.Damped(self, shift)
 
     def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
         """A + jitter · I (linear_operator's name for a scalar `add_diagonal`)."""
@@ -247,9 +257,13 @@ def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """A tensor or operator on another device, floating ones in another dtype; anything else unchanged."""
+    """A tensor or operator on another device, floating ones in another dtype; an empty cache; or the value itself."""
     if isinstance(value, LinearOperator):
         return value.to(device=device, dtype=dtype)
+    if isinstance(value, Cache):
+        return Cache()
+    if isinstance(value, Partition):
+        return value.to(device)
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value

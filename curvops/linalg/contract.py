@@ -1,12 +1,14 @@
 """linear_operator's own entries (solve, logdet, roots, samples) answered by our algorithms, never by its CG or Lanczos.
 
-Matrices of at most `DENSE_SIZE` rows are formed and factorised, which costs no more than iterating and has every
-gradient; larger ones are only multiplied. Whatever an iteration could not reach is raised, never returned.
+An operator with a closed form answers by it. Others of at most `DENSE_SIZE` rows are formed and factorised, which
+costs no more than iterating and has every gradient (where one is asked for, closed forms of that size are, too);
+larger ones are only multiplied. Whatever an iteration could not reach is raised, never returned.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from linear_operator.operators import LinearOperator, RootLinearOperator, to_lin
 from torch import Tensor
 
 from curvops.linalg import differentiable
+from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
@@ -58,6 +61,18 @@ class SolverContract:
     def _is_small(self: Any) -> bool:
         return bool(max(self.shape[-2:]) <= DENSE_SIZE)
 
+    def _closed_form(self) -> Any:
+        """The `ClosedForm` of this operator, None where it has none."""
+        return None
+
+    def _exactly(self: Any, *others: Tensor) -> Any:
+        """The closed form to be used now: None where there is none, or the small dense matrix has more gradients."""
+        form = self._closed_form()
+        if form is None or not (self._is_small and recorded((*self.representation(), *others))):
+            return form
+        form.require_definite()
+        return None
+
     def _dense(self: Any) -> Tensor:
         """The dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
         dense: Tensor = self.to_dense()
@@ -79,7 +94,7 @@ class SolverContract:
 
     def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8)."""
-        if not self._is_small:
+        if self._exactly(rhs) is not None or not self._is_small:
             return differentiable.solve(self, rhs, rtol)
         columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs
         solution = torch.linalg.solve(self._dense(), columns)
@@ -100,27 +115,39 @@ class SolverContract:
         return quadratic, self.logdet() if logdet else zero
 
     def logdet(self: Any) -> Tensor:
-        """log det A in nats, a tensor (...,): dense Cholesky where A is small, else the value of an `Estimate`.
+        """log det A in nats, a tensor (...,): the closed form, dense Cholesky where A is small, or an `Estimate`'s value.
 
         Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
         """
+        form = self._exactly()
+        if form is not None:
+            return form.logdet()
         if self._is_small:
             return 2 * torch.linalg.cholesky(self._dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return differentiable.logdet(self)
 
     def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
         """`num_samples` draws of N(0, A), (num_samples, ..., n)."""
+        form = None if recorded(self.representation()) and self._is_small else self._closed_form()
+        if form is not None:
+            return form.draw(num_samples, None).mT
         root = self.root_decomposition().root
         noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
         return (root @ noise).movedim(-1, 0)
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
-        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), through the eigendecomposition of the dense matrix."""
-        self.require_small("the inverse square root")
-        inverse_root = differentiable.inverse_root(self._dense())
-        if lhs is None:
-            return inverse_root @ rhs
-        left = lhs @ inverse_root
+        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)): by the dense matrix where A is small, else the closed form."""
+        form = None if self._is_small else self._closed_form()
+        if form is None:
+            self.require_small("the inverse square root")
+            inverse_root = differentiable.inverse_root(self._dense())
+            if lhs is None:
+                return inverse_root @ rhs
+            left = lhs @ inverse_root
+        else:
+            if lhs is None:
+                return _by_vector(form.inverse_root, rhs)
+            left = _by_vector(form.inverse_root, lhs.mT if lhs.ndim == 2 else lhs).mT
         return left @ rhs, left.square().sum(-1)
 
     def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
@@ -174,13 +201,21 @@ class SolverContract:
     # What a subclass with a closed form replaces
 
     def _solve_block(self: Any, block: Tensor, rtol: float | None = None) -> Tensor:
-        """A⁻¹ B for B (n,) or (n, K), raising `NotConverged`; the default is block CG."""
+        """A⁻¹ B for B (n,) or (n, K): the closed form, or block CG, which may raise `NotConverged`."""
+        form = self._closed_form()
+        if form is not None:
+            return _by_vector(lambda block: form.solve(block, rtol), block)
         rtol = default_rtol(self.dtype) if rtol is None else rtol
         return differentiable.accept(cg(self, block, rtol=rtol), rtol)
 
     def _logdet_estimate(self: Any) -> Estimate:
         """log det A with its standard error; the default is stochastic Lanczos quadrature."""
         return logdet(self)
+
+
+def _by_vector(of_block: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
+    """Call a function of blocks (n, K) with a vector (n,) or a block."""
+    return of_block(vectors.unsqueeze(-1)).squeeze(-1) if vectors.ndim == 1 else of_block(vectors)
 
 
 def default_rtol(dtype: torch.dtype) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,40 +11,31 @@ from torch import Tensor
 
 from curvops.linalg.algebra import Product, is_psd, is_symmetric
 from curvops.linalg.base import Operator
+from curvops.linalg.cache import Cache
 from curvops.linalg.cg import cg
+from curvops.linalg.closed_form import ClosedForm
+from curvops.linalg.closed_forms import closed_form, row_of
 from curvops.linalg.contract import default_rtol
 from curvops.linalg.differentiable import accept
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate
-from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
+from curvops.linalg.structured import Diagonal, draw
 
 # Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
 MOST_COLUMNS = 128
 
 
-@dataclass(eq=False)
-class Cache:
-    """What one operator has computed for itself: its preconditioner. Dropped by pickling and copying."""
-
-    preconditioner: Any = None
-    columns: int = 0
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
-        return Cache, ()
-
-
 class Damped(Operator):
     """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
 
-    Made by `A.add_diagonal(d)`. Solves, log-determinants and samples come from the operand's row in `CLOSED_FORMS`
-    where there is one, else from block CG with a Nyström preconditioner (Frangella, Tropp & Udell 2023), from
+    Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
+    operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella, Tropp & Udell 2023), from
     stochastic Lanczos quadrature, and from perturb-and-solve.
     """
 
     def __init__(self, base: LinearOperator, shift: Tensor, cache: Cache | None = None) -> None:
-        super().__init__(base, shift, cache=cache)
+        super().__init__(base, shift, cache=Cache() if cache is None else cache)
 
     @property
     def base(self) -> LinearOperator:
@@ -56,6 +46,10 @@ class Damped(Operator):
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
         return self._args[1]
+
+    @property
+    def _cache(self) -> Cache:
+        return self._kwargs["cache"]
 
     @property
     def symmetric(self) -> bool:
@@ -71,7 +65,7 @@ class Damped(Operator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
-        return self if transposed is self.base else Damped(transposed, self.shift, cache=Cache())
+        return self if transposed is self.base else Damped(transposed, self.shift)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
@@ -87,10 +81,24 @@ class Damped(Operator):
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         total = super().add_diagonal(diag)
-        return Damped(self.base, self.shift + total.shift, cache=Cache())
+        return Damped(self.base, self.shift + total.shift)
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, Damped):
+            return Damped(self.base + other.base, self.shift + other.shift)
+        return super().__add__(other)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return Damped(self.base + other, self.shift)
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        if factor.ndim:
+            return super()._mul_constant(other)
+        return Damped(self.base._mul_constant(factor), self.shift * factor)
 
     def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
-        return Damped(base, change(self.shift) if self.shift.ndim > 1 else self.shift, cache=Cache())
+        return Damped(base, change(self.shift) if self.shift.ndim > 1 else self.shift)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         operator = self
@@ -119,8 +127,8 @@ class Damped(Operator):
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and kept for later solves. With a
         vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales cost no iterations.
         """
-        cache: Cache | None = self._kwargs["cache"]
-        if cache is None or not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
+        cache = self._cache
+        if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
             if cache.preconditioner is None or columns > 4 * cache.columns:
@@ -151,10 +159,16 @@ class Damped(Operator):
         base, level, scale = self._whitened(shift)
         return base, level, shift.new_zeros(()) if scale is None else shift.log().sum()
 
+    def _closed_form(self) -> ClosedForm | None:
+        """This operand's row, factorised once."""
+        if self.batch_shape or row_of(self.base) is None:
+            return None
+        tensors = (*self.base.representation(), self.shift)
+        return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
+
     def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        form = closed_form(self.base)
-        if form is not None:
-            return by_vector(form.solve, self.base, self.shift, block)
+        if self._closed_form() is not None:
+            return super()._solve_block(block, rtol)
         rtol = default_rtol(self.dtype) if rtol is None else rtol
         preconditioner = self.preconditioner(1 if block.ndim == 1 else block.shape[-1])
         if block.ndim == 1:
@@ -166,10 +180,6 @@ class Damped(Operator):
         return torch.cat([part.mT for part in parts]).mT
 
     def _logdet_estimate(self) -> Estimate:
-        form = closed_form(self.base)
-        if form is not None:
-            value = form.logdet(self.base, self.shift)
-            return Estimate(value=value, stderr=torch.zeros_like(value), samples=0, matvecs=0)
         parts = self.shifted_form()
         if parts is None:
             return logdet(self)
@@ -177,10 +187,16 @@ class Damped(Operator):
         return logdet(base, shift=level) + offset
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        form = self._closed_form()
+        if form is not None:
+            return form.draw(k, generator)
         noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
         return draw(self.base, k, generator) + noise
 
     def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
+        form = self._closed_form()
+        if form is not None:
+            return form.draw_inverse(k, generator, rtol)
         return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
 
 
@@ -222,6 +238,17 @@ class Inverse(Operator):
     def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
         return self.base._matmul(block)
 
+    def _diagonal(self) -> Tensor:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return super()._diagonal() if form is None else form.inverse_diagonal()
+
+    def logdet(self) -> Tensor:
+        return -self.base.logdet()
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return super().zero_mean_mvn_samples(num_samples) if form is None else form.draw_inverse(num_samples, None).mT
+
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
@@ -238,66 +265,3 @@ class _Scaled:
     def __matmul__(self, block: Tensor) -> Tensor:
         scale = self.scale if block.ndim == 1 else self.scale.unsqueeze(-1)
         return scale * (self.inner @ (scale * block))
-
-
-# Closed forms of A + diag(d), one row per class of operand: solve a block, and the log-determinant.
-
-
-class _OfDiagonal:
-    @staticmethod
-    def solve(base: Any, shift: Tensor, block: Tensor) -> Tensor:
-        return block / (base.entries + shift).unsqueeze(-1)
-
-    @staticmethod
-    def logdet(base: Any, shift: Tensor) -> Tensor:
-        return (base.entries + shift).log().sum(-1)
-
-
-class _OfLowRank:
-    """Woodbury with W = U √s: (D + W Wᵀ)⁻¹ = D⁻¹ − D⁻¹W (I + WᵀD⁻¹W)⁻¹ WᵀD⁻¹, D = diag(d)."""
-
-    @staticmethod
-    def solve(base: Any, shift: Tensor, block: Tensor) -> Tensor:
-        scaled = base.root / shift.expand(base.shape[-1]).unsqueeze(-1)
-        chol = torch.linalg.cholesky(_capacitance(base.root, scaled))
-        direct = block / shift.expand(base.shape[-1]).unsqueeze(-1)
-        return direct - scaled @ torch.cholesky_solve(base.root.mT @ direct, chol)
-
-    @staticmethod
-    def logdet(base: Any, shift: Tensor) -> Tensor:
-        shift = shift.expand(base.shape[-1])
-        small = _capacitance(base.root, base.root / shift.unsqueeze(-1))
-        return shift.log().sum() + torch.linalg.slogdet(small)[1]
-
-
-class _OfDense:
-    @staticmethod
-    def solve(base: Any, shift: Tensor, block: Tensor) -> Tensor:
-        return torch.cholesky_solve(block, torch.linalg.cholesky(_dense(base, shift)))
-
-    @staticmethod
-    def logdet(base: Any, shift: Tensor) -> Tensor:
-        return 2 * torch.linalg.cholesky(_dense(base, shift)).diagonal().log().sum()
-
-
-CLOSED_FORMS: dict[type, Any] = {Diagonal: _OfDiagonal, LowRank: _OfLowRank, Dense: _OfDense}
-
-
-def closed_form(base: LinearOperator) -> Any:
-    """The row of `CLOSED_FORMS` for an operand, None where there is none."""
-    return CLOSED_FORMS.get(type(base)) if not base.batch_shape else None
-
-
-def by_vector(solve: Any, base: LinearOperator, shift: Tensor, block: Tensor) -> Tensor:
-    """Call a block solve with a vector (n,) or a block (n, K)."""
-    if block.ndim == 1:
-        return solve(base, shift, block.unsqueeze(-1)).squeeze(-1)
-    return solve(base, shift, block)
-
-
-def _capacitance(root: Tensor, scaled: Tensor) -> Tensor:
-    return torch.eye(root.shape[-1], dtype=root.dtype, device=root.device) + root.mT @ scaled
-
-
-def _dense(base: LinearOperator, shift: Tensor) -> Tensor:
-    return base.to_dense() + torch.diag_embed(shift.expand(base.shape[-1]))

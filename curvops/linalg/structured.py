@@ -1,16 +1,20 @@
-"""Structured operators that need no network (diagonal, low rank), and exact draws of N(0, A) through the algebra."""
+"""Diagonal, dense and low-rank operators, and exact draws of N(0, A) through the algebra."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum, is_psd
 from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
+from curvops.linalg.results import Estimate
+from curvops.linalg.vectors import random_block
 
 
 class Diagonal(Operator):
@@ -41,11 +45,21 @@ class Diagonal(Operator):
     def _diagonal(self) -> Tensor:
         return self.entries
 
-    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return block / (self.entries if block.ndim == 1 else self.entries.unsqueeze(-1))
+    def __add__(self, other: Any) -> LinearOperator:
+        return Diagonal(self.entries + other.entries) if isinstance(other, Diagonal) else super().__add__(other)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return other.add_diagonal(self.entries) if isinstance(other, Operator) else super()._plus(other)
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        return super()._mul_constant(other) if factor.ndim else Diagonal(self.entries * factor)
+
+    def _closed_form(self) -> Any:
+        return self.add_diagonal(0.0)._closed_form()
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.entries.sqrt().unsqueeze(-1) * _normal(len(self.entries), k, self.entries, generator)
+        return self.entries.sqrt().unsqueeze(-1) * normal(len(self.entries), k, self.entries, generator)
 
 
 class Dense(Operator):
@@ -104,11 +118,11 @@ class Dense(Operator):
 class LowRank(Operator):
     """U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0; a product costs two multiplications by U.
 
-    `add_diagonal` keeps closed forms (Woodbury); made by `co.linalg.nystrom(...).operator()`.
+    `add_diagonal` keeps closed forms (Woodbury); made by `co.low_rank`, which says in `error` how close it is.
     """
 
-    def __init__(self, vectors: Tensor, values: Tensor) -> None:
-        super().__init__(vectors, values)
+    def __init__(self, vectors: Tensor, values: Tensor, error: Estimate | None = None) -> None:
+        super().__init__(vectors, values, error=error)
 
     @property
     def vectors(self) -> Tensor:
@@ -119,6 +133,11 @@ class LowRank(Operator):
     def values(self) -> Tensor:
         """s, (r,)."""
         return self._args[1]
+
+    @property
+    def error(self) -> Estimate | None:
+        """‖A − Â‖_F / ‖A‖_F for the matrix A that this approximates, where it was made by `co.low_rank`."""
+        return self._kwargs["error"]
 
     @property
     def root(self) -> Tensor:
@@ -142,8 +161,36 @@ class LowRank(Operator):
     def _diagonal(self) -> Tensor:
         return self.vectors.square() @ self.values
 
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        if factor.ndim:
+            return super()._mul_constant(other)
+        return LowRank(self.vectors, self.values * factor, error=self.error)
+
+    def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
+        """U diag(s) Uᵀ + diag(e) with e ≥ 0 such that its diagonal is the one given, that of the matrix approximated.
+
+        A `Damped`: products, draws and `add_diagonal` are exact, solves by Woodbury where the diagonal added to e is
+        positive. Raises ValueError where an entry given is smaller than that of the low-rank part beyond rounding.
+        """
+        n = self.shape[-1]
+        if diagonal.shape != (n,):
+            raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
+        own = self._diagonal()
+        rest = diagonal - own
+        # What rounding leaves of a Nyström approximation (its stabilising shift), and of the sum over its rank.
+        eps = torch.finfo(self.dtype).eps
+        slack = eps * (math.sqrt(n) * self.values.detach().norm() + 10 * len(self.values) * own.detach().abs())
+        if not bool((rest.detach() >= -slack).all()):
+            worst = int((rest.detach() + slack).argmin())
+            raise ValueError(
+                f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
+                "the low-rank part. Give the exact diagonal of the matrix approximated; an estimate of it will not do."
+            )
+        return self.add_diagonal(rest.clamp_min(0))
+
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.root @ _normal(len(self.values), k, self.values, generator)
+        return self.root @ normal(len(self.values), k, self.values, generator)
 
 
 def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -170,7 +217,7 @@ def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = N
         return left._matmul(draw(Product(*middle) if len(middle) > 1 else middle[0], k, generator))
     if isinstance(operator, Product) and operator.psd and len(operator.factors) == 2:
         left = operator.factors[0]
-        noise = _normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)
+        noise = normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)
         return left._matmul(noise)
     return _draw_dense(operator, k, generator)
 
@@ -185,8 +232,9 @@ def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | N
     floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     if bool((values < floor).any()):
         raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
-    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * _normal(len(values), k, values, generator))
+    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * normal(len(values), k, values, generator))
 
 
-def _normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(k, n, dtype=like.dtype, device=like.device, generator=generator).mT
+def normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """k standard normal vectors as columns, (n, k), in the dtype and on the device of a tensor."""
+    return random_block(n, k, "gaussian", dtype=like.dtype, device=like.device, generator=generator)

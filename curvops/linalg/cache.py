@@ -1,0 +1,89 @@
+"""What an operator has computed for itself, kept as long as its tensors stay what they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+def recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether what is computed from these tensors now would carry a graph."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A value with the tensors it came from: holding them keeps their addresses from being used again."""
+
+    value: Any
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    watched: tuple[Tensor, ...]
+    inference: bool
+
+    def fits(self, tensors: Sequence[Tensor], watched: Sequence[Tensor]) -> bool:
+        return (
+            self.inference == torch.is_inference_mode_enabled()
+            and len(tensors) == len(self.sources)
+            and all(_same_storage(a, b) for a, b in zip(tensors, self.sources))
+            and self.versions == tuple(map(_version, tensors))
+            and all(torch.equal(a, b) for a, b in zip(watched, self.watched))
+        )
+
+
+@dataclass(eq=False)
+class Cache:
+    """One operator's factorisations and preconditioner. Dropped by pickling and copying."""
+
+    preconditioner: Any = None
+    columns: int = 0
+    lock: Any = field(default_factory=threading.RLock)
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+
+    def kept(
+        self, name: str, tensors: Sequence[Tensor], compute: Callable[[], Value], watched: Sequence[Tensor] = ()
+    ) -> Value:
+        """`compute()`, once for these tensors; afresh where a graph is recorded through them.
+
+        Tensors are told apart by their storage and version; those `watched` also by their values, which catches
+        changes that leave the version as it was (`.data`, fused optimisers).
+        """
+        if recorded(tensors):
+            return compute()
+        with self.lock:
+            entry = self._entries.get(name)
+            if entry is None or not entry.fits(tensors, watched):
+                entry = _Entry(
+                    compute(),
+                    tuple(tensor.detach() for tensor in tensors),
+                    tuple(map(_version, tensors)),
+                    tuple(tensor.detach().clone() for tensor in watched),
+                    torch.is_inference_mode_enabled(),
+                )
+                self._entries[name] = entry
+            value: Value = entry.value
+            return value
+
+    def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
+        return Cache, ()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_storage(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.data_ptr() == right.data_ptr()
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+        and left.dtype == right.dtype
+        and left.device == right.device
+    )

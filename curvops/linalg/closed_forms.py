@@ -1,0 +1,321 @@
+"""P = A + diag(d) in closed form: one table, a row per class of the operand A.
+
+A row is built from (A, d), d a number or a vector, factorises when first asked and keeps what it found. All of it is
+exact and made of differentiable operations; only the eigenvectors of a Kronecker product have no gradient where
+eigenvalues of a factor coincide (its solves, through `differentiable.solve`, and log-determinants have).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.algebra import is_psd, is_symmetric
+from curvops.linalg.block_diagonal import BlockDiagonal
+from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite
+from curvops.linalg.differentiable import inverse_root
+from curvops.linalg.kronecker import EigenKronecker, Kronecker
+from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
+
+# Blocks without a closed form are formed and factorised up to this many rows; larger ones are solved for iteratively.
+DENSE_BLOCK = 2048
+
+
+class OfDiagonal(Spectral):
+    """Elementwise."""
+
+    @property
+    def spectrum(self) -> Tensor:
+        return self.base.entries + self.shift
+
+    def rotate(self, block: Tensor) -> Tensor:
+        return block
+
+    def rotate_back(self, block: Tensor) -> Tensor:
+        return block
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        if bool((self.spectrum == 0).any()):
+            raise not_definite(self.base, 0.0)
+        return block / self.spectrum.unsqueeze(-1)  # of any sign
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.definite_spectrum.reciprocal()
+
+
+class OfEigenKronecker(Spectral):
+    """U_g (diag(values_g) + d_g I) U_gᵀ: the shift must be one number per group."""
+
+    @cached_property
+    def eigen(self) -> EigenKronecker:
+        """The eigendecomposition of the operand."""
+        return cast(EigenKronecker, self.base)
+
+    @cached_property
+    def level(self) -> Tensor:
+        """The shift of each group, (g, 1) or 0-d."""
+        if self.shift.ndim == 0:
+            return self.shift
+        by_group = self.shift.reshape(self.eigen.values.shape[0], -1)
+        if not bool((by_group == by_group[:, :1]).all()):
+            raise ValueError(
+                f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group (a "
+                "layer); this d varies within one. Use one prior precision a layer, or a curvature that takes any "
+                "positive d: a diagonal approximation (Diagonal), low_rank(...), or the GGN itself."
+            )
+        return by_group.mean(1, keepdim=True)
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        return (self.eigen.values.flatten(1) + self.level).flatten()
+
+    @cached_property
+    def definite_spectrum(self) -> Tensor:
+        found = self.spectrum.detach().reshape(self.eigen.values.shape[0], -1)
+        # Without a shift, eigenvalues at the rounding level of the largest one are not known to be positive.
+        floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
+        if not bool((found > floor).all()):
+            raise not_definite(self.base, float((found - floor).min()))
+        return self.spectrum
+
+    def rotate(self, block: Tensor) -> Tensor:
+        return self.eigen.rotate(block)
+
+    def rotate_back(self, block: Tensor) -> Tensor:
+        return self.eigen.rotate_back(block)
+
+    def logdet(self) -> Tensor:
+        value = super().logdet()
+        if self.shift.ndim and self.shift.requires_grad:
+            # d log det P / dd_i = (P⁻¹)_ii: what the mean over the group does not carry, with the value zero.
+            missing = self.shift.reshape(len(self.level), -1) - self.level
+            value = value + (self.inverse_diagonal().detach() * missing.flatten()).sum()
+        return value
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.eigen.diagonal_of(self.definite_spectrum.reciprocal())
+
+
+class OfKronecker(OfEigenKronecker):
+    """Through the eigendecomposition of the factors, which the operand keeps."""
+
+    @cached_property
+    def eigen(self) -> EigenKronecker:
+        return cast(Kronecker, self.base).eigen()
+
+
+class OfLowRank(ClosedForm):
+    """Woodbury: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return bool((shift > 0).all()) and is_psd(base)
+
+    @property
+    def inverse_shift(self) -> Tensor:
+        """D⁻¹ as a column, (n, 1) or 0-d."""
+        return self.shift.reciprocal() if self.shift.ndim == 0 else self.shift.reciprocal().unsqueeze(-1)
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """D⁻¹U, (n, r)."""
+        return self.inverse_shift * self.base.vectors
+
+    @cached_property
+    def capacitance(self) -> Tensor:
+        """I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where an eigenvalue in S is zero."""
+        return self._eye + (self.base.vectors.mT @ self.scaled) * self.base.values
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The LU factors of the capacitance."""
+        lu, pivots = torch.linalg.lu_factor(self.capacitance)
+        return lu, pivots
+
+    @property
+    def _eye(self) -> Tensor:
+        return torch.eye(len(self.base.values), dtype=self.base.dtype, device=self.base.device)
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        inner = torch.linalg.lu_solve(*self.factors, self.scaled.mT @ block)
+        return self.inverse_shift * block - self.scaled @ (self.base.values.unsqueeze(-1) * inner)
+
+    def logdet(self) -> Tensor:
+        shift = self.shift.expand(self.base.shape[-1])
+        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1]
+
+    def inverse_diagonal(self) -> Tensor:
+        middle = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self.scaled.mT)
+        return self.shift.reciprocal() - (self.scaled * middle.mT).sum(-1)
+
+    @cached_property
+    def whitened(self) -> tuple[Tensor, Tensor]:
+        """W = D^-½U√S and f = (R² (I + R)⁻¹) with R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
+        W = self.inverse_shift.sqrt() * self.base.root
+        R = inverse_root(self._eye + W.mT @ W)
+        return W, R @ torch.linalg.solve(self._eye + R, R)
+
+    def _whitened_root(self, block: Tensor) -> Tensor:
+        W, f = self.whitened
+        return block - W @ (f @ (W.mT @ block))
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        noise = self.inverse_shift.rsqrt() * self._normal(k, generator)
+        return draw(self.base, k, generator) + noise
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self.inverse_shift.sqrt() * self._whitened_root(self._normal(k, generator))
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        if self.shift.ndim and not bool((self.shift == self.shift[0]).all()):
+            raise ValueError(
+                "the symmetric inverse root of LowRank + diag(d) has a closed form only where d is one number; "
+                "for samples of N(0, P⁻¹) use draw(P.inverse(), k), which takes any positive d."
+            )
+        return self.inverse_shift.sqrt() * self._whitened_root(block)
+
+
+class OfDense(ClosedForm):
+    """Cholesky, for an operand that may be formed."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return is_symmetric(base)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """P, (n, n)."""
+        return self.base.to_dense() + torch.diag_embed(self.shift.expand(self.base.shape[-1]))
+
+    @cached_property
+    def chol(self) -> Tensor:
+        """L with P = L Lᵀ."""
+        L, info = torch.linalg.cholesky_ex(self.dense)
+        if bool(info != 0):
+            raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
+        return L
+
+    def require_definite(self) -> None:
+        _ = self.chol
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return torch.cholesky_solve(block, self.chol)
+
+    def logdet(self) -> Tensor:
+        return 2 * self.chol.diagonal().log().sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        eye = torch.eye(len(self.chol), dtype=self.chol.dtype, device=self.chol.device)
+        return torch.linalg.solve_triangular(self.chol, eye, upper=False).square().sum(0)
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.chol @ self._normal(k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return torch.linalg.solve_triangular(self.chol.mT, self._normal(k, generator), upper=True)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        self.require_definite()
+        return self.root @ block
+
+    @cached_property
+    def root(self) -> Tensor:
+        """P^-½."""
+        return inverse_root((self.dense + self.dense.mT) / 2)
+
+
+class OfBlocks(ClosedForm):
+    """Block by block: each by its own row, else by Cholesky up to `DENSE_BLOCK` rows, else iteratively."""
+
+    @cached_property
+    def rows(self) -> list[ClosedForm]:
+        """The closed form of each block."""
+        blocks = self.base.blocks
+        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
+        return [_of_block(block.add_diagonal(shift)) for block, shift in zip(blocks, shifts)]
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        return self.base.partition.join([part.mT for part in parts]).mT
+
+    def _split(self, block: Tensor) -> list[Tensor]:
+        return [part.mT for part in self.base.partition.split(block.mT)]
+
+    def require_definite(self) -> None:
+        for row in self.rows:
+            row.require_definite()
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self._join([row.solve(part, rtol) for row, part in zip(self.rows, self._split(block))])
+
+    def logdet(self) -> Tensor:
+        return torch.stack([row.logdet() for row in self.rows]).sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        diagonal: Tensor = self.base.partition.join([row.inverse_diagonal() for row in self.rows])
+        return diagonal
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self._join([row.draw(k, generator) for row in self.rows])
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self._join([row.draw_inverse(k, generator, rtol) for row in self.rows])
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self._join([row.inverse_root(part) for row, part in zip(self.rows, self._split(block))])
+
+
+class OfProducts(ClosedForm):
+    """No closed form: a large block among others, which is solved for and sampled by its products."""
+
+    def __init__(self, damped: Any) -> None:
+        super().__init__(damped, damped.shift)
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self.base.solve_to(block, rtol)
+
+    def logdet(self) -> Tensor:
+        return self.base.logdet()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.base.inverse().diagonal()
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return draw(self.base, k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return draw(self.base.inverse(rtol), k, generator)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self.base.sqrt_inv_matmul(block)
+
+
+CLOSED_FORMS: dict[type, type[ClosedForm]] = {
+    Diagonal: OfDiagonal,
+    LowRank: OfLowRank,
+    Dense: OfDense,
+    Kronecker: OfKronecker,
+    EigenKronecker: OfEigenKronecker,
+    BlockDiagonal: OfBlocks,
+}
+
+
+def row_of(base: LinearOperator) -> type[ClosedForm] | None:
+    """The row of `CLOSED_FORMS` for the operand's class, or for the nearest that it derives from; None without one."""
+    return next((CLOSED_FORMS[cls] for cls in type(base).__mro__ if cls in CLOSED_FORMS), None)
+
+
+def closed_form(base: LinearOperator, shift: Tensor) -> ClosedForm | None:
+    """A + diag(d) in closed form; None where there is none, for batches, and where the row's conditions fail."""
+    row = row_of(base) if not base.batch_shape and shift.ndim <= 1 else None
+    return row(base, shift) if row is not None and row.fits(base, shift) else None
+
+
+def _of_block(damped: Any) -> ClosedForm:
+    row = damped._closed_form()
+    if row is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+        return OfDense(damped.base, damped.shift)
+    return OfProducts(damped) if row is None else row

@@ -1,0 +1,109 @@
+"""Positions of a vector divided among blocks: which entries each block takes, and how parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Disjoint sets of positions that together cover a vector, each a range or an index tensor. See `partition`."""
+
+    parts: tuple[range | Tensor, ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many positions each part has."""
+        return [len(part) for part in self.parts]
+
+    @property
+    def size(self) -> int:
+        """Length n of the vector."""
+        return sum(self.sizes)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the parts are ranges one after the other: then splitting and joining need no index."""
+        start = 0
+        for part in self.parts:
+            if not isinstance(part, range) or part.start != start:
+                return False
+            start = part.stop
+        return True
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """The parts of each row, (..., n) -> (..., p_i); views where the positions are ranges."""
+        if self.in_order:
+            return list(torch.split(rows, self.sizes, dim=-1))
+        return [
+            rows.narrow(-1, part.start, len(part)) if isinstance(part, range) else rows.index_select(-1, part)
+            for part in self.parts
+        ]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        if self._by_start is not None:
+            return torch.cat([parts[i] for i in self._by_start], dim=-1)
+        return torch.cat(list(parts), dim=-1).index_select(-1, self._places)
+
+    @cached_property
+    def _by_start(self) -> list[int] | None:
+        """The order of the parts where all are ranges."""
+        starts = [part.start for part in self.parts if isinstance(part, range)]
+        return sorted(range(len(starts)), key=starts.__getitem__) if len(starts) == len(self.parts) else None
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where in the concatenated parts each position is found."""
+        device = next(part.device for part in self.parts if isinstance(part, Tensor))
+        order = [p if isinstance(p, Tensor) else torch.arange(p.start, p.stop, device=device) for p in self.parts]
+        return torch.cat(order).argsort()
+
+    def to(self, device: torch.device | None) -> Partition:
+        """The same partition with its index tensors on a device."""
+        return Partition(tuple(p.to(device) if isinstance(p, Tensor) else p for p in self.parts))
+
+
+def partition(positions: Sequence[Tensor | range], device: torch.device | None = None) -> Partition:
+    """Check positions, each a LongTensor (p_i,) or a range, and turn consecutive ones into ranges.
+
+    Raises ValueError where they overlap, leave a gap, are empty, or are not one-dimensional integers.
+    """
+    if not len(positions):
+        raise ValueError("a partition needs at least one set of positions, got none.")
+    parts = tuple(_simplest(each, i, device) for i, each in enumerate(positions))
+    n = sum(map(len, parts))
+    counts = torch.zeros(n, dtype=torch.long)
+    for part in parts:
+        index = torch.arange(part.start, part.stop) if isinstance(part, range) else part.cpu()
+        if int(index.min()) < 0 or int(index.max()) >= n:
+            raise ValueError(
+                f"positions must be disjoint and cover 0..{n - 1} ({n} in all); got {int(index.min())}..{int(index.max())}."
+            )
+        counts.index_add_(0, index, torch.ones_like(index))
+    if bool((counts != 1).any()):
+        raise ValueError(
+            f"positions must be disjoint and cover 0..{n - 1} ({n} in all); position {int((counts != 1).nonzero()[0])} "
+            f"is taken {int(counts[counts != 1][0])} times."
+        )
+    return Partition(parts)
+
+
+def _simplest(positions: Tensor | range, which: int, device: torch.device | None) -> range | Tensor:
+    if isinstance(positions, range):
+        if positions.step != 1 or not len(positions):
+            raise ValueError(f"positions of block {which} must be a range of step 1 that is not empty: {positions}.")
+        return positions
+    if positions.ndim != 1 or positions.dtype != torch.long or not len(positions):
+        raise ValueError(
+            f"positions of block {which} must be a LongTensor (p,) that is not empty, got {positions.dtype} of shape "
+            f"{tuple(positions.shape)}."
+        )
+    start = int(positions[0])
+    consecutive = torch.arange(start, start + len(positions), device=positions.device)
+    return range(start, start + len(positions)) if torch.equal(positions, consecutive) else positions.to(device)
