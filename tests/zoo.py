@@ -188,28 +188,6 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def _cnn_1d() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.ReLU(), nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular"),
-        nn.Tanh(), nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(26, 3),
-    )  # fmt: skip
-
-
-def _cnn_3d() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 1), groups=2), nn.Tanh(), nn.ConvTranspose3d(4, 2, 2, bias=False),
-        nn.Flatten(1, -2), nn.Linear(4, 1), nn.Flatten(), nn.Linear(30, 3, bias=False),
-    )  # fmt: skip
-
-
-def _autoencoder() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="reflect"), nn.Tanh(),
-        nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=2), nn.ReLU(),
-        nn.Conv2d(4, 3, 2, padding="same", padding_mode="replicate"), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-    )  # fmt: skip
-
-
 def _batch_norm() -> nn.Module:
     net = parts.Residual(nn.BatchNorm2d)
     for norm in (net.norm1, net.norm2):
@@ -264,12 +242,15 @@ def _table() -> Iterator[Network]:
     row, f = Network, torch.tanh
     yield row("mlp", _mlp, _vectors)
     yield row("cnn", _cnn, _images)
-    yield row("cnn_1d", _cnn_1d, _series)
-    yield row("cnn_3d", _cnn_3d, _volumes)
-    yield row("autoencoder", _autoencoder, _images)
+    yield row("cnn_1d", parts.cnn_1d, _series)
+    yield row("cnn_3d", parts.cnn_3d, _volumes)
+    yield row("autoencoder", parts.autoencoder, _images)
     yield row("given_output_size", parts.GivenOutputSize, _images, ("up*",))
     yield row("resnet_groupnorm", lambda: parts.Residual(lambda c: nn.GroupNorm(2, c)), _images, replayable=False)
     yield row("resnet_batchnorm", _batch_norm, _images, replayable=False)
+    yield row("instance_norms", parts.instance_norms, _images)
+    yield row("rms_norms", parts.rms_norms, _sequences)
+    yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()))
     yield row("norms_1d", _norms_1d, _vectors)
     yield row("sequence_layernorm", _sequence_layernorm, _sequences)
     yield row("transformer_encoder", lambda: _encoder(True), _sequences, ("*self_attn*",))
@@ -280,10 +261,14 @@ def _table() -> Iterator[Network]:
     yield row("attention_out_proj", parts.Attention, _sequences, ("attention*",))
     yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",), replayable=False)
     yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",), replayable=False)
-    yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens, ("embedding*",))
-    yield row(
-        "embedding_padding", lambda: parts.Tokens(nn.Embedding(7, 4, 0), 4), _tokens, ("emb*",), forward_mode=False
-    )
+    yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens)
+    yield row("embedding_padding", lambda: parts.Tokens(nn.Embedding(7, 4, 0), 4), _tokens, forward_mode=False)
+    yield row("embedding_few_rows", lambda: parts.Tokens(nn.Embedding(7, 4), 4), lambda: _tokens().repeat(1, 2))
+    yield row("embedding_max_norm", lambda: parts.Tokens(nn.Embedding(7, 4, max_norm=5.0), 4), _tokens)
+    yield row("bag_mean", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, padding_idx=0), 4), _tokens)
+    yield row("bag_sum", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, mode="sum"), 4), _tokens)
+    yield row("bag_max", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, mode="max", padding_idx=0), 4), _tokens, ("emb*",))
+    yield row("bag_weighted", parts.WeightedBag, _tokens, ("bag*",))
     yield row("functional_padding", parts.FunctionalEmbedding, _tokens, ("table",), forward_mode=False)
     yield row("linear_twice", _wired(lambda m, x: m.head(m.fc2(f(m.fc1(f(m.fc1(x))))))), _vectors)
     yield row("shared_parameter", _shared_parameter, _vectors)
@@ -296,6 +281,8 @@ def _table() -> Iterator[Network]:
     yield row("written_later", _written_later, _vectors, ("fc1.bias",), replayable=False)
     yield row("weight_norm", lambda: _normed(parametrizations.weight_norm), _vectors, ("0.*",), forward_mode=False)
     yield row("weight_norm_hook", lambda: _normed(_hook_weight_norm), _vectors, ("0.*",), forward_mode=False)
+    yield row("spectral_norm", lambda: _normed(parametrizations.spectral_norm), _vectors, ("0.*",))
+    yield row("orthogonal", lambda: _normed(parametrizations.orthogonal), _vectors, ("0.*",))
     yield row("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), _vectors, ("1.*",))
     yield row("tuple_output", _two_heads, _vectors)
     yield row("keyword_input", _wired(lambda m, x: m.head(input=f(m.fc2(input=m.fc1(input=x))))), _vectors)
@@ -320,7 +307,7 @@ ZOO: dict[str, Network] = {network.name: network for network in _table()}
 # Networks without the derivatives that products need, with what the error must name.
 UNSUPPORTED: dict[str, tuple[Network, str]] = {
     "embedding_bag": (
-        Network("embedding_bag", lambda: parts.Tokens(nn.EmbeddingBag(7, 4), 4), _tokens),
+        Network("embedding_bag", lambda: parts.FunctionalEmbedding(bag=True), _tokens),
         "an EmbeddingBag by an Embedding",
     ),
     "checkpoint_reentrant": (

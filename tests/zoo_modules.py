@@ -28,6 +28,46 @@ class Residual(nn.Module):
         return self.head(self.relu(h).mean((2, 3)))
 
 
+def cnn_1d() -> nn.Module:
+    """Convolutions over time: padded on one side, around the ends, and transposed."""
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 4, padding="same", groups=2), nn.ReLU(), nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular"),
+        nn.Tanh(), nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(26, 3),
+    )  # fmt: skip
+
+
+def cnn_3d() -> nn.Module:
+    """Convolutions over volumes."""
+    return nn.Sequential(
+        nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 1), groups=2), nn.Tanh(), nn.ConvTranspose3d(4, 2, 2, bias=False),
+        nn.Flatten(1, -2), nn.Linear(4, 1), nn.Flatten(), nn.Linear(30, 3, bias=False),
+    )  # fmt: skip
+
+
+def autoencoder() -> nn.Module:
+    """Down by a convolution and up by a transposed one, with other paddings than zeros."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="reflect"), nn.Tanh(),
+        nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=2), nn.ReLU(),
+        nn.Conv2d(4, 3, 2, padding="same", padding_mode="replicate"), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def instance_norms() -> nn.Module:
+    """With statistics of each image, and with running ones."""
+    running = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+    assert running.running_mean is not None
+    running.running_mean.normal_()
+    layers = [nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 3, 2), running]
+    return nn.Sequential(*layers, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def rms_norms() -> nn.Module:
+    """Over one dimension and over two."""
+    body = nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 5), nn.RMSNorm((3, 5), eps=0.1))
+    return Pooled(body, 5)
+
+
 class GivenOutputSize(nn.Module):
     """A transposed convolution that is told its output's size call by call."""
 
@@ -101,14 +141,40 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(self.mix(h if h.ndim == 2 else h.mean(1))))
 
 
-class FunctionalEmbedding(nn.Module):
-    """A parameter looked up with a padding row, by a functional call: no module tells of it."""
+class WeightedBag(nn.Module):
+    """Bags with a weight per token, 1, 2, 3, ... by place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
+        self.bag, self.head = nn.EmbeddingBag(7, 4, mode="sum"), nn.Linear(4, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        weights = torch.ones_like(tokens, dtype=self.head.weight.dtype).cumsum(1)
+        return self.head(self.bag(tokens, per_sample_weights=weights))
+
+
+class TwoBilinear(nn.Module):
+    """Bilinear layers, one with positions and keyword inputs out of order, one of the same tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.square = nn.Bilinear(4, 4, 3), nn.Bilinear(3, 3, 3, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.mix(input2=y, input1=x).mean(1))
+        return self.square(h, h)
+
+
+class FunctionalEmbedding(nn.Module):
+    """A parameter looked up with a padding row, or in bags, by a functional call: no module tells of it."""
+
+    def __init__(self, bag: bool = False) -> None:
+        super().__init__()
+        self.table, self.head, self.bag = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3), bag
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.bag:
+            return self.head(F.embedding_bag(tokens, self.table))
         return self.head(F.embedding(tokens, self.table, padding_idx=0).mean(1))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from curvops.network.rules.bilinear import BilinearRule
 from curvops.network.rules.convolution import ConvolutionRule, TransposedConvolutionRule
+from curvops.network.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from curvops.network.rules.linear import LinearRule
 from curvops.network.rules.norm import ScaleRule
 from curvops.network.rules.rule import Local, Rule
@@ -19,11 +21,18 @@ RULES: dict[type, Rule] = {
     nn.ConvTranspose1d: TransposedConvolutionRule(),
     nn.ConvTranspose2d: TransposedConvolutionRule(),
     nn.ConvTranspose3d: TransposedConvolutionRule(),
+    nn.Embedding: EmbeddingRule(),
+    nn.EmbeddingBag: EmbeddingBagRule(),
+    nn.Bilinear: BilinearRule(),
     nn.LayerNorm: ScaleRule(leading=False),
+    nn.RMSNorm: ScaleRule(leading=False),
     nn.GroupNorm: ScaleRule(leading=True),
     nn.BatchNorm1d: ScaleRule(leading=True),
     nn.BatchNorm2d: ScaleRule(leading=True),
     nn.BatchNorm3d: ScaleRule(leading=True),
+    nn.InstanceNorm1d: ScaleRule(leading=True),
+    nn.InstanceNorm2d: ScaleRule(leading=True),
+    nn.InstanceNorm3d: ScaleRule(leading=True),
 }
 
 

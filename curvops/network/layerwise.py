@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvops.network.autodiff import Recorded, Streamed
+from curvops.network.inputs import num_points
 from curvops.network.layers import RULES, Local, Rule, rule_for
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
@@ -36,7 +37,7 @@ class Layer:
     rule: Rule
     names: dict[str, str]  # "weight" -> the parameter's name in the model
     output: torch.Size
-    inputs: int  # numbers kept of its input, per point
+    inputs: int  # kept of its input per point, in numbers of the parameters' size
     multiply_adds: int
 
     @property
@@ -63,8 +64,8 @@ class Call:
     """One call of a layer in a recorded forward pass: what it was given, and where it stands in the graph."""
 
     layer: Layer
-    input: Tensor
-    version: int
+    inputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     kept: Tensor
     edge: GradientEdge
 
@@ -183,22 +184,23 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     """
     calls: list[Call] = []
     misfits: set[str] = set()
-    dtype = model.theta.dtype
+    dtype, n = model.theta.dtype, num_points(inputs)
     assert model.module is not None
     paths = {module: path for path, module in model.module.named_modules()}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        a, *further = [value for value in (*args, *kwargs.values()) if value is not None]
         rule = RULES[type(module)]
-        if further or not (output.requires_grad and a.dtype == output.dtype == dtype):
+        given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
+        points = output.ndim > 1 and len(output) == n
+        if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
             misfits.update(owners[module].values())
             return
         with torch.no_grad():
-            kept = rule.keep(module, a.detach())
-        names, size = owners[module], kept[0].numel()
+            kept = rule.keep(module, *(a.detach() for a in given))
+        names, size = owners[module], kept[0].nbytes // output.element_size()
         layer = Layer(paths[module], module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        calls.append(Call(layer, a, a._version, kept, get_gradient_edge(output)))
+        calls.append(Call(layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
 
     handles: list[Any] = []
     try:
@@ -210,10 +212,18 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
         for handle in handles:
             handle.remove()
     for call in calls:
-        written = call.input._version != call.version
-        if written or call.layer.output[0] != outputs.shape[0] or len(call.layer.output) < 2:
+        if _versions(call.inputs) != call.versions:
             misfits.update(call.layer.names.values())
     return outputs, calls, misfits
+
+
+def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the tensors are of that dtype, or indices."""
+    return all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
 
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:

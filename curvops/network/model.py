@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvops.network.lookups import PlainLookups, needs_plain_lookups
 from curvops.network.parameters import Blocks, Selection, select
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -103,7 +104,7 @@ class Model:
             return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         held = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        with self.lock, self._as_recorded(self.module):
+        with self.lock, self._as_recorded(self.module), _plain_lookups(self.module):
             return functional_call(_Holder(self.module), held, (run,))
 
     @contextlib.contextmanager
@@ -234,6 +235,11 @@ def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     if any(isinstance(part, nn.RNNBase) for part in parts):
         settings += [_no_mkldnn, _no_cudnn]  # float32 RNNs without forward mode; no backward pass in eval mode
     return settings
+
+
+def _plain_lookups(module: nn.Module) -> Any:
+    needed = any(needs_plain_lookups(part) for part in module.modules())
+    return PlainLookups() if needed else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _unfused_attention() -> Any:

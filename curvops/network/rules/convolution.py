@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from curvops.network.rules.linear import with_ones
 from curvops.network.rules.rule import Local
@@ -21,6 +21,7 @@ from curvops.network.rules.rule import Local
 class ConvolutionRule:
     """Cross-correlation. An input that is padded by other than as many zeros on both sides is kept padded."""
 
+    operands = 1
     transposed = False
 
     def supports(self, layer: _ConvNd) -> bool:
@@ -150,7 +151,7 @@ def _spans(layer: _ConvNd) -> tuple[int, ...]:
     return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(layer.dilation, layer.kernel_size))
 
 
-def _of_one(layer: _ConvTransposeNd) -> tuple[int, ...]:
+def _of_one(layer: Any) -> tuple[int, ...]:
     """What a transposed convolution makes of one pixel."""
     sides = zip(_spans(layer), _padding(layer), layer.output_padding)
     return tuple(span - 2 * pad + further for span, pad, further in sides)

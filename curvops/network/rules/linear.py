@@ -14,13 +14,15 @@ from curvops.network.rules.rule import Local
 class LinearRule:
     """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
 
+    operands = 1
+
     def supports(self, layer: nn.Linear) -> bool:
         return True
 
-    def keep(self, layer: nn.Linear, a: Tensor) -> Tensor:
+    def keep(self, layer: nn.Linear | nn.Bilinear, a: Tensor) -> Tensor:
         return a
 
-    def push(self, layer: nn.Linear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+    def push(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         n, positions, out = kept.shape[0], kept.shape[1:-1], layer.out_features
         a = kept.reshape(-1, kept.shape[-1])
         weight, bias = tangents.get("weight"), tangents.get("bias")
@@ -35,14 +37,14 @@ class LinearRule:
             return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
 
-    def pull(self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(-1, kept.shape[-1])
         columns, out = s.shape[1], s.shape[-1]
         flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
         grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
         return {name: grads[name]() for name in names}
 
-    def rows(self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
         s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
         rows = {"weight": lambda: torch.einsum("ncto,nti->ncoi", s, a), "bias": lambda: s.sum(2)}
@@ -52,7 +54,7 @@ class LinearRule:
         return output[0].numel() * layer.in_features
 
     def matrices(
-        self, layer: nn.Linear, kept: Tensor, s: Tensor, names: tuple[str, ...]
+        self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]
     ) -> tuple[Tensor, Tensor] | None:
         """One group, t the product of the dimensions in between, p outputs, q inputs."""
         if "weight" not in names:

@@ -17,17 +17,26 @@ class ScaleRule:
     `leading` says whether the parameters run along dimension 1 (channels) or along the last dimensions.
     """
 
+    operands = 1
+
     def __init__(self, leading: bool) -> None:
         self.leading = leading
 
     def supports(self, layer: Any) -> bool:
-        return not isinstance(layer, nn.modules.batchnorm._BatchNorm) or not layer.training
+        tracked = getattr(layer, "running_mean", None) is not None
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            return tracked and not layer.training
+        return not tracked or not layer.training
 
     def keep(self, layer: Any, a: Tensor) -> Tensor:
         if isinstance(layer, nn.GroupNorm):
             return F.group_norm(a, layer.num_groups, eps=layer.eps)
         if isinstance(layer, nn.LayerNorm):
             return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.RMSNorm):
+            return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
+        if layer.running_mean is None:
+            return F.group_norm(a, layer.num_features, eps=layer.eps)  # of one channel each: instance norm
         return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
