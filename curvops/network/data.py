@@ -29,7 +29,7 @@ class DataChanged(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some points: inputs, targets with leading dimension n, and sample weights (n,) or None for ones.
+    """Some points: inputs, targets with leading dimension n, and sample weights (n,), (n, T) or None for ones.
 
     `start` is the position of the first point among all data.
     """
@@ -66,8 +66,10 @@ class Batches:
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         check: Callable[[Tensor], None] | None,
+        positions: int | None,
     ) -> None:
         self._source, self._device, self._dtype, self._check = source, device, dtype, check
+        self._positions = positions
         sizes: list[int] = []
         signatures: list[object] = []
         prints: list[Tensor] = []
@@ -123,7 +125,7 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """The same data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
-        return Batches(self._source, device or self._device, dtype or self._dtype, self._check)
+        return Batches(self._source, device or self._device, dtype or self._dtype, self._check, self._positions)
 
     def _read(self, item: object, index: int) -> Batch:
         """One item of the source as a batch on the device, its form checked but not its values."""
@@ -134,7 +136,7 @@ class Batches:
             kinds = ", ".join(type(part).__name__ for part in item[1:])
             raise TypeError(f"Targets (and weights, if any) must be tensors; batch {index} has {kinds}. {ACCEPTED}")
         inputs = normalise(item[0])
-        _require_aligned(f"batch {index}", inputs, targets, weights)
+        _require_aligned(f"batch {index}", inputs, targets, weights, self._positions)
         if weights is not None and not weights.is_floating_point():
             weights = weights.to(self._dtype or torch.get_default_dtype())
         return Batch(
@@ -160,6 +162,7 @@ def as_batches(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     check: Callable[[Tensor], None] | None = None,
+    positions: int | None = None,
 ) -> Batches:
     """The batches in ``data``, checked by a first pass.
 
@@ -168,11 +171,12 @@ def as_batches(
     batch_size: points per batch, used for tensors in memory and Datasets only.
     device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
     check: called with each batch's targets; raises when they do not suit the likelihood.
+    positions: the number T of positions of a sequence, where weights may be (n, T) beside (n,).
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
     disagree, NaN or Inf, and negative weights.
     """
-    return Batches(as_source(data, batch_size), device, dtype, check)
+    return Batches(as_source(data, batch_size), device, dtype, check, positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +198,8 @@ def as_source(data: object, batch_size: int) -> Iterable[object]:
     if isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(part, Tensor) for part in data[1:]):
         _require_batch_size(batch_size)
         inputs = normalise(data[0])
-        _require_aligned("data", inputs, data[1], data[2] if len(data) == 3 else None)
+        positions = data[1].shape[1] if data[1].ndim > 1 else None  # whether they are such is not known here
+        _require_aligned("data", inputs, data[1], data[2] if len(data) == 3 else None, positions)
         return _InMemory(inputs, tuple(data[1:]), batch_size)
     if isinstance(data, Dataset):
         _require_batch_size(batch_size)
@@ -215,15 +220,20 @@ def _require_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size must be at least 1; given {batch_size}.")
 
 
-def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
+def _require_aligned(
+    where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None, positions: int | None
+) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
         raise ValueError(
             f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
             "dimension of both counts points; wrap single points in a DataLoader."
         )
-    if weights is not None and weights.shape != (n,):
-        raise ValueError(f"In {where} the sample weights must have shape ({n},); given {tuple(weights.shape)}.")
+    if weights is not None and weights.shape not in ((n,), (n, positions)):
+        or_positions = "" if positions is None else f" or, one per position of a sequence, ({n}, {positions})"
+        raise ValueError(
+            f"In {where} the sample weights must have shape ({n},){or_positions}; given {tuple(weights.shape)}."
+        )
 
 
 def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | None) -> None:

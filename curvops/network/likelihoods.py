@@ -18,6 +18,7 @@ from curvops.network.gaussian import Gaussian
 from curvops.network.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihood import Likelihood
 from curvops.network.poisson import Poisson
+from curvops.network.sequences import Sequences
 
 __all__ = [
     "Bernoulli",
@@ -27,6 +28,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
+    "Sequences",
     "as_likelihood",
 ]
 

@@ -22,6 +22,8 @@ STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 class Model:
     """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
 
+    Outputs of sequences, (n, T, C), become rows (n, T·C).
+
     Built from an `nn.Module` or from a pair (function(params, inputs), params). The module itself is called through
     `functional_call`, its training flags set to what they were at the snapshot and restored after each call. A module
     can hold one set of values at a time, so everything that calls it takes `lock`.
@@ -51,6 +53,7 @@ class Model:
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         self._copies: Blocks | None = None
         self._settings = _settings_for(self.module)
+        self._output_shape: torch.Size | None = None
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -85,10 +88,28 @@ class Model:
         return {name: value.detach().requires_grad_() for name, value in self.values.items()}
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
-        """The outputs at the selected parameters `values`, in θ's dtype.
+        """The outputs at the selected parameters `values`, in θ's dtype, one row a point.
 
-        Raises TypeError or ValueError unless they are (n, C).
+        Raises TypeError or ValueError unless the model returns (n, C) or (n, T, C), of the shape that was fixed.
         """
+        outputs = self._run(values, inputs)
+        shape = outputs.shape[1:]
+        if self._output_shape not in (None, shape):
+            expected = ", ".join(str(length) for length in self._output_shape)
+            raise ValueError(
+                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
+                "sequences to one length in all batches."
+            )
+        return outputs.flatten(1).to(self._flat.dtype)
+
+    def fix_output_shape(self, inputs: Any) -> torch.Size:
+        """(C,) or (T, C) at these inputs, found by a forward pass; from now on all outputs must have it."""
+        with torch.no_grad():
+            self._output_shape = self._run(self.values, inputs).shape[1:]
+        return self._output_shape
+
+    def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """What the model returns, checked."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
         if module is None:
             assert function is not None
@@ -96,7 +117,7 @@ class Model:
         else:
             args, kwargs = _arguments(inputs)
             outputs = self.holding(values, lambda: module(*args, **kwargs))
-        return checked_outputs(outputs).to(self._flat.dtype)
+        return checked_outputs(outputs)
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
@@ -162,8 +183,8 @@ class _Holder(nn.Module):
         return run()
 
 
-def checked_outputs(outputs: Any) -> Float[Tensor, "n C"]:
-    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C)."""
+def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C"]:
+    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, T, C)."""
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
@@ -171,9 +192,16 @@ def checked_outputs(outputs: Any) -> Float[Tensor, "n C"]:
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")
-    if outputs.ndim != 2:
-        remedy = "add outputs.unsqueeze(1)" if outputs.ndim == 1 else "flatten it to one row of outputs a point"
-        raise ValueError(f"the model returns shape {tuple(outputs.shape)}, expected (N, C); {remedy}.")
+    if outputs.ndim not in (2, 3):
+        remedy = (
+            "add outputs.unsqueeze(1)"
+            if outputs.ndim == 1
+            else "put the C outputs of a position last and make one dimension of all positions, as "
+            "outputs.flatten(2).mT does for (N, C, H, W)"
+        )
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, T, C) for sequences; {remedy}."
+        )
     return outputs
 
 

@@ -14,7 +14,7 @@ from curvops.network.autodiff import saved_bytes
 from curvops.network.data import Batch, Batches, as_batches, as_source
 from curvops.network.inputs import Inputs, as_inputs, move, normalise, num_points, take
 from curvops.network.likelihood import Likelihood
-from curvops.network.likelihoods import as_likelihood
+from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import default_budget
 from curvops.network.model import Model
 from curvops.network.output_fisher import OutputFisher
@@ -27,14 +27,21 @@ from curvops.operators.jacobian import Jacobian
 class Linearization:
     """f(x, θ) ≈ f(x, θ*) + J(x)(θ − θ*) around a snapshot θ* of the network, made by `co.linearize`.
 
-    Training the network further changes nothing here. Sums run over the data, never means.
+    Training the network further changes nothing here. Sums run over the data, never means. `output_shape` is that of
+    a point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere, position by position.
     """
 
     def __init__(
-        self, model: Model, data: Batches, likelihood: Likelihood, num_outputs: int, engine: Choice, memory_budget: int
+        self,
+        model: Model,
+        data: Batches,
+        likelihood: Likelihood,
+        output_shape: torch.Size,
+        engine: Choice,
+        memory_budget: int,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
-        self.num_outputs, self.engine, self.memory_budget = num_outputs, engine, memory_budget
+        self.output_shape, self.engine, self.memory_budget = output_shape, engine, memory_budget
         self.passes = Passes(model, _Labelled(data), engine, memory_budget)
         self._theta = model.theta
 
@@ -47,6 +54,11 @@ class Linearization:
     def num_parameters(self) -> int:
         """D."""
         return self.model.selection.num_parameters
+
+    @property
+    def num_outputs(self) -> int:
+        """C, the number of a point's outputs; T·C for sequences."""
+        return self.output_shape.numel()
 
     @property
     def num_data(self) -> int:
@@ -72,7 +84,7 @@ class Linearization:
         return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
 
     def predict(self, x: Any) -> Float[Tensor, "n C"]:
-        """f(x, θ*), the network's outputs at its snapshot. One forward pass."""
+        """f(x, θ*), the network's outputs at its snapshot, sequences as rows (n, T·C). One forward pass."""
         inputs, step = self._inputs(x), max(self.data.sizes)
         with torch.no_grad():
             parts = [
@@ -127,7 +139,7 @@ class Linearization:
         """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
-        return Linearization(model, data, likelihood, self.num_outputs, self.engine, self.memory_budget)
+        return Linearization(model, data, likelihood, self.output_shape, self.engine, self.memory_budget)
 
     def __repr__(self) -> str:
         return (
@@ -162,11 +174,15 @@ def linearize(
 ) -> Linearization:
     """Linearise a network at its present weights.
 
-    model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C).
+    model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C),
+        or (N, T, C) for sequences of one length T: then targets are (N, T) or (N, T, ...), and positions are left out
+        by ignore_index or by weights (N, T) of zeros.
     data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets[, weights]); inputs may be a
         tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype.
-    likelihood: `co.likelihoods.Categorical(...)`, `.Gaussian(noise=variance)`, `nn.CrossEntropyLoss(...)`,
-        `nn.MSELoss()`, "classification" or "regression".
+    likelihood: of `co.likelihoods`, `Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`, `Poisson()`,
+        `HeteroscedasticGaussian()`; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()`,
+        `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`; "classification" or
+        "regression".
     parameters: None (all that require a gradient), "last_layer", a glob or a list of globs over names, a predicate
         (name, tensor) -> bool, or positions (indices or a mask) in the flat vector: a subnetwork.
     memory_budget: bytes for cached linearisations; None is a quarter of the memory free on the device now.
@@ -174,7 +190,8 @@ def linearize(
 
     Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
     for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
-    random or depends on its batch, outputs that are not (N, C), a selection that matches nothing or mixes dtypes.
+    random or depends on its batch, outputs that are not (N, C) or (N, T, C), a selection that matches nothing or mixes
+    dtypes.
     """
     if engine not in ("auto", "autodiff", "layerwise"):
         raise ValueError(f"engine={engine!r}; expected 'auto', 'autodiff' or 'layerwise'.")
@@ -185,14 +202,29 @@ def linearize(
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
     probability = as_likelihood(likelihood).to(device=theta.device, dtype=theta.dtype)
     few = _first_points(data, theta)
-    num_outputs = _check_outputs(network, few)
+    output_shape = _check_outputs(network, few)
+    if len(output_shape) == 2:
+        probability = _over_positions(probability, output_shape)
+    positions = probability.positions if isinstance(probability, Sequences) else None
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
-    batches = as_batches(
-        data, step, theta.device, theta.dtype, partial(probability.check_targets, num_outputs=num_outputs)
-    )
-    lin = Linearization(network, batches, probability, num_outputs, engine, budget)
+    check = partial(probability.check_targets, num_outputs=output_shape.numel())
+    batches = as_batches(data, step, theta.device, theta.dtype, check, positions)
+    if isinstance(probability, Sequences):
+        output_shape = probability.output_shape  # of rows (N, T·C) too, where the likelihood is given as sequences
+    lin = Linearization(network, batches, probability, output_shape, engine, budget)
     _ = lin.plan  # the probe is part of the door, not of the first product
     return lin
+
+
+def _over_positions(likelihood: Likelihood, output_shape: torch.Size) -> Sequences:
+    """The likelihood of sequences of outputs (T, C), unless it is one already."""
+    if not isinstance(likelihood, Sequences):
+        return Sequences(likelihood, *output_shape)
+    if likelihood.output_shape != output_shape:
+        raise ValueError(
+            f"the model returns (N, {output_shape[0]}, {output_shape[1]}), not the outputs of {likelihood}."
+        )
+    return likelihood
 
 
 def _first_points(data: Any, theta: Tensor) -> Inputs:
@@ -207,13 +239,14 @@ def _first_points(data: Any, theta: Tensor) -> Inputs:
     raise ValueError("the data hold no points.")
 
 
-def _check_outputs(model: Model, few: Inputs) -> int:
-    """C; raises ValueError where outputs are random or a point's depend on the other points of its batch."""
+def _check_outputs(model: Model, few: Inputs) -> torch.Size:
+    """(C,) or (T, C); raises ValueError where outputs are random or depend on the other points of the batch."""
     with torch.no_grad(), model.differentiating(), torch.no_grad():
+        shape = model.fix_output_shape(few)
         outputs, again = model(model.values, few), model(model.values, few)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
-                f"{num_points(few)} points gave outputs of shape {tuple(outputs.shape)}, expected one row a point."
+                f"{num_points(few)} points gave outputs of shape {(len(outputs), *shape)}, expected one row a point."
             )
         if not bool(outputs.isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
@@ -226,4 +259,4 @@ def _check_outputs(model: Model, few: Inputs) -> int:
             "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
             "that sees one point at a time."
         )
-    return outputs.shape[1]
+    return shape

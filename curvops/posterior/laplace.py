@@ -18,7 +18,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
-from curvops.network.likelihoods import Categorical
+from curvops.network.likelihoods import Categorical, Sequences
 from curvops.operators import GGN, Linearization
 from curvops.posterior import links
 from curvops.posterior.covariance import Blocks, PointCovariance
@@ -75,7 +75,7 @@ class Laplace:
     def predict(
         self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None
     ) -> MultivariateNormal:
-        """Distribution of the linearised network's outputs at x, noise not included.
+        """Distribution of the linearised network's outputs at x, noise not included. A sequence counts as T points.
 
         joint=False: a `MultivariateNormal` of batch shape (N,) and event (C,), the points independent. joint=True: a
         `MultitaskMultivariateNormal` over (N, C), covariance J P⁻¹ Jᵀ. Covariances are lazy: exact ones solve for N·C
@@ -83,13 +83,16 @@ class Laplace:
         mean_k (J z_k)(J z_k)ᵀ instead, for k products with J: each variance has a relative standard error of √(2/k).
         `rtol` is the relative residual of the exact solves (None: 1e-6, in float64 1.5e-8).
         """
-        mean, J = self.lin.predict(x), self.lin.jacobian(x)
+        mean, J = self._mean(x), self.lin.jacobian(x)
         if samples is not None:
             return self._predict_from_draws(mean, self._pushed(J, samples), joint)
         inverse = self.precision.inverse(rtol)
         if joint:
             return MultitaskMultivariateNormal(mean, J @ inverse @ J.mT)
         return MultivariateNormal(mean, PointCovariance(J, inverse, outputs=mean.shape[1], blocks=Blocks()))
+
+    def _mean(self, x: Any) -> Float[Tensor, "N C"]:
+        return self.lin.predict(x).reshape(-1, self.lin.output_shape[-1])
 
     def _pushed(self, J: LinearOperator, samples: Float[Tensor, "k D"]) -> Float[Tensor, "N C k"]:
         if samples.ndim != 2 or samples.shape[1] != len(self.mean):
@@ -98,7 +101,7 @@ class Laplace:
             )
         with torch.no_grad():
             pushed = J._matmul((samples - self.mean).mT)
-        return pushed.unflatten(0, (-1, self.lin.num_outputs))
+        return pushed.unflatten(0, (-1, self.lin.output_shape[-1]))
 
     def _predict_from_draws(self, mean: Tensor, pushed: Tensor, joint: bool) -> MultivariateNormal:
         k = pushed.shape[-1]
@@ -114,7 +117,7 @@ class Laplace:
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "N C"]:
-        """Class probabilities E[softmax(f)] at x.
+        """Class probabilities E[softmax(f)] at x. A sequence counts as T points.
 
         link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples` of
         the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge. Raises ValueError for
@@ -122,11 +125,12 @@ class Laplace:
         """
         if link not in ("probit", "mc", "bridge"):
             raise ValueError(f"link={link!r}; expected 'probit', 'mc' or 'bridge'.")
-        if not isinstance(self.lin.likelihood, Categorical):
-            raise ValueError(f"{self.lin.likelihood!r} has no class probabilities; use predict.")
+        likelihood = self.lin.likelihood
+        if not isinstance(likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood, Categorical):
+            raise ValueError(f"{likelihood!r} has no class probabilities; use predict.")
         if link == "mc" and samples is not None:
             pushed = self._pushed(self.lin.jacobian(x), samples)
-            return links.monte_carlo(self.lin.predict(x) + pushed.movedim(-1, 0))
+            return links.monte_carlo(self._mean(x) + pushed.movedim(-1, 0))
         predicted = self.predict(x, samples=samples)
         if link == "mc":
             covariance = predicted.lazy_covariance_matrix.to_dense()

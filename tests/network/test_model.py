@@ -124,8 +124,8 @@ WRONG: dict[str, tuple[Any, type, str]] = {
     "tuple": (lambda h: (h, h), TypeError, "returns tuple, expected a tensor .* forward returns the tensor of outputs"),
     "integers": (lambda h: h.argmax(1, True), TypeError, "returns torch.int64, expected a real floating tensor"),
     "complex": (lambda h: h * 1j, TypeError, "returns torch.complex64"),
-    "vector": (lambda h: h[:, 0], ValueError, r"shape \(2,\), expected \(N, C\); add outputs.unsqueeze\(1\)"),
-    "sequence": (lambda h: h[:, None], ValueError, r"shape \(2, 1, 3\), expected \(N, C\); flatten it"),
+    "vector": (lambda h: h[:, 0], ValueError, r"shape \(2,\), expected \(N, C\),.*; add outputs.unsqueeze\(1\)"),
+    "image": (lambda h: h[:, None, None], ValueError, r"shape \(2, 1, 1, 3\), expected \(N, C\), or \(N, T, C\)"),
 }
 
 
@@ -135,6 +135,16 @@ def test_outputs_must_be_a_floating_matrix(kind: str) -> None:
     network = Model(parts.Wired(lambda m, x: change(m.head(x))).eval())
     with pytest.raises(error, match=message):
         outputs(network, torch.zeros(2, 4))
+
+
+def test_sequences_become_rows_of_one_shape() -> None:
+    network = Model(parts.Wired(lambda m, x: m.head(x)).eval())
+    x = torch.randn(2, 5, 4)
+    free = outputs(network, x[:, :3])
+    assert network.fix_output_shape(x) == (5, 3)
+    assert torch.equal(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
+    with pytest.raises(ValueError, match=r"returns shape \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
+        outputs(network, x[:, :4])
 
 
 def test_frozen_parameters_must_be_finite_too() -> None:

@@ -1,0 +1,265 @@
+"""Networks that return (N, T, C): the GGN is a sum over the positions that count, against dense definitions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributions, nn
+
+import curvops as co
+from tests.network.definitions import (
+    TIGHT,
+    autograd_gradient,
+    autograd_hessians,
+    dense_fisher,
+    normal,
+    require_consistent_products,
+    require_sampled_moment,
+)
+
+N, T, C, VOCABULARY = 4, 3, 3, 5
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, C)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(tokens)))
+
+
+class Pointwise(nn.Module):
+    """A convolution along positions, then one of width 1: channels first inside, last outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv1d(2, 4, 3, padding=1), nn.Conv1d(4, C, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh()).mT
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    return Transformer().double().eval(), torch.randint(0, VOCABULARY, (N, T))
+
+
+def pointwise() -> tuple[nn.Module, Tensor]:
+    return Pointwise().double(), normal(N, 2, T)
+
+
+NETWORKS = {"transformer": transformer, "pointwise": pointwise}
+LABELS = torch.tensor([[0, 1, 2], [2, 2, 1], [0, 0, 1], [1, 2, 0]])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+MASKED = LABELS.masked_fill(~MASK, -100)
+REALS = normal(N, T, C, seed=3)
+PER_POSITION = torch.rand(N, T, generator=torch.Generator().manual_seed(4)).double()
+PER_SEQUENCE = torch.tensor([1.0, 0.0, 2.5, 0.3]).double()
+
+# name: (likelihood given, likelihood of a position, targets, weights given, the weight of each position)
+CASES: dict[str, tuple[Any, co.likelihoods.Likelihood, Tensor, Tensor | None, Tensor]] = {
+    "ignored labels": ("classification", co.likelihoods.Categorical(), MASKED, None, MASK.double()),
+    "mask": (nn.CrossEntropyLoss(), co.likelihoods.Categorical(), LABELS, MASK, MASK.double()),
+    "weights of positions": ("regression", co.likelihoods.Gaussian(), REALS, PER_POSITION, PER_POSITION),
+    "weights of sequences": (
+        co.likelihoods.Gaussian(0.5),
+        co.likelihoods.Gaussian(0.5),
+        REALS,
+        PER_SEQUENCE,
+        PER_SEQUENCE[:, None].expand(N, T),
+    ),
+    "class probabilities": (
+        co.likelihoods.Categorical(label_smoothing=0.1),
+        co.likelihoods.Categorical(label_smoothing=0.1),
+        REALS.softmax(-1),
+        None,
+        torch.ones(N, T).double(),
+    ),
+    "events": (
+        co.likelihoods.Bernoulli(),
+        co.likelihoods.Bernoulli(),
+        REALS > 0,
+        PER_POSITION,
+        PER_POSITION,
+    ),
+    "distribution": (
+        lambda f: distributions.Categorical(logits=f),
+        co.likelihoods.Categorical(),
+        LABELS,
+        PER_POSITION,
+        PER_POSITION,
+    ),
+}
+
+
+def dense_jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(N, T, C, D) row by row."""
+    outputs, parameters = model(x), list(model.parameters())
+    rows = [torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True) for entry in outputs.flatten()]
+    flat = [torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, row)])
+            for row in rows]  # fmt: skip
+    return torch.stack(flat).unflatten(0, outputs.shape)
+
+
+def definition(model: nn.Module, x: Tensor, likelihood: Any, y: Tensor, each: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-likelihood, gradient and GGN, summed over the positions of non-zero weight alone."""
+    keep = each.flatten() > 0
+    J, f = dense_jacobian(model, x).flatten(0, 1)[keep], model(x).detach().flatten(0, 1)[keep]
+    y, w = y.flatten(0, 1)[keep], each.flatten()[keep]
+    H = dense_fisher(likelihood, f, y, w)
+    value, r = likelihood.log_prob(f, y, w).sum(), likelihood.residual(f, y, w)
+    return value, torch.einsum("ncd,nc->d", J, r), torch.einsum("ncd,nce,nef->df", J, H, J)
+
+
+def linearised(model: nn.Module, x: Tensor, case: str, batches: bool = False, **options: Any) -> co.Linearization:
+    given, _, y, w, _ = CASES[case]
+    data: Any = (x, y) if w is None else (x, y, w)
+    if batches:
+        data = [tuple(part[:3] for part in data), tuple(part[3:] for part in data)]
+    return co.linearize(model, data, given, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_sums_over_positions(network: str, case: str) -> None:
+    model, x = NETWORKS[network]()
+    _, likelihood, y, _, each = CASES[case]
+    value, gradient, ggn = definition(model, x, likelihood, y, each)
+    lin = linearised(model, x, case)
+    torch.testing.assert_close(lin.log_likelihood(), value, **TIGHT)
+    torch.testing.assert_close(lin.gradient(), gradient, **TIGHT)
+    v = normal(lin.num_parameters, 3, seed=6)
+    torch.testing.assert_close(co.GGN(lin) @ v, ggn @ v, **TIGHT)
+    assert (lin.num_data, lin.num_outputs, lin.output_shape) == (N, T * C, torch.Size([T, C]))
+    torch.testing.assert_close(lin.outputs(), model(x).detach().flatten(1), **TIGHT)
+
+
+@pytest.mark.parametrize("engine", ["autodiff", "layerwise"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_engines_and_batches_agree(network: str, engine: Any) -> None:
+    model, x = NETWORKS[network]()
+    _, likelihood, y, _, each = CASES["mask"]
+    _, _, ggn = definition(model, x, likelihood, y, each)
+    lin = linearised(model, x, "mask", batches=True, engine=engine)
+    v, J = normal(lin.num_parameters, 3, seed=6), dense_jacobian(model, x).flatten(0, 2)
+    for _ in range(2):
+        torch.testing.assert_close(co.GGN(lin) @ v, ggn @ v, **TIGHT)
+        torch.testing.assert_close(lin.jacobian(x) @ v, J @ v, **TIGHT)
+        torch.testing.assert_close(lin.jacobian(x).mT @ (J @ v), J.mT @ (J @ v), **TIGHT)
+
+
+def test_draws_and_conversion_follow() -> None:
+    """4,000 draws: the relative Frobenius error of a covariance estimate is about sqrt((1 + d_eff)/k) < 9 %."""
+    G = co.GGN(linearised(*pointwise(), "mask"))
+    dense = G.to_dense()
+    draws = co.linalg.draw(G, 4_000, torch.Generator().manual_seed(0))
+    assert (draws @ draws.mT / 4_000 - dense).norm() < 0.09 * dense.trace()
+    single = G.to(torch.float32)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.to_dense().double(), dense, rtol=1e-4, atol=1e-4)
+    for twin in (copy.deepcopy(G), pickle.loads(pickle.dumps(G))):
+        torch.testing.assert_close(twin.to_dense(), dense, **TIGHT)
+
+
+def test_a_posterior_counts_a_sequence_as_points() -> None:
+    model, x = pointwise()
+    post = co.laplace(linearised(model, x, "mask"), check_mode=False)
+    P = co.GGN(post.lin).to_dense() + torch.eye(post.lin.num_parameters).double()
+    J = dense_jacobian(model, x).flatten(0, 1)
+    expected = J @ torch.linalg.solve(P, J.mT)
+    predicted = post.predict(x, rtol=1e-12)
+    torch.testing.assert_close(predicted.mean, model(x).detach().flatten(0, 1), **TIGHT)
+    torch.testing.assert_close(predicted.covariance_matrix, expected, rtol=1e-8, atol=1e-8)
+    samples = post.sample(5, torch.Generator().manual_seed(0))
+    for probabilities in (post.probabilities(x), post.probabilities(x, "mc", samples)):
+        assert probabilities.shape == (N * T, C)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(N * T).double(), **TIGHT)
+
+
+@pytest.mark.parametrize("w", [None, PER_SEQUENCE, PER_POSITION], ids=["none", "sequences", "positions"])
+@pytest.mark.parametrize("name", ["ignored labels", "weights of positions", "class probabilities"])
+def test_the_likelihood_of_sequences_by_definition(name: str, w: Tensor | None) -> None:
+    given, _, y, _, _ = CASES[name]
+    likelihood, f = co.likelihoods.Sequences(co.likelihoods.as_likelihood(given), T, C), normal(N, T * C)
+    H = autograd_hessians(likelihood, f, y, w)
+    require_consistent_products(likelihood, f, y, w, H)
+    torch.testing.assert_close(likelihood.residual(f, y, w), autograd_gradient(likelihood, f, y, w), **TIGHT)
+    assert likelihood.root_columns(T * C) == T * C
+    assert likelihood.log_prob(f, y, w).shape == (N,)
+    assert likelihood.mean(f).shape == (N, T * C)
+    assert likelihood.sample(f).shape == (y.shape if y.ndim == 2 or name.startswith("weights") else y.shape[:2])
+
+
+def test_monte_carlo_residuals_have_the_hessian_as_second_moment() -> None:
+    """4 standard errors, among them the entries between positions, where the Hessian is 0."""
+    f, likelihood = normal(N, T * C), co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
+    H = autograd_hessians(likelihood, f, MASKED, PER_POSITION)
+    require_sampled_moment(likelihood, f, MASKED, PER_POSITION, H)
+
+
+def test_noise_of_sequences_has_gradients() -> None:
+    model, x = pointwise()
+    v = normal(sum(p.numel() for p in model.parameters()))
+
+    def product(noise: Tensor) -> Tensor:
+        lin = co.linearize(model, (x, REALS), co.likelihoods.Gaussian(noise))
+        return (co.GGN(lin) @ v).sin().sum()
+
+    assert torch.autograd.gradcheck(product, torch.tensor([0.7, 1.0, 2.0]).double().requires_grad_())
+    likelihood = co.likelihoods.Sequences(co.likelihoods.Gaussian(), T, C)
+    assert likelihood.to(dtype=torch.float32).hyperparameters[0].dtype == torch.float32
+
+
+def test_rows_that_are_sequences() -> None:
+    """A model that flattens (N, T, C) itself, with the likelihood given as one of sequences."""
+    model, x = pointwise()
+    flat = nn.Sequential(model, nn.Flatten())
+    likelihood = co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
+    lin = co.linearize(flat, (x, LABELS, MASK), likelihood)
+    assert lin.output_shape == (T, C)
+    expected = co.GGN(linearised(model, x, "mask")).to_dense()
+    torch.testing.assert_close(co.GGN(lin).to_dense(), expected, **TIGHT)
+    assert repr(co.linearize(model, (x, LABELS), likelihood).likelihood) == repr(likelihood)
+    for wrong in (model, flat):
+        with pytest.raises(ValueError, match=r"not the outputs of|needs 3 x 2 = 6 outputs; the model has 9"):
+            co.linearize(wrong, (x, LABELS), co.likelihoods.Sequences(co.likelihoods.Categorical(), T, 2))
+
+
+BAD: dict[str, tuple[Any, Any, type, str]] = {
+    "labels of points": (LABELS[:, 0], "classification", ValueError, r"shape \(n, 3\) or .n, 3, ....; given \(4,\)"),
+    "length": (LABELS[:, :2], "classification", ValueError, r"given \(4, 2\). Pad sequences to one length"),
+    "range": (LABELS + 1, "classification", ValueError, r"each of the 3 positions as a point.*must lie in 0 .. 2"),
+    "dtype": (LABELS[..., None], "regression", TypeError, "each of the 3 positions as a point.*floating dtype"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_targets(what: str) -> None:
+    y, likelihood, error, message = BAD[what]
+    model, x = pointwise()
+    with pytest.raises(error, match=message):
+        co.linearize(model, (x, y), likelihood)
+
+
+def test_bad_weights() -> None:
+    model, x = pointwise()
+    with pytest.raises(ValueError, match=r"shape \(4,\) or, one per position of a sequence, \(4, 3\); given \(4, 2\)"):
+        co.linearize(model, (x, LABELS, MASK[:, :2]), "classification")
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(2 * T, C)).double()
+    with pytest.raises(ValueError, match=r"In batch 0 the sample weights must have shape \(4,\); given \(4, 3\)"):
+        co.linearize(plain, (x, REALS[:, 0], MASK), "regression")
+
+
+def test_all_sequences_have_one_length() -> None:
+    model, x = pointwise()
+    lengths = [(x, LABELS), (x[..., :2], LABELS[:, :2])]
+    with pytest.raises(ValueError, match="Batch 1: The model returns 3 positions a point.*Pad sequences"):
+        co.linearize(model, lengths, "classification")
+    with pytest.raises(ValueError, match=r"returns shape \(4, 2, 3\), but \(N, 3, 3\) for the first points; pad"):
+        linearised(model, x, "mask").predict(x[..., :2])
