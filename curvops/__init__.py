@@ -6,20 +6,41 @@ from curvops import evidence, linalg
 from curvops.linalg import Damped, LowRank
 from curvops.network import likelihoods
 from curvops.network.data import DataChanged
-from curvops.operators import GGN, Jacobian, Linearization, linearize
+from curvops.operators import (
+    EKFAC,
+    GGN,
+    KFAC,
+    BlockDiagonal,
+    DiagonalGGN,
+    EmpiricalFisher,
+    Hessian,
+    Jacobian,
+    Linearization,
+    Subnetwork,
+    TangentKernel,
+    linearize,
+)
 from curvops.posterior import Laplace, NotAMode, laplace
 
 __version__ = version("curvops")
 
 __all__ = [
+    "EKFAC",
     "GGN",
+    "KFAC",
+    "BlockDiagonal",
     "Damped",
     "DataChanged",
+    "DiagonalGGN",
+    "EmpiricalFisher",
+    "Hessian",
     "Jacobian",
     "Laplace",
     "Linearization",
     "LowRank",
     "NotAMode",
+    "Subnetwork",
+    "TangentKernel",
     "evidence",
     "laplace",
     "likelihoods",

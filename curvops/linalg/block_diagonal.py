@@ -20,15 +20,19 @@ class BlockDiagonal(Operator):
     """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. A subclass that makes its blocks itself overrides `blocks` and `partition`.
+    product costs one with each block. `kept` are a subclass's own keywords.
     """
 
     def __init__(
-        self, *blocks: Operator, positions: Sequence[Tensor | range] | Partition, cache: Cache | None = None
+        self,
+        *blocks: Operator,
+        positions: Sequence[Tensor | range] | Partition,
+        cache: Cache | None = None,
+        **kept: Any,
     ) -> None:
         if not isinstance(positions, Partition):
             positions = checked(blocks, positions)
-        super().__init__(*blocks, positions=positions, cache=Cache() if cache is None else cache)
+        super().__init__(*blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
 
     @property
     def blocks(self) -> tuple[Operator, ...]:

@@ -117,7 +117,8 @@ class Categorical(Likelihood):
             )
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
-        return (self._curvature_weight(torch.zeros((), device=y.device), y, w) != 0).squeeze(-1)
+        f = y if y.is_floating_point() else torch.zeros((), device=y.device)
+        return (self._curvature_weight(f, y, w) != 0).squeeze(-1)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Categorical:
         new = copy.copy(self)

@@ -5,6 +5,22 @@ from curvops.operators.fisher import EmpiricalFisher
 from curvops.operators.ggn import GGN
 from curvops.operators.hessian import Hessian
 from curvops.operators.jacobian import Jacobian
+from curvops.operators.kernel import TangentKernel
+from curvops.operators.kfac import EKFAC, KFAC
 from curvops.operators.linearization import Linearization, linearize
+from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
-__all__ = ["DiagonalGGN", "EmpiricalFisher", "GGN", "Hessian", "Jacobian", "Linearization", "linearize"]
+__all__ = [
+    "EKFAC",
+    "GGN",
+    "KFAC",
+    "BlockDiagonal",
+    "DiagonalGGN",
+    "EmpiricalFisher",
+    "Hessian",
+    "Jacobian",
+    "Linearization",
+    "Subnetwork",
+    "TangentKernel",
+    "linearize",
+]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
 
 from curvops.linalg import BlockDiagonal, Kronecker
+from curvops.linalg.cache import Cache
 from curvops.network.output_fisher import Kind
 from curvops.operators.fisher import output_fisher
-from curvops.operators.kfac_factors import Block, Sharing, eigenvalue_corrected, kfac_blocks
+from curvops.operators.kfac_factors import Block, Sharing, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 
 
@@ -38,18 +39,24 @@ class KFAC(BlockDiagonal):
         source: Any,
         *blocks: Any,
         positions: Any = None,
-        names: tuple[tuple[str, ...], ...] = (),
+        cache: Cache | None = None,
+        names: Any = (),
         fisher: Kind = "exact",
         sharing: Sharing = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(source, Linearization):
-            _check_sharing(sharing)
+            check_sharing(sharing)
             found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
             source, *blocks = [block.operator() for block in found]
             positions, names = _layout(source.device, found)
-        super().__init__(source, *blocks, positions=positions, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each block."""
+        return self._kwargs["names"]
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
@@ -60,7 +67,7 @@ class KFAC(BlockDiagonal):
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
             for block in self.blocks
         ]
-        return BlockDiagonal(*damped, positions=self.positions)
+        return BlockDiagonal(*damped, positions=self.partition)
 
 
 class EKFAC(BlockDiagonal):
@@ -76,25 +83,26 @@ class EKFAC(BlockDiagonal):
         source: Any,
         *blocks: Any,
         positions: Any = None,
-        names: tuple[tuple[str, ...], ...] = (),
+        cache: Cache | None = None,
+        names: Any = (),
         fisher: Kind = "exact",
         sharing: Sharing = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(source, Linearization):
-            _check_sharing(sharing)
+            check_sharing(sharing)
             output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws
             found = kfac_blocks(source, output, sharing)
             positions, names = _layout(source.theta.device, found)
             source, *blocks = eigenvalue_corrected(source, output, found)
-        super().__init__(source, *blocks, positions=positions, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each block."""
+        return self._kwargs["names"]
 
 
 def _layout(device: torch.device, blocks: list[Block]) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[str, ...], ...]]:
     return tuple(block.positions.to(device) for block in blocks), tuple(block.names for block in blocks)
-
-
-def _check_sharing(sharing: str) -> None:
-    if sharing not in get_args(Sharing):
-        raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -147,6 +147,12 @@ def _rotate(side: Tensor, vectors: Tensor) -> Tensor:
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
+
+
+def check_sharing(sharing: str) -> None:
+    """Raise ValueError for a word that names no weight-sharing setting."""
+    if sharing not in get_args(Sharing):
+        raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")
 
 
 def _positions(selection: Selection, group: Group, kronecker: bool) -> Tensor:

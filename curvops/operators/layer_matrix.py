@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from curvops.network.layerwise import Layer
 from curvops.network.parameters import Blocks
 
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Layers whose matrix is their weight transposed (see `network.rules.embedding`)."""
+
 
 def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:
     """(g, p, q) as tensors by parameter name: the weight row-major, a last column the bias; an embedding's transposed.
 
     The layout is that of `Rule.matrices`.
     """
-    if isinstance(layer.module, nn.Embedding):
+    if isinstance(layer.module, TABLES):
         return {layer.names["weight"]: matrix[0].mT}
     found = {}
     if "bias" in layer.names:
@@ -26,7 +29,7 @@ def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:
 def as_matrix(layer: Layer, tensors: Blocks) -> Tensor:
     """The inverse of `as_tensors` for tensors of one layer: (g, p, q)."""
     weight = tensors[layer.names["weight"]]
-    if isinstance(layer.module, nn.Embedding):
+    if isinstance(layer.module, TABLES):
         return weight.mT.unsqueeze(0)
     groups = getattr(layer.module, "groups", 1)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)

@@ -12,7 +12,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
-from curvops.linalg import Dense
+from curvops.linalg import Dense, Operator
+from curvops.linalg.cache import Cache
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
@@ -35,8 +36,7 @@ class Subnetwork(Dense):
             indices = checked_indices(indices, source.shape[-1]).to(source.device)
             psd = bool(getattr(source, "psd", False))
             source = principal_block(source, indices)
-        super().__init__(source)
-        self._kwargs = {"indices": indices, "psd": psd}
+        Operator.__init__(self, source, indices=indices, psd=psd)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -64,13 +64,14 @@ class BlockDiagonal(Blocks):
         *others: Any,
         blocks: Any = "layer",
         positions: Any = None,
+        cache: Cache | None = None,
     ) -> None:
         if isinstance(source, Linearization):
             positions = tuple(_partition(source, blocks))
             _require_room(source, positions)
             dense = [Dense(fisher_block(source, Exact(source.likelihood), index)) for index in positions]
             source, *others = dense
-        super().__init__(source, *others, positions=positions)
+        super().__init__(source, *others, positions=positions, cache=cache)
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
