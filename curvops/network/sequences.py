@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.likelihood import Block, Likelihood, Outputs, RootBlock
@@ -87,6 +87,10 @@ class Sequences(Likelihood):
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
+
+    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, " n"]:
+        """Which sequences have a position that counts."""
+        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions)).any(1)
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:
