@@ -143,7 +143,7 @@ class Categorical(Likelihood):
         """The mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
         smoothing = self.label_smoothing
         if y.is_floating_point():
-            q = torch.lerp(y, y.new_tensor(1 / f.shape[-1]), smoothing) if smoothing else y
+            q = torch.lerp(y, y.new_tensor(1 / y.shape[-1]), smoothing) if smoothing else y
             q = q if self.weight is None else self.weight * q
         else:
             class_weight = f.new_ones(f.shape[-1]) if self.weight is None else self.weight

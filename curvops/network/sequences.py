@@ -89,8 +89,8 @@ class Sequences(Likelihood):
             raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, " n"]:
-        each = self.likelihood.counted(y.flatten(0, 1), self._each(w))
-        return each.unflatten(0, (-1, self.positions)).any(1)
+        """Which sequences have a position that counts."""
+        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions)).any(1)
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

@@ -240,6 +240,16 @@ def test_the_door_takes_a_function() -> None:
         as_likelihood(distributions.Bernoulli)
 
 
+def test_the_monte_carlo_fisher_needs_no_exact_one() -> None:
+    model = nn.Linear(2, C).double()
+    lin = co.linearize(model, (normal(N, 2), REALS), student)
+    with pytest.raises(ValueError, match=r"co.GGN\(lin, mc_samples=...\)"):
+        _ = co.GGN(lin) @ lin.theta
+    sampled = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)).to_dense()
+    assert torch.linalg.eigvalsh(sampled)[-1] > 0
+    torch.testing.assert_close(sampled, sampled.mT, **TIGHT)
+
+
 def test_heteroscedastic_distributions_have_their_own_likelihood() -> None:
     general = FromDistribution(lambda f: distributions.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()))
     f, y = normal(N, 4), REALS[:, :2]

@@ -79,6 +79,16 @@ def test_one_hot_rows_are_their_labels(options: dict, w: Tensor | None) -> None:
     torch.testing.assert_close(likelihood.log_prob(f, ONE_HOT, w), likelihood.log_prob(f, LABELS, w), **TIGHT)
 
 
+@EVERY
+def test_points_count_where_their_curvature_is_not_zero(options: dict) -> None:
+    expected = torch.ones(N, dtype=torch.bool)
+    if options == OPTIONS[2]:
+        expected[LABELS == 2] = False
+    for y in (ONE_HOT, LABELS):
+        assert torch.equal(Categorical(**options).counted(y), expected)
+        assert torch.equal(Categorical(**options).counted(y, W), expected & (W != 0))
+
+
 def test_gradients_through_outputs_and_vectors() -> None:
     f, u, likelihood = normal(N, C).requires_grad_(), normal(N, C, seed=2).requires_grad_(), Categorical(**OPTIONS[3])
 

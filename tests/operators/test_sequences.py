@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
+from curvops.operators.diagonal import DiagonalGGN
+from curvops.operators.fisher import EmpiricalFisher
 from tests.network.definitions import (
     TIGHT,
     autograd_gradient,
@@ -152,6 +154,25 @@ def test_engines_and_batches_agree(network: str, engine: Any) -> None:
         torch.testing.assert_close(co.GGN(lin) @ v, ggn @ v, **TIGHT)
         torch.testing.assert_close(lin.jacobian(x) @ v, J @ v, **TIGHT)
         torch.testing.assert_close(lin.jacobian(x).mT @ (J @ v), J.mT @ (J @ v), **TIGHT)
+
+
+@pytest.mark.parametrize("case", ["ignored labels", "mask", "class probabilities"])
+def test_operators_of_rows_follow(case: str) -> None:
+    """The diagonal and the empirical Fisher, which sums over the positions of a sequence first."""
+    model, x = pointwise()
+    _, likelihood, y, _, each = CASES[case]
+    lin, (_, _, ggn) = linearised(model, x, case), definition(model, x, likelihood, y, each)
+    torch.testing.assert_close(DiagonalGGN(lin).diagonal(), ggn.diagonal(), **TIGHT)
+    rows = [definition(model, x[n : n + 1], likelihood, y[n : n + 1], each[n : n + 1])[1] for n in range(N)]
+    moments = torch.stack(rows).mT @ torch.stack(rows)
+    torch.testing.assert_close(EmpiricalFisher(lin).to_dense(), moments, **TIGHT)
+
+
+def test_sequences_that_count() -> None:
+    likelihood = co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
+    assert likelihood.counted(MASKED).tolist() == [True, True, True, False]
+    assert likelihood.counted(LABELS, PER_POSITION * MASK).tolist() == [True, True, True, False]
+    assert likelihood.counted(MASKED, PER_SEQUENCE).tolist() == [True, False, True, False]
 
 
 def test_draws_and_conversion_follow() -> None:

@@ -1,0 +1,227 @@
+"""Every curvature against its dense definition: networks x likelihoods x selections x batchings, every pair once.
+
+The table is a covering array of strength two: each value of a factor meets each value of every other factor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import curvops as co
+from curvops.linalg import EigenKronecker
+from tests.operators.definitions import dense_hessian, define, linearized
+from tests.zoo import N, ZOO, call, parameters_of
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def _labels(c: int) -> Tensor:
+    return torch.arange(N) % c
+
+
+def _classes(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    return co.likelihoods.Categorical(), _labels(c), None
+
+
+def _weighted_classes(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    weight = torch.linspace(0.5, 2.0, c, dtype=torch.float64)
+    y = _labels(c)
+    y[1] = -100
+    return co.likelihoods.Categorical(weight=weight, label_smoothing=0.1), y, torch.linspace(0.3, 1.4, N).double()
+
+
+def _soft_classes(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    return co.likelihoods.Categorical(), torch.linspace(0, 3, N * c).double().reshape(N, c).softmax(1), None
+
+
+def _gaussian(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    return co.likelihoods.Gaussian(0.3), torch.linspace(-1, 1, N * c).double().reshape(N, c), None
+
+
+def _events(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    return co.likelihoods.Bernoulli(), (torch.arange(N * c).reshape(N, c) % 2).double(), torch.linspace(0, 1, N).double()
+
+
+def _counts(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    return co.likelihoods.Poisson(), (torch.arange(N * c).reshape(N, c) % 3).double(), None
+
+
+def _heteroscedastic(c: int) -> tuple[Any, Tensor, Tensor | None]:
+    if c % 2:  # a mean and a log variance for each target: only an even number of outputs will do
+        return _gaussian(c)
+    return co.likelihoods.HeteroscedasticGaussian(), torch.linspace(-1, 1, N * c // 2).double().reshape(N, -1), None
+
+
+NETWORKS = [
+    "mlp",
+    "cnn",
+    "resnet_groupnorm",
+    "resnet_batchnorm",
+    "transformer_encoder",
+    "fused_attention",
+    "bag_mean",
+    "embedding_padding",
+    "lstm",
+    "tied_embedding",
+    "autoencoder",
+    "own_parameters",
+    "mapping_inputs",
+    "linear_twice",
+]
+LIKELIHOODS: list[Callable[[int], tuple[Any, Tensor, Tensor | None]]] = [
+    _classes,
+    _weighted_classes,
+    _soft_classes,
+    _gaussian,
+    _events,
+    _counts,
+    _heteroscedastic,
+]
+SELECTIONS = ["all", "last_layer", "biases", "half"]
+BATCHINGS = [(5,), (3, 2), (1, 1, 1, 1, 1)]
+
+
+def covering(*factors: list[Any]) -> list[tuple[Any, ...]]:
+    """Rows such that every pair of values of two factors stands in one of them (greedy)."""
+    wanted = {
+        (i, a, j, b)
+        for (i, first), (j, second) in itertools.combinations(enumerate(factors), 2)
+        for a in range(len(first))
+        for b in range(len(second))
+    }
+    rows = []
+    while wanted:
+        row = max(
+            itertools.product(*(range(len(factor)) for factor in factors)),
+            key=lambda r: sum((i, r[i], j, r[j]) in wanted for i, j in itertools.combinations(range(len(r)), 2)),
+        )
+        wanted -= {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+        rows.append(tuple(factor[i] for factor, i in zip(factors, row)))
+    return rows
+
+
+TABLE = covering(NETWORKS, LIKELIHOODS, SELECTIONS, BATCHINGS)
+
+
+def selected(name: str, selection: str) -> tuple[Any, Tensor]:
+    """The `parameters=` argument, and the positions that it selects of all."""
+    model, _ = ZOO[name].build()
+    sizes = {key: p.numel() for key, p in parameters_of(model).items()}
+    total = sum(sizes.values())
+    if selection == "all":
+        return None, torch.arange(total)
+    if selection == "half":
+        index = torch.randperm(total, generator=torch.Generator().manual_seed(0))[: total // 2]
+        return index, index
+    last = list(sizes)[-1].rpartition(".")[0]
+    chosen = [k for k in sizes if (k.rpartition(".")[0] == last if selection == "last_layer" else k.endswith("bias"))]
+    chosen = chosen or [list(sizes)[-1]]
+    mask = torch.cat([torch.full((size,), key in chosen) for key, size in sizes.items()])
+    return "last_layer" if selection == "last_layer" else chosen, mask.nonzero().squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "selection", "sizes"),
+    TABLE,
+    ids=[f"{n}-{m.__name__[1:]}-{s}-{len(b)}" for n, m, s, b in TABLE],
+)
+def test_equals_its_dense_definition(
+    name: str, make: Callable[[int], tuple[Any, Tensor, Tensor | None]], selection: str, sizes: tuple[int, ...]
+) -> None:
+    model, inputs = ZOO[name].build()
+    likelihood, y, w = make(call(model, inputs).shape[1])
+    parameters, kept = selected(name, selection)
+    lin = linearized(name, likelihood, y, w, sizes, parameters)
+    expected = define(name, likelihood, y, w).of(kept)
+    G, F = expected.ggn, expected.empirical
+    D = len(kept)
+    unit = torch.eye(D, dtype=torch.float64)
+
+    torch.testing.assert_close(co.GGN(lin) @ unit, G, **TIGHT)
+    torch.testing.assert_close(co.EmpiricalFisher(lin) @ unit, F, **TIGHT)
+    hessian = dense_hessian(name, likelihood, y, w)[kept][:, kept]
+    torch.testing.assert_close(co.Hessian(lin) @ unit, hessian, **TIGHT)
+
+    sampled = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))
+    rows = torch.einsum("ncd,mnc->mnd", expected.J, sampled._kwargs["draws"]).flatten(0, 1)
+    torch.testing.assert_close(sampled @ unit, rows.mT @ rows, **TIGHT)
+
+    torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), G.diagonal(), **TIGHT)
+    torch.testing.assert_close(co.DiagonalGGN(lin, fisher="empirical").diagonal(), F.diagonal(), **TIGHT)
+    drawn = co.DiagonalGGN(lin, fisher="mc", mc_samples=2, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(drawn.diagonal(), rows.square().sum(0), **TIGHT)
+
+    blocks = co.BlockDiagonal(lin)
+    torch.testing.assert_close(blocks.to_dense(), torch.where(_within(blocks), G, 0.0), **TIGHT)
+    index = torch.arange(D - 1, -1, -3)
+    torch.testing.assert_close(co.Subnetwork(co.GGN(lin), index).to_dense(), G[index][:, index], **TIGHT)
+    torch.testing.assert_close(co.Subnetwork(co.EmpiricalFisher(lin), index).to_dense(), F[index][:, index], **TIGHT)
+
+    prior = torch.linspace(0.5, 2.0, D, dtype=torch.float64)
+    J = expected.J.flatten(0, 1)
+    torch.testing.assert_close(co.TangentKernel(lin, 2.0).to_dense(), J @ J.mT / 2, **TIGHT)
+    kernel = co.TangentKernel(lin, prior)
+    torch.testing.assert_close(kernel.to_dense(), (J / prior) @ J.mT, **TIGHT)
+    torch.testing.assert_close(kernel @ torch.eye(len(J), dtype=torch.float64), (J / prior) @ J.mT, **TIGHT)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kronecker_identities(name: str, sharing: str, fisher: str) -> None:
+    """EKFAC has the exact second moments of the rows in its basis; neither depends on the batching."""
+    likelihood, y, w = _weighted_classes(call(*ZOO[name].build()).shape[1])
+    expected = define(name, likelihood, y, w)
+
+    def build(kind: Any, sizes: tuple[int, ...]) -> Any:
+        lin = linearized(name, likelihood, y, w, sizes, None)
+        return kind(lin, fisher=fisher, sharing=sharing, generator=torch.Generator().manual_seed(1))
+
+    kfac, ekfac = build(co.KFAC, (5,)), build(co.EKFAC, (5,))
+    if fisher == "mc":
+        lin = linearized(name, likelihood, y, w, (5,), None)
+        draws = co.GGN(lin, mc_samples=1, generator=torch.Generator().manual_seed(1))._kwargs["draws"][0]
+        g = torch.einsum("ncd,nc->nd", expected.J, draws)
+        exact = g.mT @ g
+    else:
+        exact = expected.ggn if fisher == "exact" else expected.empirical
+    for block, positions in zip(ekfac.blocks, ekfac.partition.parts):
+        positions = torch.tensor(list(positions)) if isinstance(positions, range) else positions
+        part = exact[positions][:, positions]
+        if isinstance(block, EigenKronecker):
+            basis = EigenKronecker(block.left_vectors, block.right_vectors, torch.ones_like(block.values))
+            U = _basis(basis)
+            torch.testing.assert_close((U.mT @ part @ U).diagonal(), block.values.flatten(), **TIGHT)
+        else:
+            torch.testing.assert_close(block.to_dense(), part if block.to_dense().count_nonzero() else part * 0, **TIGHT)
+    blockwise = torch.where(_within(ekfac), exact, 0.0)
+    distance_k, distance_e = (blockwise - kfac.to_dense()).norm(), (blockwise - ekfac.to_dense()).norm()
+    assert distance_e <= distance_k * (1 + 1e-10) + 1e-12
+    if fisher != "mc":  # draws come batch by batch, so another batching draws other targets
+        for sizes in BATCHINGS[1:]:
+            torch.testing.assert_close(build(co.KFAC, sizes).to_dense(), kfac.to_dense(), **TIGHT)
+            torch.testing.assert_close(build(co.EKFAC, sizes).to_dense(), ekfac.to_dense(), **TIGHT)
+    eigenvalues = torch.linalg.eigvalsh(kfac.to_dense())
+    assert eigenvalues.min() >= -1e-10 * eigenvalues.max()
+
+
+def _basis(operator: EigenKronecker) -> Tensor:
+    """U = U_l ⊗ U_r of each group, block-diagonal, (n, n)."""
+    sides = [v if v.ndim == 3 else torch.diag_embed(v) for v in (operator.left_vectors, operator.right_vectors)]
+    return torch.block_diag(*[torch.kron(left.contiguous(), right.contiguous()) for left, right in zip(*sides)])
+
+
+def _within(blocks: Any) -> Tensor:
+    """Which entries of the matrix lie in a block."""
+    D = blocks.shape[0]
+    mask = torch.zeros(D, D, dtype=torch.bool)
+    for positions in blocks.partition.parts:
+        positions = torch.tensor(list(positions)) if isinstance(positions, range) else positions
+        mask[positions.unsqueeze(1), positions] = True
+    return mask
