@@ -53,8 +53,8 @@ def define(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None) -> De
     return Definition(J, output_fisher(likelihood, f, y, w), autograd_gradient(likelihood, f, y, w))
 
 
-def dense_hessian(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None) -> Tensor:
-    """∇² of the negative log-likelihood, one row a backward pass."""
+def hessian_products(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None, V: Tensor) -> Tensor:
+    """∇² of the negative log-likelihood times V (D, K), differentiating the gradient of all data at once."""
     model, inputs = ZOO[name].build()
     if isinstance(model, tuple):
         model = model[0], {key: value.detach().requires_grad_() for key, value in model[1].items()}
@@ -63,15 +63,11 @@ def dense_hessian(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None
         loss = -likelihood.log_prob(call(model, inputs), y, w).sum()
     gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
     flat = torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(gradients, leaves)])
-    rows = []
-    for entry in flat:
-        found = (
-            torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
-            if entry.requires_grad
-            else [None] * len(leaves)
-        )
-        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(found, leaves)]))
-    return torch.stack(rows).detach()
+    columns = []
+    for v in V.unbind(1):
+        found = torch.autograd.grad(flat @ v, leaves, retain_graph=True, allow_unused=True)
+        columns.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(found, leaves)]))
+    return torch.stack(columns, 1).detach()
 
 
 def linearized(
