@@ -317,7 +317,7 @@ ZOO: dict[str, Network] = {network.name: network for network in _table()}
 UNSUPPORTED: dict[str, tuple[Network, str]] = {
     "embedding_bag": (
         Network("embedding_bag", lambda: parts.FunctionalEmbedding(bag=True), _tokens),
-        "an EmbeddingBag by an Embedding",
+        "F.embedding_bag by an Embedding",
     ),
     "checkpoint_reentrant": (
         Network("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors),
