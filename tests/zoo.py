@@ -213,6 +213,13 @@ def _encoder(batch_first: bool) -> nn.Module:
     return parts.Pooled(stack, 4, first=not batch_first)
 
 
+def _frozen_projection() -> nn.Module:
+    net = parts.Attention()
+    net.attention.in_proj_weight.requires_grad_(False)
+    net.attention.out_proj.bias.requires_grad_(False)
+    return net
+
+
 def _pair() -> tuple[Any, dict[str, Tensor]]:
     def function(params: Any, x: Tensor) -> Tensor:
         return torch.tanh(x @ params["a"] + params["b"]) @ params["c"]
@@ -253,12 +260,14 @@ def _table() -> Iterator[Network]:
     yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()))
     yield row("norms_1d", _norms_1d, _vectors)
     yield row("sequence_layernorm", _sequence_layernorm, _sequences)
-    yield row("transformer_encoder", lambda: _encoder(True), _sequences, ("*self_attn*",))
-    yield row("sequence_first", lambda: _encoder(False), _sequences, ("body*",))
+    yield row("transformer_encoder", lambda: _encoder(True), _sequences)
+    yield row("sequence_first", lambda: _encoder(False), _sequences, ("body.layers.0.linear*", "body.layers.0.norm*"))
     yield row("flattened_positions", lambda: parts.Pooled(_flattened(), 5), _sequences, ("body*",))
     yield row("one_query", _wired(lambda m, x: m.head(m.fc1(x) * m.fc2(torch.ones_like(x[:1])))), _vectors, ("fc2*",))
     yield row("fused_attention", parts.FusedAttention, _sequences)
-    yield row("attention_out_proj", parts.Attention, _sequences, ("attention*",))
+    yield row("attention", parts.Attention, _sequences)
+    yield row("attention_of_two", lambda: parts.Attention(cross=True), _sequences, ("attention.in_proj*",))
+    yield row("attention_frozen", _frozen_projection, _sequences)
     yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",), replayable=False)
     yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",), replayable=False)
     yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens)
@@ -308,7 +317,7 @@ ZOO: dict[str, Network] = {network.name: network for network in _table()}
 UNSUPPORTED: dict[str, tuple[Network, str]] = {
     "embedding_bag": (
         Network("embedding_bag", lambda: parts.FunctionalEmbedding(bag=True), _tokens),
-        "an EmbeddingBag by an Embedding",
+        "F.embedding_bag by an Embedding",
     ),
     "checkpoint_reentrant": (
         Network("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors),

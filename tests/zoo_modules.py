@@ -115,14 +115,18 @@ class FusedAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """`nn.MultiheadAttention`: the hook of its output projection never fires, and it returns a tuple."""
+    """`nn.MultiheadAttention`: the hook of its output projection never fires, and it returns a tuple.
 
-    def __init__(self) -> None:
+    With `cross`, query, key and value are not one tensor.
+    """
+
+    def __init__(self, cross: bool = False) -> None:
         super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+        self.attention, self.head, self.cross = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3), cross
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x)[0].mean(1))
+        query = x[:, :2] if self.cross else x
+        return self.head(self.attention(query, x, x, need_weights=self.cross)[0].mean(1))
 
 
 class Tokens(nn.Module):

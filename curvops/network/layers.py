@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from curvops.network.rules.bilinear import BilinearRule
 from curvops.network.rules.convolution import ConvolutionRule, TransposedConvolutionRule
@@ -15,6 +16,7 @@ __all__ = ["RULES", "Local", "Rule", "rule_for"]
 
 RULES: dict[type, Rule] = {
     nn.Linear: LinearRule(),
+    NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
     nn.Conv1d: ConvolutionRule(),
     nn.Conv2d: ConvolutionRule(),
     nn.Conv3d: ConvolutionRule(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from curvops.network.attention import Projections, owns_projection
 from curvops.network.autodiff import Recorded, Streamed
 from curvops.network.inputs import num_points
 from curvops.network.layers import RULES, Local, Rule, rule_for
@@ -63,6 +65,7 @@ class Layer:
 class Call:
     """One call of a layer in a recorded forward pass: what it was given, and where it stands in the graph."""
 
+    owner: nn.Module
     layer: Layer
     inputs: tuple[Tensor, ...]
     versions: tuple[int, ...]
@@ -169,10 +172,14 @@ def owners_of(model: Model) -> Owners:
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     owners: dict[nn.Module, dict[str, str]] = defaultdict(dict)
     for parameter, places in holders.items():
-        if names[parameter] in model.selection.names and all(rule_for(module) for module, _ in places):
+        if names[parameter] in model.selection.names and all(_is_served(*place) for place in places):
             for module, local in places:
                 owners[module][local] = names[parameter]
     return dict(owners)
+
+
+def _is_served(module: nn.Module, local: str) -> bool:
+    return rule_for(module) is not None or owns_projection(module, local)
 
 
 def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
@@ -187,26 +194,37 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     dtype, n = model.theta.dtype, num_points(inputs)
     assert model.module is not None
     paths = {module: path for path, module in model.module.named_modules()}
+    attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
         rule = RULES[type(module)]
-        given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
         points = output.ndim > 1 and len(output) == n
         if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
-            misfits.update(owners[module].values())
+            misfits.update(names.values())
             return
         with torch.no_grad():
             kept = rule.keep(module, *(a.detach() for a in given))
-        names, size = owners[module], kept[0].nbytes // output.element_size()
-        layer = Layer(paths[module], module, rule, names, output.shape, size, rule.multiply_adds(module, output))
+        size = kept[0].nbytes // output.element_size()
+        layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        calls.append(Call(layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
+        calls.append(Call(owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
+        note(module, module, paths[module], owners[module], given, output)
+
+    def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
+        if owner in owners:
+            path = paths[owner] if owner is module else f"{paths[owner]}.in_proj".lstrip(".")
+            names = {local.removeprefix("in_proj_"): name for local, name in owners[owner].items()}
+            note(owner, module, path, names, (a,), output)
 
     handles: list[Any] = []
     try:
         for layer in owners:
-            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-        with model.differentiating():
+            if type(layer) in RULES:
+                handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        with model.differentiating(), Projections(attentions, note_projection) if attentions else nullcontext():
             outputs = model(model.leaves(), inputs)
     finally:
         for handle in handles:
@@ -228,7 +246,7 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     """Names of parameters whose layers were not called."""
-    ran = {id(call.layer.module) for call in calls}
+    ran = {id(call.owner) for call in calls}
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
 
@@ -261,7 +279,7 @@ def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
 def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:
     """Factors or rows of each call, the outputs' backward passes taken in chunks of at most `chunk_bytes` of δ."""
     n, num_outputs = outputs.shape
-    step = chunk_size(calls, chunk_bytes)
+    step = chunk_size(calls, outputs.element_size(), chunk_bytes)
     stores: list[Tensor | None] = [None] * len(calls)
     for start in range(0, num_outputs, step):
         width = min(step, num_outputs - start)
@@ -284,9 +302,9 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -
     ]
 
 
-def chunk_size(calls: Sequence[Call], chunk_bytes: int) -> int:
+def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
     """How many cotangents of the outputs can be sent backward at a time within `chunk_bytes` of δ; at least one."""
-    per_cotangent = sum(call.layer.output.numel() * call.kept.element_size() for call in calls)
+    per_cotangent = sum(call.layer.output.numel() for call in calls) * itemsize
     return max(1, chunk_bytes // max(1, per_cotangent))
 
 

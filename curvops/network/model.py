@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvops.network.lookups import PlainLookups, needs_plain_lookups
 from curvops.network.parameters import Blocks, Selection, select
+from curvops.network.wrappers import eagerly, holds_compiled, unwrapped
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -24,9 +25,10 @@ class Model:
 
     Outputs of sequences, (n, T, C), become rows (n, T·C).
 
-    Built from an `nn.Module` or from a pair (function(params, inputs), params). The module itself is called through
-    `functional_call`, its training flags set to what they were at the snapshot and restored after each call. A module
-    can hold one set of values at a time, so everything that calls it takes `lock`.
+    Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
+    inputs), params). The module itself is called through `functional_call`, its training flags set to what they were at
+    the snapshot and restored after each call. A module can hold one set of values at a time, so everything that calls
+    it takes `lock`.
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
 
@@ -52,7 +54,7 @@ class Model:
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         self._copies: Blocks | None = None
-        self._settings = _settings_for(self.module)
+        self._settings, self._stand_ins = _settings_for(self.module), _stand_ins_for(self.module)
         self._output_shape: torch.Size | None = None
 
     @property
@@ -125,7 +127,11 @@ class Model:
             return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         held = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        with self.lock, self._as_recorded(self.module), _plain_lookups(self.module):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            stack.enter_context(self._as_recorded(self.module))
+            for stand_in in self._stand_ins:
+                stack.enter_context(stand_in())
             return functional_call(_Holder(self.module), held, (run,))
 
     @contextlib.contextmanager
@@ -222,6 +228,7 @@ def check_deterministic_modules(module: nn.Module) -> None:
 
 def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str], list[str]]:
     """Module, function, all named tensors, the trainable names, and the names of the last layer."""
+    source = unwrapped(source)
     if isinstance(source, nn.Module):
         tensors: dict[str, Tensor] = dict(source.named_parameters())
         trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
@@ -229,7 +236,7 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, di
         last = [name for name, owner in zip(tensors, owners) if owner == owners[-1]]
         return source, None, tensors, trainable, last
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
-        function, tensors = source[0], dict(source[1])
+        function, tensors = unwrapped(source[0]), dict(source[1])
         bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if bad:
             raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
@@ -265,9 +272,11 @@ def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     return settings
 
 
-def _plain_lookups(module: nn.Module) -> Any:
-    needed = any(needs_plain_lookups(part) for part in module.modules())
-    return PlainLookups() if needed else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+def _stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
+    """Contexts in which every call of the model runs: the same values by operations that can be differentiated."""
+    parts = list(module.modules()) if module is not None else []
+    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
+    return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
 
 
 def _unfused_attention() -> Any:

@@ -28,7 +28,7 @@ def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward
     except RuntimeError as error:
         lacks = "no backward-mode derivative" if forward_mode else "neither a forward-mode nor a second derivative"
         raise ValueError(
-            f"the model uses an operation with {lacks}: {error} Replace the operation (an EmbeddingBag by an "
+            f"the model uses an operation with {lacks}: {error} Replace the operation (F.embedding_bag by an "
             "Embedding and a mean, a reentrant checkpoint by use_reentrant=False), or leave the parameters before it "
             "out of the selection."
         ) from error

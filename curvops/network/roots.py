@@ -62,8 +62,8 @@ class Group:
     @property
     def layer(self) -> Layer | None:
         """The one layer that these rows belong to, if there is just one with an outer-product structure."""
-        modules = {id(part.layer.module) for part in self.parts}
-        return self.parts[0].layer if len(modules) == 1 and not self.given else None
+        paths = {part.layer.path for part in self.parts}
+        return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
     def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
         """(left, right) of each call with gradient Σ_t left ⊗ right (see `Rule.matrices`); None without one."""
@@ -104,7 +104,7 @@ def each_group(
         )
     f = outputs.detach()
     grouped, counted = _grouped(calls), fisher.counted(batch)
-    columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, chunk)
+    columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
     for start in range(0, columns, step):
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))

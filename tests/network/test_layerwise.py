@@ -94,7 +94,7 @@ def hooks(model: nn.Module) -> list[int]:
     return [len(getattr(part, kind)) for part in model.modules() for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "user_hook", "user_backward_hook", "attention_out_proj"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "user_hook", "user_backward_hook", "attention"])
 def test_hooks_never_stay(name: str) -> None:
     model, inputs = ZOO[name].build()
     before = hooks(model)

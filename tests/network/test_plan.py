@@ -88,12 +88,14 @@ def test_a_block_shares_the_reading() -> None:
 
 
 def test_the_table_names_layers_parameters_and_engines() -> None:
-    passes = walk("transformer_encoder", "layerwise")
-    push(passes, columns(reference("transformer_encoder").shape[1], 1))
+    passes = walk("attention_of_two", "layerwise")
+    push(passes, columns(reference("attention_of_two").shape[1], 1))
     text = str(passes.plan)
-    for expected in ("body.layers.0.linear1", "head", "Jacobian rows", "a and δ", "self_attn.in_proj_weight"):
+    for expected in ("attention.out_proj", "head", "a and δ", "attention.in_proj_weight"):
         assert expected in text
-    assert "autodiff: no layer rule" in text
+    assert "autodiff: its layer does not run as a layer" in text
+    assert "autodiff: no layer rule" in str(walk("prelu", "layerwise").plan)
+    assert "Jacobian rows" in str(walk("cnn", "layerwise").plan)
     assert "2 batches layerwise" in text
     assert "engine='layerwise'" in text
     assert str(walk("mlp", "auto").plan).endswith("now: nothing")

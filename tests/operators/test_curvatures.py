@@ -74,7 +74,6 @@ NETWORKS = [
     "mapping_inputs",
     "linear_twice",
 ]
-WITHOUT_HESSIAN = {"bag_mean"}  # torch has no second derivative of an EmbeddingBag
 LIKELIHOODS: list[Callable[[int], tuple[Any, Tensor, Tensor | None]]] = [
     _classes,
     _weighted_classes,
@@ -146,12 +145,11 @@ def test_equals_its_dense_definition(
 
     torch.testing.assert_close(co.GGN(lin) @ unit, G, **TIGHT)
     torch.testing.assert_close(co.EmpiricalFisher(lin) @ unit, F, **TIGHT)
-    if name not in WITHOUT_HESSIAN:
-        V = torch.randn(len(reference(name).mT), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        inside = torch.zeros_like(V)
-        inside[kept] = V[kept]
-        hessian = hessian_products(name, likelihood, y, w, inside)[kept]
-        torch.testing.assert_close(co.Hessian(lin) @ V[kept], hessian, **TIGHT)
+    V = torch.randn(len(reference(name).mT), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    inside = torch.zeros_like(V)
+    inside[kept] = V[kept]
+    hessian = hessian_products(name, likelihood, y, w, inside)[kept]
+    torch.testing.assert_close(co.Hessian(lin) @ V[kept], hessian, **TIGHT)
 
     sampled = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))
     rows = torch.einsum("ncd,mnc->mnd", expected.J, sampled._kwargs["draws"]).flatten(0, 1)
@@ -211,7 +209,8 @@ def test_kronecker_identities(name: str, sharing: str, fisher: str) -> None:
     if fisher != "mc":  # draws come batch by batch, so another batching draws other targets
         for sizes in BATCHINGS[1:]:
             torch.testing.assert_close(build(co.KFAC, sizes).to_dense(), kfac.to_dense(), **TIGHT)
-            torch.testing.assert_close(build(co.EKFAC, sizes).to_dense(), ekfac.to_dense(), **TIGHT)
+            if sharing == "expand":  # reduced factors leave a null space that rows reach, and whose basis is arbitrary
+                torch.testing.assert_close(build(co.EKFAC, sizes).to_dense(), ekfac.to_dense(), **TIGHT)
     eigenvalues = torch.linalg.eigvalsh(kfac.to_dense())
     assert eigenvalues.min() >= -1e-10 * eigenvalues.max()
 
@@ -232,9 +231,8 @@ def _within(blocks: Any) -> Tensor:
     return mask
 
 
-def test_a_model_without_second_derivatives_has_no_hessian() -> None:
+def test_wrong_second_derivatives_are_refused() -> None:
+    """torch's fused weight_norm is not symmetric under double backward."""
     likelihood, y, w = _classes(3)
-    with pytest.raises(RuntimeError, match="not implemented"):
-        co.Hessian(linearized("bag_mean", likelihood, y, w, (5,), None))
     with pytest.raises(RuntimeError, match="not symmetric"):
         co.Hessian(linearized("weight_norm", likelihood, y, w, (5,), None))

@@ -67,8 +67,8 @@ class EmbeddingBagRule:
         return a
 
     def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        options = {"mode": layer.mode, "padding_idx": layer.padding_idx}
-        return torch.stack([F.embedding_bag(kept, table, **options) for table in tangents["weight"]], 1)
+        mode, padding = layer.mode, layer.padding_idx
+        return torch.stack([F.embedding_bag(kept, v, mode=mode, padding_idx=padding) for v in tangents["weight"]], 1)
 
     def pull(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         if not names:

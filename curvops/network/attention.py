@@ -1,0 +1,67 @@
+"""The projections of `nn.MultiheadAttention`, which it makes by functional calls that no hook sees.
+
+Where query, key and value are one tensor, `in_proj_weight` is one linear layer; `out_proj` always is. In the recorded
+pass both are made apart, points first, and torch's attention is called with identities in their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# (the module that owns the parameters, the projection as a linear layer, input, output)
+Note = Callable[[nn.Module, nn.Linear, Tensor, Tensor], None]
+SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def owns_projection(module: nn.Module, local: str) -> bool:
+    """Whether a parameter is that of the common projection of query, key and value."""
+    return type(module) is nn.MultiheadAttention and local in ("in_proj_weight", "in_proj_bias")
+
+
+class Projections(TorchFunctionMode):
+    """While entered, `note` is called with each projection of these attention modules."""
+
+    def __init__(self, modules: Sequence[nn.MultiheadAttention], note: Note) -> None:
+        super().__init__()
+        self.modules, self.note = modules, note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            given = SIGNATURE.bind(*args, **(kwargs or {})).arguments
+            for module in self.modules:
+                if given["out_proj_weight"] is module.out_proj.weight and given["query"].ndim == 3:
+                    return self._attention(module, given)
+        return func(*args, **(kwargs or {}))
+
+    def _attention(self, module: nn.MultiheadAttention, given: dict[str, Any]) -> Any:
+        query, out_weight, out_bias = given["query"], given["out_proj_weight"], given["out_proj_bias"]
+        if query is given["key"] is given["value"] and given["in_proj_weight"] is not None:
+            weight, bias = given["in_proj_weight"], given["in_proj_bias"]
+            parts = self._projected(module, _as_layer(weight, bias), query, weight, bias).chunk(3, -1)
+            identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device).repeat(3, 1)
+            given = given | dict(zip(("query", "key", "value"), parts)) | {"in_proj_weight": identity}
+            given["in_proj_bias"] = None
+        identity = torch.eye(out_weight.shape[1], dtype=out_weight.dtype, device=out_weight.device)
+        attended, weights = F.multi_head_attention_forward(
+            **{**given, "out_proj_weight": identity, "out_proj_bias": None}
+        )
+        return self._projected(module.out_proj, module.out_proj, attended, out_weight, out_bias), weights
+
+    def _projected(self, owner: nn.Module, layer: nn.Linear, a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The projection of (positions, points, width)."""
+        first = a.transpose(0, 1)
+        output = F.linear(first, weight, bias)
+        self.note(owner, layer, first, output)
+        return output.transpose(0, 1)
+
+
+def _as_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer of these shapes, without numbers."""
+    return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
