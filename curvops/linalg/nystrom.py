@@ -149,8 +149,9 @@ def grow(
         Omega = torch.cat([Omega.mT, fresh.mT]).mT
         Y = torch.cat([Y.mT, multiply(fresh).mT]).mT
         U, values, exhausted = _factor(Omega, Y)
-        enough = not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values)
-        if rank is not None or enough or exhausted or target >= limit:
+        if rank is not None or exhausted or target >= limit:
+            break
+        if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
             break
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
