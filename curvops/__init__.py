@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 from curvops import evidence, linalg
-from curvops.linalg import Damped, LowRank
+from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import likelihoods
 from curvops.network.data import DataChanged
 from curvops.operators import (
@@ -46,4 +46,5 @@ __all__ = [
     "likelihoods",
     "linalg",
     "linearize",
+    "low_rank",
 ]

@@ -10,6 +10,7 @@ from curvops.linalg.damped import Damped, Inverse
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
+from curvops.linalg.low_rank import RankTooLow, low_rank
 from curvops.linalg.nystrom import Nystrom, nystrom
 from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
@@ -39,6 +40,7 @@ __all__ = [
     "Nystrom",
     "Operator",
     "Product",
+    "RankTooLow",
     "Reason",
     "Scaled",
     "Sliced",
@@ -50,6 +52,7 @@ __all__ = [
     "draw",
     "lanczos",
     "logdet",
+    "low_rank",
     "nystrom",
     "spectral_quadrature",
     "trace",

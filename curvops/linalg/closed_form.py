@@ -25,7 +25,7 @@ class ClosedForm(ABC):
         """Whether this row holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
-    def require_definite(self) -> None:
+    def require_definite(self) -> None:  # noqa: B027 - some rows hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 
     @abstractmethod
@@ -105,6 +105,7 @@ class Spectral(ClosedForm):
 
 
 def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefinite:
+    """The error that names the operand, its smallest eigenvalue and the remedy."""
     return NotPositiveSemidefinite(
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
         f"{smallest:.3g} to working precision. Add a prior precision (add_diagonal), or use the pseudo-inverse."

@@ -115,7 +115,7 @@ class SolverContract:
         return quadratic, self.logdet() if logdet else zero
 
     def logdet(self: Any) -> Tensor:
-        """log det A in nats, a tensor (...,): the closed form, dense Cholesky where A is small, or an `Estimate`'s value.
+        """log det A in nats, a tensor (...,): closed form, dense Cholesky where A is small, or an `Estimate`'s value.
 
         Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
         """
@@ -136,7 +136,7 @@ class SolverContract:
         return (root @ noise).movedim(-1, 0)
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
-        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)): by the dense matrix where A is small, else the closed form."""
+        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), dense where A is small, else by the closed form."""
         form = None if self._is_small else self._closed_form()
         if form is None:
             self.require_small("the inverse square root")

@@ -30,8 +30,8 @@ class Damped(Operator):
     """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
-    operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella, Tropp & Udell 2023), from
-    stochastic Lanczos quadrature, and from perturb-and-solve.
+    operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella,
+    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
     """
 
     def __init__(self, base: LinearOperator, shift: Tensor, cache: Cache | None = None) -> None:

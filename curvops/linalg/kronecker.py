@@ -198,7 +198,7 @@ def _to_groups(block: Tensor, sizes: tuple[int, int, int]) -> Tensor:
 
 
 def _from_groups(groups: Tensor) -> Tensor:
-    return groups.permute(2, 0, 1, 3).flatten(1).mT
+    return groups.permute(2, 0, 1, 3).contiguous().flatten(1).mT
 
 
 def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:

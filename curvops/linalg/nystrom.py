@@ -131,22 +131,27 @@ def grow(
     shift: float,
     rhs: float | int,
     generator: torch.Generator | None,
+    satisfied: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> Nystrom:
-    """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept."""
+    """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
+
+    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays.
+    """
     n, _, dtype, device = facts
     Omega = torch.empty(0, n, dtype=dtype, device=device).mT
     Y = Omega
     target = min(limit, FIRST_RANK) if rank is None else limit
     while True:
         fresh = random_block(n, target - Omega.shape[1], "gaussian", dtype=dtype, device=device, generator=generator)
-        for _ in range(2):
-            fresh = axpy(tall_qr(fresh)[0].clone(), Omega, -gram(Omega, fresh)) if Omega.shape[1] else fresh
         fresh, _ = tall_qr(fresh)
+        for _ in range(2 if Omega.shape[1] else 0):
+            fresh, _ = tall_qr(axpy(fresh.clone(), Omega, -gram(Omega, fresh)))
         Omega = torch.cat([Omega.mT, fresh.mT]).mT
         Y = torch.cat([Y.mT, multiply(fresh).mT]).mT
         U, values, exhausted = _factor(Omega, Y)
-        done = rank is not None or exhausted or target >= limit or not _worth_doubling(values, shift, rhs)
-        if done:
+        if rank is not None or exhausted or target >= limit:
+            break
+        if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
             break
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)

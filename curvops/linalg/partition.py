@@ -78,18 +78,12 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
         raise ValueError("a partition needs at least one set of positions, got none.")
     parts = tuple(_simplest(each, i, device) for i, each in enumerate(positions))
     n = sum(map(len, parts))
-    counts = torch.zeros(n, dtype=torch.long)
-    for part in parts:
-        index = torch.arange(part.start, part.stop) if isinstance(part, range) else part.cpu()
-        if int(index.min()) < 0 or int(index.max()) >= n:
-            raise ValueError(
-                f"positions must be disjoint and cover 0..{n - 1} ({n} in all); got {int(index.min())}..{int(index.max())}."
-            )
-        counts.index_add_(0, index, torch.ones_like(index))
-    if bool((counts != 1).any()):
+    every = torch.cat([torch.arange(p.start, p.stop) if isinstance(p, range) else p.cpu() for p in parts]).sort().values
+    wrong = (every != torch.arange(n)).nonzero().squeeze(1)
+    if len(wrong):
         raise ValueError(
-            f"positions must be disjoint and cover 0..{n - 1} ({n} in all); position {int((counts != 1).nonzero()[0])} "
-            f"is taken {int(counts[counts != 1][0])} times."
+            f"positions must be disjoint and cover 0..{n - 1} ({n} in all); "
+            f"sorted, they hold {int(every[wrong[0]])} where {int(wrong[0])} belongs."
         )
     return Partition(parts)
 

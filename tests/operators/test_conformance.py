@@ -9,7 +9,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import nn
 
 import curvops as co
-from curvops.linalg import Dense, Diagonal, LowRank
+from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
 
 
 @functools.cache
@@ -40,6 +40,25 @@ def dense_with_graph(operator):
 def low_rank():
     vectors = torch.linalg.qr(torch.randn(7, 3, generator=torch.Generator().manual_seed(2))).Q
     return LowRank(vectors, torch.tensor([3.0, 2.0, 1.0]))
+
+
+def factor(g, m, seed):
+    root = torch.randn(g, m, 2 * m, generator=torch.Generator().manual_seed(seed))
+    return root @ root.mT / m
+
+
+def kronecker():
+    return Kronecker(factor(2, 2, 3), factor(2, 3, 4))
+
+
+def kronecker_diagonal():
+    return Kronecker(torch.linspace(0.5, 2, 4).reshape(2, 2), factor(2, 3, 4))
+
+
+def block_diagonal():
+    positions = [torch.tensor([3, 1, 12, 0, 14, 5, 6]), torch.tensor([2, 4, 7]), torch.tensor([8, 9, 10, 11, 13, 15])]
+    last = Kronecker(factor(1, 2, 3), factor(1, 3, 4))
+    return BlockDiagonal(low_rank(), Diagonal(torch.linspace(0.5, 2, 3)), last, positions=positions)
 
 
 def jacobian():
@@ -74,6 +93,12 @@ RECTANGULAR = {
     "dense_batch": lambda: Dense(torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3))),
     "expanded": lambda: ggn().expand(3, 14, 14),
     "damped": lambda: ggn().add_diagonal(1.0),
+    "kronecker": kronecker,
+    "kronecker_diagonal": kronecker_diagonal,
+    "eigen_kronecker": lambda: kronecker().eigen(),
+    "block_diagonal": block_diagonal,
+    "low_rank_with_error": lambda: co.low_rank(Dense(spd(9)), 4, generator=torch.Generator().manual_seed(0)),
+    "low_rank_with_diagonal": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0, 1, 7)),
 }
 
 SQUARE = {
@@ -81,6 +106,12 @@ SQUARE = {
     "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_low_rank": lambda: low_rank().add_diagonal(1.0),
     "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
+    "damped_low_rank_vector": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0.2, 1, 7)),
+    "damped_kronecker": lambda: kronecker().add_diagonal(1.0),
+    "damped_kronecker_groups": lambda: kronecker_diagonal().add_diagonal(torch.tensor([1.0] * 6 + [2.0] * 6)),
+    "damped_eigen_kronecker": lambda: kronecker().eigen().add_diagonal(1.0),
+    "damped_block_diagonal": lambda: block_diagonal().add_diagonal(1.0),
+    "kronecker": lambda: Kronecker(factor(2, 2, 3), factor(2, 3, 4)),
     "damped_sum": lambda: (full_rank_ggn() + spd(14)).add_diagonal(1.0),
     "dense": lambda: Dense(spd()),
     "diagonal": lambda: Diagonal(torch.linspace(0.5, 2, 7)),

@@ -1,0 +1,221 @@
+"""A low-rank approximation of a positive semi-definite matrix known by its products, with its error measured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.lanczos import LockStep
+from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.structured import LowRank
+from curvops.linalg.vectors import Description, Matrix, combine, describe_square, gram, norm, product, random_block
+
+# Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
+PROBES = 16
+# Arrays of n × rank numbers that are held at once.
+KEPT = 3
+
+Satisfied = Callable[[Tensor, Tensor], bool]
+
+
+class RankTooLow(UserWarning):
+    """A low-rank approximation ended before the accuracy or the rank asked for."""
+
+
+def low_rank(
+    op: Matrix,
+    rank: int | None = None,
+    rtol: float | None = None,
+    method: str = "nystrom",
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+) -> LowRank:
+    """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
+
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors that the approximation has not seen (from all n unit
+    vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
+
+    Args:
+        op: a tensor or an operator, symmetric; "nystrom" needs it positive semi-definite.
+        rank: r; it may come out smaller where A has no more eigenvalues above rounding. With rtol, the largest r.
+        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 where neither is given). The same random
+            vectors are looked at after each doubling.
+        method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
+            other; better for the rank, but blind to repeated eigenvalues, which shows in the error).
+        generator: source of the random vectors.
+        memory_budget: bytes for the vectors kept, which caps the rank. Without it and without a rank, 1024 is the cap.
+
+    Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
+
+    Raises:
+        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, or a budget below one vector.
+        NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
+    """
+    facts = describe_square(op)
+    if method not in ("nystrom", "lanczos"):
+        raise ValueError(f'method must be "nystrom" or "lanczos", got {method!r}.')
+    if rank is not None and not 1 <= rank <= facts.rows:
+        raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
+    if rtol is not None and not 0 < rtol < 1:
+        raise ValueError(f"rtol must lie strictly between 0 and 1, got {rtol}.")
+    aim = (0.01 if rank is None else None) if rtol is None else rtol
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
+    limit = _within(wanted, facts, memory_budget)
+    check = _Check(op, facts, generator)
+
+    def satisfied(U: Tensor, values: Tensor) -> bool:
+        return aim is not None and check.passes(U, values, aim)
+
+    approximate = _by_nystrom if method == "nystrom" else _by_lanczos
+    found = approximate(op, facts, limit, aim is None, generator, satisfied)
+    error = check(found.vectors, found.values, found.matvecs)
+    _warn(found, error, aim, rank, limit)
+    return LowRank(found.vectors, found.values, error=error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """An approximation, the products it took, and whether the method has nothing more to find."""
+
+    vectors: Tensor
+    values: Tensor
+    matvecs: int
+    ended: bool
+
+
+def _by_nystrom(
+    op: Matrix,
+    facts: Description,
+    limit: int,
+    fixed: bool,
+    generator: torch.Generator | None,
+    satisfied: Satisfied,
+) -> _Found:
+    sketch = grow(product(op), facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied)
+    return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
+
+
+def _by_lanczos(
+    op: Matrix,
+    facts: Description,
+    limit: int,
+    fixed: bool,
+    generator: torch.Generator | None,
+    satisfied: Satisfied,
+) -> _Found:
+    n, _, dtype, device = facts
+    depth = limit if fixed else min(limit, FIRST_RANK)
+    start = random_block(n, 1, "gaussian", dtype=dtype, device=device, generator=generator)
+    run = LockStep(product(op), start, depth)
+    while True:
+        run.reserve(depth)
+        run.extend(depth)
+        vectors, values = _ritz(run)
+        ended = bool(run.done.all())
+        if fixed or ended or depth >= limit or satisfied(vectors, values):
+            return _Found(vectors, values, run.matvecs, ended)
+        depth = min(limit, 2 * depth)
+
+
+def _ritz(run: LockStep) -> tuple[Tensor, Tensor]:
+    """Ritz vectors as columns and positive Ritz values, descending."""
+    T = run.tridiagonal(0)
+    if not bool(torch.isfinite(T).all()):
+        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    values, rotation = torch.linalg.eigh(T)
+    noise = 10 * len(values) * run.eps * float(values.abs().max())
+    if float(values[0]) < -noise:
+        raise NotPositiveSemidefinite(
+            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
+            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
+        )
+    kept = (values > noise).nonzero().squeeze(1).flip(0)
+    basis = run.basis[0, : len(values)].mT
+    return combine(basis, rotation[:, kept].to(basis.device)), values[kept].to(basis)
+
+
+class _Check:
+    """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
+
+    def __init__(self, op: Matrix, facts: Description, generator: torch.Generator | None) -> None:
+        self.op, self.facts, self.generator = op, facts, generator
+
+    @cached_property
+    def probes(self) -> Tensor:
+        n, _, dtype, device = self.facts
+        if self.exact:
+            return torch.eye(n, dtype=dtype, device=device)
+        return random_block(n, PROBES, dtype=dtype, device=device, generator=self.generator)
+
+    @property
+    def exact(self) -> bool:
+        return self.facts.rows <= PROBES
+
+    @cached_property
+    def images(self) -> Tensor:
+        return product(self.op)(self.probes)
+
+    def passes(self, U: Tensor, values: Tensor, rtol: float) -> bool:
+        return _bound(self(U, values, 0)) <= rtol
+
+    def __call__(self, U: Tensor, values: Tensor, matvecs: int) -> Estimate:
+        seen = combine(U, values[:, None] * gram(U, self.probes))
+        errors = norm(self.images - seen).square()
+        count = self.probes.shape[1]
+        if self.exact:
+            size = norm(self.images).square().sum()
+            value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
+            return Estimate(value, torch.zeros_like(value), 0, matvecs + count)
+        # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
+        known = values.double().square().sum()
+        sizes = known + norm(self.images).square() - norm(seen).square()
+        size = torch.maximum(sizes.mean(), known)
+        if not bool(size > 0):
+            return Estimate(size, torch.zeros_like(size), count, matvecs + count)
+        ratio = errors.mean() / size
+        spread = (errors - ratio * sizes).std() / (size * math.sqrt(count))
+        value = ratio.sqrt()
+        return Estimate(value, spread / (2 * value) if bool(value > 0) else spread * 0, count, matvecs + count)
+
+
+def _bound(error: Estimate) -> float:
+    return float(error.value + 2 * error.stderr)
+
+
+def _within(wanted: int, facts: Description, memory_budget: int | None) -> int:
+    if memory_budget is None:
+        return wanted
+    vector = facts.rows * torch.finfo(facts.dtype).bits // 8
+    if memory_budget < KEPT * vector:
+        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {KEPT * vector}.")
+    return min(wanted, memory_budget // (KEPT * vector))
+
+
+def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:
+    r = len(found.values)
+    if aim is not None:
+        short = _bound(error) > aim
+    else:
+        short = limit < (rank or 0) or (
+            r < limit and float(error.value) > math.sqrt(torch.finfo(found.values.dtype).eps)
+        )
+    if not short:
+        return
+    cause = (
+        'the vectors found span an invariant subspace; use method="nystrom"'
+        if found.ended and r < limit
+        else f"the rank was limited to {limit}; raise rank or memory_budget, or accept the error"
+    )
+    warnings.warn(
+        f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
+        f"{'' if aim is None else f' (asked for {aim:g})'}: {cause}.",
+        RankTooLow,
+        stacklevel=3,
+    )

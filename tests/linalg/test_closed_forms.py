@@ -1,0 +1,375 @@
+"""Every structured operand, alone and damped, against its dense matrix."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from curvops import linalg
+from curvops.linalg import (
+    BlockDiagonal,
+    Damped,
+    Dense,
+    Diagonal,
+    Kronecker,
+    LowRank,
+    Operator,
+    closed_form,
+    closed_forms,
+    draw,
+)
+from curvops.linalg.closed_forms import CLOSED_FORMS
+from curvops.linalg.results import NotPositiveSemidefinite
+from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+SHIFTS = ["scalar", "vector"]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, **TIGHT)
+
+
+def damped(name, shift):
+    operator, dense, vector = OPERANDS[name]()
+    d = torch.tensor(0.7, dtype=torch.float64) if shift == "scalar" else vector
+    return operator.add_diagonal(d), dense + d.expand(len(dense)).diag()
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_products_entries_and_trace_equal_the_dense_matrix(name):
+    operator, dense, _ = OPERANDS[name]()
+    n = len(dense)
+    B = random(n, 5)
+    close(operator @ B, dense @ B)
+    close(operator @ B[:, 0], dense @ B[:, 0])
+    close(operator._t_matmul(B), dense.mT @ B)
+    close(operator.to_dense(), dense)
+    close(operator.diagonal(), dense.diagonal())
+    close(operator.mT.to_dense(), dense.mT)
+    close(operator[2:4, 1:].to_dense(), dense[2:4, 1:])
+    close(operator @ random(2, n, 3), dense @ random(2, n, 3))
+    assert (operator @ B).mT.is_contiguous() or not isinstance(operator, Kronecker | BlockDiagonal)
+    assert operator.symmetric
+    if isinstance(operator, Kronecker):
+        exact = operator.trace()
+        assert exact.samples == 0 and abs(exact.value - dense.trace()) < 1e-10
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_every_answer_of_a_row_equals_the_dense_one(name, shift):
+    P, dense = damped(name, shift)
+    form, inverse, B = P._closed_form(), torch.linalg.inv(dense), random(len(dense), 4)
+    assert form is not None and form is P._closed_form()
+    close(form.solve(B), inverse @ B)
+    close(form.logdet(), dense.logdet())
+    close(form.inverse_diagonal(), inverse.diagonal())
+    close(P.solve(B), inverse @ B)
+    close(P.solve(B[:, 0]), inverse @ B[:, 0])
+    close(P.logdet(), dense.logdet())
+    close(P.inverse().diagonal(), inverse.diagonal())
+    close(P.inverse().logdet(), -dense.logdet())
+    close(P.inv_quad_logdet(B, logdet=True)[0], (B * (inverse @ B)).sum())
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_the_symmetric_inverse_root(name, shift):
+    P, dense = damped(name, shift)
+    form, eye = P._closed_form(), torch.eye(len(dense), dtype=torch.float64)
+    if shift == "vector" and name in ("low rank", "blocks"):
+        with pytest.raises(ValueError, match=r"draw\(P.inverse"):
+            form.inverse_root(eye)
+        return
+    root = form.inverse_root(eye)
+    close(root, root.mT)
+    close(root @ dense @ root, eye)
+    L = random(3, len(dense))
+    close(P.sqrt_inv_matmul(eye, L)[0], L @ root)
+    close(P.sqrt_inv_matmul(eye, L)[1], (L @ torch.linalg.inv(dense) * L).sum(1))
+    close(P.sqrt_inv_matmul(eye), root)
+
+
+@pytest.mark.parametrize("name", set(OPERANDS) - SINGULAR)
+def test_undamped_solves_and_logdet(name):
+    operator, dense, _ = OPERANDS[name]()
+    B = random(len(dense), 3)
+    close(operator.solve(B), torch.linalg.solve(dense, B))
+    close(operator.logdet(), dense.logdet())
+    close(operator.inverse() @ B, torch.linalg.solve(dense, B))
+
+
+DRAWS = 20_000
+ALARM = 1e-6  # false-alarm rate of one test over all entries of its covariance
+
+
+def assert_covariance(draws, covariance):
+    """Entries of the sample covariance are near normal with variance (S_ij² + S_ii S_jj)/k: Bonferroni over them."""
+    count, k = covariance.numel(), draws.shape[1]
+    variances = covariance.diagonal()
+    scale = ((covariance.square() + variances[:, None] * variances) / k).sqrt()
+    z = ((draws @ draws.mT / k - covariance) / scale).abs().max()
+    assert z < norm.isf(ALARM / 2 / count), f"{z:.2f} standard errors"
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", set(OPERANDS) - {"kronecker large", "blocks large"})
+def test_samples_have_the_covariance_they_promise(name, shift):
+    P, dense = damped(name, shift)
+    generator = torch.Generator().manual_seed(11)
+    assert_covariance(draw(P, DRAWS, generator), dense)
+    assert_covariance(draw(P.inverse(), DRAWS, generator), torch.linalg.inv(dense))
+    operator, undamped, _ = OPERANDS[name]()
+    assert_covariance(draw(operator, DRAWS, generator), undamped)
+
+
+@pytest.mark.parametrize("name", ["kronecker g=3", "low rank", "blocks permuted"])
+def test_linear_operators_samples_are_exact_too(name):
+    P, dense = damped(name, "vector")
+    torch.manual_seed(5)
+    assert_covariance(P.zero_mean_mvn_samples(DRAWS).mT, dense)
+    assert_covariance(P.inverse().zero_mean_mvn_samples(DRAWS).mT, torch.linalg.inv(dense))
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_nothing_reaches_an_iteration(name, shift, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("an iterative solver was called for an operator with a closed form")
+
+    for target in (
+        "curvops.linalg.contract.cg",
+        "curvops.linalg.contract.lanczos",
+        "curvops.linalg.contract.logdet",
+        "curvops.linalg.damped.cg",
+        "curvops.linalg.damped.logdet",
+        "curvops.linalg.damped.nystrom",
+        "linear_operator.utils.linear_cg",
+        "linear_operator.utils.lanczos.lanczos_tridiag",
+        "linear_operator.utils.stochastic_lq.StochasticLQ.lanczos_batch",
+        "linear_operator.utils.minres",
+        "linear_operator.utils.contour_integral_quad",
+    ):
+        monkeypatch.setattr(target, refuse)
+    P, dense = damped(name, shift)
+    b = random(len(dense), 2)
+    close(P.solve(b), torch.linalg.solve(dense, b))
+    close(P.inv_quad_logdet(b, logdet=True)[1], dense.logdet())
+    close(P.inverse().diagonal(), torch.linalg.inv(dense).diagonal())
+    assert P.zero_mean_mvn_samples(3).shape == (3, len(dense)) == P.inverse().zero_mean_mvn_samples(3).shape
+    assert draw(P.inverse(), 2).shape == b.shape == draw(P, 2).shape
+
+
+def test_a_subclass_has_its_parents_row():
+    class Special(Kronecker):
+        pass
+
+    P = Special(positive(1, 3), positive(1, 4)).add_diagonal(0.5)
+    assert isinstance(P._closed_form(), CLOSED_FORMS[Kronecker])
+
+
+def test_factorised_once_and_again_after_a_change_in_place():
+    shift = torch.tensor(0.5, dtype=torch.float64)
+    K = Kronecker(positive(2, 9), positive(2, 17))
+    P, b = K.add_diagonal(shift), random(306, 2)
+    with patch.object(torch.linalg, "eigh", wraps=torch.linalg.eigh) as eigh:
+        P.solve(b), P.logdet(), draw(P, 2), P.inverse().diagonal(), K.add_diagonal(2.0).logdet()
+        assert eigh.call_count == 2  # one a factor, shared by every damping
+        shift.data.fill_(3.0)
+        close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+        K.left.mul_(2)
+        close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+        assert eigh.call_count == 4
+    single = P.float()
+    assert single.solve(b.float()).dtype is torch.float32 and single.base.eigen().dtype is torch.float32
+    close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+
+
+def test_a_cached_row_serves_inside_and_outside_of_inference_mode():
+    P, dense = damped("blocks large", "vector")
+    b = random(len(dense), 2).requires_grad_()
+    with torch.inference_mode():
+        close(P.solve(b), torch.linalg.solve(dense, b))
+    P.solve(b).sum().backward()
+    close(b.grad, torch.linalg.solve(dense, torch.ones_like(b)))
+
+
+# Gradients
+
+
+def checked(function, *tensors, **options):
+    return torch.autograd.gradcheck(function, [t.clone().requires_grad_() for t in tensors], **options)
+
+
+def made_of(name):
+    """The operand as a function of one tensor inside it."""
+    return {
+        "diagonal": (lambda t: Diagonal(t), uniform(6)),
+        "dense": (lambda t: Dense((t + t.mT) / 2), positive(1, 5)[0]),
+        "low rank": (lambda t: LowRank(t, uniform(2)), random(6, 2)),
+        "low rank values": (lambda t: LowRank(random(6, 2), t), uniform(2)),
+        "kronecker": (lambda t: Kronecker((t + t.mT) / 2, positive(1, 3, seed=2)), positive(1, 2)),
+        "kronecker right": (lambda t: Kronecker(uniform(1, 2), (t + t.mT) / 2), positive(1, 3)),
+        "blocks": (
+            lambda t: BlockDiagonal(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
+            uniform(3),
+        ),
+    }[name]
+
+
+INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kronecker right", "blocks"]
+
+
+@pytest.mark.parametrize("size", [0, 256], ids=["closed form", "dense"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_gradients_through_the_shift_and_the_tensors_inside(name, size, monkeypatch):
+    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", size)
+    build, inside = made_of(name)
+    n = build(inside).shape[-1]
+    b, d = random(n, 2), torch.tensor(0.8, dtype=torch.float64)
+    noise = torch.Generator
+
+    for answer in (
+        lambda P: P.solve(b),
+        lambda P: P.logdet(),
+        lambda P: P.inverse().diagonal(),
+        lambda P: draw(P.inverse(), 2, noise().manual_seed(0)),
+        lambda P: P.sqrt_inv_matmul(b),
+    ):
+        assert checked(lambda t, s, answer=answer: answer(build(t).add_diagonal(s)), inside, d)
+    assert checked(lambda B: build(inside).add_diagonal(d).solve(B), b)
+
+
+def test_the_logdet_gradient_of_a_vector_shift_is_the_inverses_diagonal(monkeypatch):
+    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", 0)
+    for name in OPERANDS:
+        operator, dense, vector = OPERANDS[name]()
+        shift = vector.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(operator.add_diagonal(shift).logdet(), shift)
+        close(gradient, torch.linalg.inv(dense + vector.diag()).diagonal())
+
+
+def test_repeated_eigenvalues_have_gradients_in_solve_and_logdet(monkeypatch):
+    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", 0)
+    eye, b = torch.eye(3, dtype=torch.float64).unsqueeze(0), random(6, 2)
+
+    def answers(t):
+        P = Kronecker((t + t.mT) / 2, positive(1, 2)).add_diagonal(0.5)
+        return P.solve(b).sum() + P.logdet()
+
+    assert checked(answers, eye)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("n", [2, 20])
+def test_a_singular_matrix_is_an_error_that_says_so(n):
+    root = random(1, n, n - 1)
+    for dtype in (torch.float64, torch.float32):
+        singular = (root @ root.mT).to(dtype)
+        other = positive(1, n).to(dtype)
+        for operator in (
+            Kronecker(singular, other),
+            Kronecker(singular, other).eigen(),
+            BlockDiagonal(Kronecker(singular, other), positions=[range(n * n)]),
+            Diagonal(torch.zeros(n, dtype=dtype)),
+        ):
+            for ask in (
+                lambda A: A.solve(torch.ones(A.shape[-1], dtype=A.dtype)),
+                lambda A: A.logdet(),
+                lambda A: A.inverse().diagonal(),
+            ):
+                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                    ask(operator)
+                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                    ask(operator.clone().requires_grad_(True))
+            assert operator.add_diagonal(0.1).logdet().isfinite()
+
+
+def test_a_shift_that_varies_within_a_group_is_an_error_that_names_the_alternatives():
+    for K in (Kronecker(positive(2, 3), positive(2, 4)), Kronecker(positive(2, 3), positive(2, 4)).eigen()):
+        P = K.add_diagonal(uniform(24))
+        close(P @ random(24, 2), K.to_dense() @ random(24, 2) + uniform(24)[:, None] * random(24, 2))
+        for ask in (lambda P: P.solve(uniform(24)), lambda P: P.logdet(), lambda P: draw(P.inverse(), 2)):
+            with pytest.raises(ValueError, match="diagonal approximation.*low_rank.*GGN"):
+                ask(P)
+
+
+def test_an_indefinite_operand_falls_back_or_raises():
+    with pytest.raises(NotPositiveSemidefinite, match="indefinite"):
+        Dense(-positive(1, 300)[0]).add_diagonal(0.01).logdet()
+    down = LowRank(random(40, 2), -0.001 * uniform(2)).add_diagonal(1.0)
+    assert down._closed_form() is None
+    close(down.solve(random(40, 2)), torch.linalg.solve(down.to_dense(), random(40, 2)))
+
+
+# The algebra stays closed
+
+_low_rank, _dense_low_rank, _shift = OPERANDS["low rank"]()
+_diagonal = Diagonal(_shift)
+
+
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        (lambda: 2 * _low_rank + _diagonal, 2 * _dense_low_rank + _shift.diag()),
+        (lambda: _diagonal + _low_rank, _dense_low_rank + _shift.diag()),
+        (lambda: _low_rank.add_diagonal(0.5) + _diagonal, _dense_low_rank + (0.5 + _shift).diag()),
+        (lambda: _diagonal + _low_rank.add_diagonal(0.5), _dense_low_rank + (0.5 + _shift).diag()),
+        (lambda: 3 * (_low_rank + _diagonal), 3 * _dense_low_rank + 3 * _shift.diag()),
+        (lambda: (_low_rank + 2 * _diagonal) / 2, _dense_low_rank / 2 + _shift.diag()),
+        (lambda: _diagonal + _diagonal + _low_rank, _dense_low_rank + 2 * _shift.diag()),
+    ],
+)
+def test_sums_and_multiples_still_solve_by_woodbury(build, expected):
+    P = build()
+    assert isinstance(P, Damped) and isinstance(P._closed_form(), closed_forms.OfLowRank)
+    close(P.to_dense(), expected)
+    close(P.solve(random(40, 2)), torch.linalg.solve(expected, random(40, 2)))
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_multiples_stay_in_their_class(name):
+    operator, dense, _ = OPERANDS[name]()
+    if name != "dense":
+        assert type(2.5 * operator) is type(operator)
+    close((2.5 * operator).to_dense(), 2.5 * dense)
+    close((-operator).to_dense(), -dense)
+    assert not (-operator).psd
+    close((2.5 * operator.add_diagonal(1.0)).logdet(), (2.5 * (dense + torch.eye(len(dense)))).logdet())
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ((scale * operator) @ random(len(dense), 1)).sum().backward()
+    close(scale.grad, (dense @ random(len(dense), 1)).sum())
+
+
+def test_a_damped_operator_plus_another_keeps_its_shift():
+    class Product(Operator):
+        def _size(self):
+            return self._args[0].shape
+
+        @property
+        def symmetric(self):
+            return True
+
+        def _product(self, block):
+            return self._args[0] @ block
+
+    A, B = positive(1, 40)[0], positive(1, 40, seed=1)[0]
+    for P in (Product(A).add_diagonal(_shift) + Product(B), Product(A) + Product(B).add_diagonal(_shift)):
+        assert isinstance(P, Damped) and torch.equal(P.shift, _shift)
+        close(P.to_dense(), A + B + _shift.diag())
+    P = Product(A).add_diagonal(_shift) + Product(B).add_diagonal(1.0)
+    close(P.to_dense(), A + B + (_shift + 1).diag())
+    close((_diagonal + _diagonal).to_dense(), 2 * _shift.diag())
+    assert isinstance(_diagonal - _diagonal, Diagonal)
+
+
+def test_the_table_names_every_structured_class():
+    assert {cls.__name__ for cls in CLOSED_FORMS} == {
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "BlockDiagonal",
+    }  # fmt: skip
+    assert all(issubclass(row, closed_form.ClosedForm) for row in CLOSED_FORMS.values())
+    assert closed_forms.closed_form(linalg.Sum(_diagonal, _diagonal), torch.tensor(1.0)) is None
