@@ -74,6 +74,7 @@ NETWORKS = [
     "mapping_inputs",
     "linear_twice",
 ]
+UNDIFFERENTIABLE = {"bag_mean"}  # torch has no second derivative of an EmbeddingBag to compare with; ours has
 LIKELIHOODS: list[Callable[[int], tuple[Any, Tensor, Tensor | None]]] = [
     _classes,
     _weighted_classes,
@@ -145,11 +146,12 @@ def test_equals_its_dense_definition(
 
     torch.testing.assert_close(co.GGN(lin) @ unit, G, **TIGHT)
     torch.testing.assert_close(co.EmpiricalFisher(lin) @ unit, F, **TIGHT)
-    V = torch.randn(len(reference(name).mT), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    inside = torch.zeros_like(V)
-    inside[kept] = V[kept]
-    hessian = hessian_products(name, likelihood, y, w, inside)[kept]
-    torch.testing.assert_close(co.Hessian(lin) @ V[kept], hessian, **TIGHT)
+    if name not in UNDIFFERENTIABLE:
+        V = torch.randn(len(reference(name).mT), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        inside = torch.zeros_like(V)
+        inside[kept] = V[kept]
+        hessian = hessian_products(name, likelihood, y, w, inside)[kept]
+        torch.testing.assert_close(co.Hessian(lin) @ V[kept], hessian, **TIGHT)
 
     sampled = co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))
     rows = torch.einsum("ncd,mnc->mnd", expected.J, sampled._kwargs["draws"]).flatten(0, 1)
