@@ -46,8 +46,10 @@ clean:
 	$(BIN)/python $(INSTALL) torch hatchling
 	@touch $@
 
+# A test compares with curvlinops. --no-deps: its backpack would pull torchvision, which does not fit a CPU-only torch.
 .venv/.installed: .venv/.torch pyproject.toml
 	$(BIN)/python $(EDITABLE) '.[demo,test]'
+	$(BIN)/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
 	@touch $@
 
 .venv/.docs: .venv/.installed
