@@ -133,7 +133,9 @@ class Passes:
         for inputs, _ in self._source:
             owners, others = self.engines.checked_owners(inputs)
             plan = self.engines.plan
-            size = max(1, plan.layerwise_bytes) + plan.num_outputs * self.model.selection.size_of(others) * plan.itemsize
+            size = (
+                max(1, plan.layerwise_bytes) + plan.num_outputs * self.model.selection.size_of(others) * plan.itemsize
+            )
             step = max(1, self.chunk_bytes // size)
             for first in range(0, num_points(inputs), step):
                 part = take(inputs, slice(first, first + step))

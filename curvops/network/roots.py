@@ -111,9 +111,7 @@ def each_group(
         with model.lock:
             deltas = model.holding(model.leaves(), lambda c=cotangents: sensitivities(model, outputs, calls, c))
         for names, members in grouped.items():
-            parts = [
-                Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None
-            ]
+            parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
             if parts:
                 yield Group(names, tuple(parts), counted, start == 0)
         if others:

@@ -25,9 +25,7 @@ class EmpiricalFisher(Curvature):
         return Empirical(self.likelihood)
 
 
-def sampled_residuals(
-    lin: Linearization, mc_samples: int, generator: torch.Generator | None
-) -> Float[Tensor, "M N C"]:
+def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
     """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
     if mc_samples < 1:
         raise ValueError(f"mc_samples={mc_samples} must be at least 1.")

@@ -10,7 +10,6 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
-from curvops.network.output_fisher import Unit
 from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian

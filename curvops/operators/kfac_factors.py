@@ -101,9 +101,7 @@ def _add_exact(block: Block, group: Group, selection: Selection, chunk_bytes: in
 
 
 @torch.no_grad()
-def eigenvalue_corrected(
-    lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]
-) -> list[Operator]:
+def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]) -> list[Operator]:
     """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over the data."""
     blocks = list(blocks)
     bases = {b.names: op.eigen() for b in blocks if isinstance(op := b.operator(), Kronecker)}

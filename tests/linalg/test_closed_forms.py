@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from scipy.stats import norm
 
 from curvops import linalg
 from curvops.linalg import (
@@ -22,6 +21,7 @@ from curvops.linalg import (
 from curvops.linalg.closed_forms import CLOSED_FORMS
 from curvops.linalg.results import NotPositiveSemidefinite
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
+from tests.linalg.samples import DRAWS, assert_covariance
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 SHIFTS = ["scalar", "vector"]
@@ -92,7 +92,7 @@ def test_the_symmetric_inverse_root(name, shift):
     close(P.sqrt_inv_matmul(eye), root)
 
 
-@pytest.mark.parametrize("name", set(OPERANDS) - SINGULAR)
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - SINGULAR))
 def test_undamped_solves_and_logdet(name):
     operator, dense, _ = OPERANDS[name]()
     B = random(len(dense), 3)
@@ -101,21 +101,8 @@ def test_undamped_solves_and_logdet(name):
     close(operator.inverse() @ B, torch.linalg.solve(dense, B))
 
 
-DRAWS = 20_000
-ALARM = 1e-6  # false-alarm rate of one test over all entries of its covariance
-
-
-def assert_covariance(draws, covariance):
-    """Entries of the sample covariance are near normal with variance (S_ij² + S_ii S_jj)/k: Bonferroni over them."""
-    count, k = covariance.numel(), draws.shape[1]
-    variances = covariance.diagonal()
-    scale = ((covariance.square() + variances[:, None] * variances) / k).sqrt()
-    z = ((draws @ draws.mT / k - covariance) / scale).abs().max()
-    assert z < norm.isf(ALARM / 2 / count), f"{z:.2f} standard errors"
-
-
 @pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("name", set(OPERANDS) - {"kronecker large", "blocks large"})
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - {"kronecker large", "blocks large"}))
 def test_samples_have_the_covariance_they_promise(name, shift):
     P, dense = damped(name, shift)
     generator = torch.Generator().manual_seed(11)
