@@ -121,7 +121,7 @@ def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
     Never more than a tenth of `value`: noise of that size measures something else than rounding.
     """
     size = value.norm().double()
-    return torch.maximum(tolerance(value.dtype) * size, (4 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
+    return torch.maximum(tolerance(value.dtype) * size, (8 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
 
 
 def tolerance(dtype: torch.dtype) -> float:

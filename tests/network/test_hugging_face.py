@@ -177,25 +177,26 @@ def test_products_of_an_adapter_in_double_precision(name: str, engine: str) -> N
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ADAPTED)
 def test_products_of_an_adapter_on_a_half_precision_base(name: str, engine: str) -> None:
-    """Between the adapter and the logits stand some ten operations rounded to bfloat16, half an eps each at most.
+    """Both routes round to bfloat16 at some ten operations between the adapter and the logits, half an eps each at most.
 
-    As V is standard normal, ‖MV‖ is about ‖M‖√K for any M: that is what errors are relative to.
+    At random that is √20 halves, 4 eps with a margin for each product with J. As V is standard normal, ‖MV‖ is about
+    ‖M‖√K for any M: errors are relative to that.
     """
     model = adapted(name, "sdpa")
     J, (H, r) = dense_jacobian(model, sentences()), moments(model, torch.float32)
     lin = linearized(model, engine=engine)
 
-    def near(actual: Tensor, expected: Tensor, size: Tensor | float, eps: float = 4 * HALF) -> bool:
-        return bool((actual - expected).norm() <= eps * size)
+    def near(actual: Tensor, expected: Tensor, size: Tensor, products: int = 1) -> bool:
+        return bool((actual - expected).norm() <= 4 * HALF * products * size)
 
     G, F = J.mT @ H @ J, J.mT @ r @ r.mT @ J
     for k in (1, 3, 1):
         V, U = columns(J.shape[1], k, J.dtype), columns(J.shape[0], k, J.dtype)
-        assert near(co.GGN(lin) @ V, G @ V, G.norm() * k**0.5)
-        assert near(EmpiricalFisher(lin) @ V, F @ V, F.norm() * k**0.5)
+        assert near(co.GGN(lin) @ V, G @ V, G.norm() * k**0.5, 2)
+        assert near(EmpiricalFisher(lin) @ V, F @ V, F.norm() * k**0.5, 2)
         assert near(lin.jacobian() @ V, J @ V, J.norm() * k**0.5)
         assert near(lin.jacobian().mT @ U, J.mT @ U, J.norm() * k**0.5)
-    assert near(DiagonalGGN(lin).diagonal(), G.diagonal(), G.diagonal().norm())
+    assert near(DiagonalGGN(lin).diagonal(), G.diagonal(), G.diagonal().norm(), 2)
     exact = dense_jacobian(copy.deepcopy(model).double(), sentences())
     assert near(lin.jacobian().to_dense().double(), exact, exact.norm())
     assert lin.model.module is model
