@@ -56,6 +56,11 @@ class Plan:
         return kept + (self.recorded_bytes if self.others else 0)
 
     @property
+    def sensitivity_bytes(self) -> int:
+        """Bytes a point of δ, the sensitivities of all layers, for one column."""
+        return sum(layer.output[1:].numel() for layer in self.layers) * self.itemsize
+
+    @property
     def recorded_bytes(self) -> int:
         """Bytes a point that the recorded autodiff engine keeps: as measured once one was built."""
         return self.replay_bytes or self.saved_bytes * 3

@@ -14,9 +14,9 @@ from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Selection
 from curvops.network.roots import Group
-from curvops.operators.diagonal import embedding_squares
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
+from curvops.operators.moments import outer_sum, second_moments
 
 Sharing = Literal["expand", "reduce"]
 MOST_DENSE = 1024
@@ -74,20 +74,15 @@ def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor
         right = torch.stack([pair[1].mean(2, keepdim=True) for pair in matrices]).mean(0)
         matrices = [(left, right)]
     for left, right in matrices:
-        block.left = _plus(block.left, _gram(left.flatten(0, 1)))
+        block.left = _plus(block.left, outer_sum(left))
         if group.first:
-            kept = right[group.counted]
+            kept = right if group.all_counted else right[group.counted]
             block.count += kept.shape[0] * kept.shape[2]
             if kept.is_floating_point():
-                block.right = _plus(block.right, _gram(kept))
+                block.right = _plus(block.right, outer_sum(kept))
             else:
                 counts = torch.bincount(kept.flatten(), minlength=group.layer.module.num_embeddings)
                 block.right = _plus(block.right, counts.to(left.dtype).unsqueeze(0))
-
-
-def _gram(side: Float[Tensor, "m g t p"]) -> Float[Tensor, "g p p"]:
-    rows = side.transpose(0, 1).flatten(1, 2)
-    return rows.mT @ rows
 
 
 def _add_exact(block: Block, group: Group, selection: Selection, chunk_bytes: int) -> None:
@@ -97,12 +92,12 @@ def _add_exact(block: Block, group: Group, selection: Selection, chunk_bytes: in
         if flat.shape[1] <= MOST_DENSE:
             block.exact = _plus(block.exact, flat.mT @ flat)
         else:
-            block.exact = _plus(block.exact, torch.linalg.vector_norm(flat, dim=0).square())
+            block.exact = _plus(block.exact, flat.square().sum(0))
 
 
 @torch.no_grad()
 def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]) -> list[Operator]:
-    """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over the data."""
+    """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
     blocks = list(blocks)
     bases = {b.names: op.eigen() for b in blocks if isinstance(op := b.operator(), Kronecker)}
     values = {names: torch.zeros_like(base.values) for names, base in bases.items()}
@@ -123,24 +118,15 @@ def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Flo
     matrices = group.matrices()
     assert matrices is not None
     rotated = [(_rotate(left, base.left_vectors), _rotate(right, base.right_vectors)) for left, right in matrices]
-    if len(rotated) == 1 and not rotated[0][1].is_floating_point():
-        return embedding_squares(*rotated[0], num_embeddings=base.values.shape[2])
-    if len(rotated) == 1 and rotated[0][1].shape[2] == 1:
-        left, right = rotated[0]
-        return torch.einsum("ngp,ngq->gpq", left.square().sum(1)[:, :, 0], right.square()[:, :, 0])
-    n, r = rotated[0][0].shape[:2]
-    step = max(1, chunk_bytes // max(1, r * base.values.nbytes))
-    total = torch.zeros_like(base.values)
-    for start in range(0, n, step):
-        points = slice(start, start + step)
-        rows = [torch.einsum("nrgtp,ngtq->nrgpq", left[points], right[points]) for left, right in rotated]
-        total += torch.stack(rows).sum(0).square().sum((0, 1))
-    return total
+    return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
 
-def _rotate(side: Tensor, vectors: Tensor) -> Tensor:
+def _rotate(side: Float[Tensor, "*m g t p"], vectors: Tensor) -> Tensor:
     """The last dimension in the eigenbasis, group by group; vectors (g, p) mean the unit basis."""
-    return side if vectors.ndim == 2 else side @ vectors.unsqueeze(0)
+    if vectors.ndim == 2:
+        return side
+    by_group = side.movedim(-3, 0)
+    return (by_group.flatten(1, -2) @ vectors).view(by_group.shape).movedim(0, -3)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
