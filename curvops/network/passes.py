@@ -135,20 +135,9 @@ class Passes:
         total = 0
         for inputs, _ in self._source:
             owners, others = self.engines.checked_owners(inputs)
-<<<<<<< HEAD
-            plan = self.engines.plan
-            size = (
-                max(1, plan.layerwise_bytes) + plan.num_outputs * self.model.selection.size_of(others) * plan.itemsize
-            )
-            step = max(1, self.chunk_bytes // size)
-            for first in range(0, num_points(inputs), step):
-                part = take(inputs, slice(first, first + step))
-                label = Batch((), torch.empty(num_points(part), device=self.model.theta.device))
-=======
             columns = self.engines.plan.num_outputs
             batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
             for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
->>>>>>> bench3
                 groups = each_group(self.model, label, part, Unit(), owners, others, sys.maxsize)
                 yield total + start * columns, list(groups)
             total += num_points(inputs) * columns
