@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Diagonal
-from curvops.network.output_fisher import Kind, OutputFisher
+from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.fisher import output_fisher
@@ -34,7 +34,7 @@ class DiagonalGGN(Diagonal):
         self,
         source: Linearization | Tensor,
         *,
-        fisher: Kind = "exact",
+        fisher: str = "exact",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:

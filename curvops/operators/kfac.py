@@ -9,9 +9,8 @@ from linear_operator.operators import LinearOperator
 
 from curvops.linalg import BlockDiagonal, Kronecker
 from curvops.linalg.cache import Cache
-from curvops.network.output_fisher import Kind
 from curvops.operators.fisher import output_fisher
-from curvops.operators.kfac_factors import Block, Sharing, check_sharing, eigenvalue_corrected, kfac_blocks
+from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 
 
@@ -41,8 +40,8 @@ class KFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
-        fisher: Kind = "exact",
-        sharing: Sharing = "expand",
+        fisher: str = "exact",
+        sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -85,8 +84,8 @@ class EKFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
-        fisher: Kind = "exact",
-        sharing: Sharing = "expand",
+        fisher: str = "exact",
+        sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:

@@ -43,7 +43,7 @@ class Block:
 
 
 @torch.no_grad()
-def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: Sharing) -> list[Block]:
+def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str) -> list[Block]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     blocks: dict[tuple[str, ...], Block] = {}
     for group in lin.root_rows(fisher):
@@ -59,7 +59,7 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: Sharing) -> l
     return [*blocks.values(), *_silent(lin, blocks)]
 
 
-def shared(pair: tuple[Tensor, Tensor], sharing: Sharing) -> tuple[Tensor, Tensor]:
+def shared(pair: tuple[Tensor, Tensor], sharing: str) -> tuple[Tensor, Tensor]:
     """The two sides with positions as they are (expand), or δ summed and a averaged over them (reduce)."""
     left, right = pair
     if sharing == "expand" or not right.is_floating_point() or right.shape[2] == 1:
@@ -67,7 +67,7 @@ def shared(pair: tuple[Tensor, Tensor], sharing: Sharing) -> tuple[Tensor, Tenso
     return left.sum(3, keepdim=True), right.mean(2, keepdim=True)
 
 
-def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: Sharing) -> None:
+def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: str) -> None:
     assert group.layer is not None
     if sharing == "reduce" and len(matrices) > 1 and all(right.is_floating_point() for _, right in matrices):
         left = torch.stack([pair[0].sum(3, keepdim=True) for pair in matrices]).sum(0)

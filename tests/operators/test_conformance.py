@@ -92,7 +92,7 @@ RECTANGULAR = {
     "diagonal_ggn": lambda: operator(co.DiagonalGGN),
     "kfac": lambda: operator(co.KFAC),
     "ekfac": lambda: operator(co.EKFAC, fisher="mc"),
-    "block_diagonal": lambda: operator(co.BlockDiagonal),
+    "block_diagonal_ggn": lambda: operator(co.BlockDiagonal),
     "subnetwork": lambda: co.Subnetwork(ggn(), [1, 5, 9, 3]),
     "tangent_kernel": lambda: operator(co.TangentKernel),
     "tangent_kernel_cross": lambda: operator(co.TangentKernel, x2=torch.linspace(-1, 1, 9).reshape(3, 3)),
@@ -121,9 +121,11 @@ RECTANGULAR = {
 SQUARE = {
     "damped_empirical_fisher": lambda: operator(co.EmpiricalFisher).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_diagonal_ggn": lambda: operator(co.DiagonalGGN).add_diagonal(torch.linspace(0.5, 2, 14)),
-    "damped_kfac": lambda: operator(co.KFAC).add_diagonal(1.0),
-    "damped_ekfac": lambda: operator(co.EKFAC).add_diagonal(1.0),
-    "damped_block_diagonal": lambda: operator(co.BlockDiagonal).add_diagonal(torch.linspace(0.5, 2, 14)),
+    "damped_kfac": lambda: co.KFAC(linearized(10.0, 40)).add_diagonal(
+        1.0
+    ),  # singular factors have no distinct eigenvalues
+    "damped_ekfac": lambda: co.EKFAC(linearized(10.0, 40)).add_diagonal(1.0),
+    "damped_block_diagonal_ggn": lambda: operator(co.BlockDiagonal).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_subnetwork": lambda: co.Subnetwork(ggn(), [1, 5, 9, 3]).add_diagonal(torch.linspace(0.5, 2, 4)),
     "damped_tangent_kernel": lambda: operator(co.TangentKernel).add_diagonal(torch.linspace(0.5, 2, 12)),
     "damped_ggn": lambda: full_rank_ggn().add_diagonal(1.0),
