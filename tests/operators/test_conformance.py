@@ -24,6 +24,14 @@ def linearized(noise=None, points=6):
     return co.linearize(model, (x, torch.randn(points, 2)), likelihood)
 
 
+@functools.cache
+def events():
+    """The same network for independent events: Kronecker factors with distinct eigenvalues, none zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    return co.linearize(model, (torch.randn(40, 3), (torch.rand(40, 2) > 0.4).float()), co.likelihoods.Bernoulli())
+
+
 def spd(n=7):
     root = torch.randn(n, n, generator=torch.Generator().manual_seed(1))
     return root @ root.mT / n + torch.eye(n)
@@ -121,10 +129,8 @@ RECTANGULAR = {
 SQUARE = {
     "damped_empirical_fisher": lambda: operator(co.EmpiricalFisher).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_diagonal_ggn": lambda: operator(co.DiagonalGGN).add_diagonal(torch.linspace(0.5, 2, 14)),
-    "damped_kfac": lambda: co.KFAC(linearized(10.0, 40)).add_diagonal(
-        1.0
-    ),  # singular factors have no distinct eigenvalues
-    "damped_ekfac": lambda: co.EKFAC(linearized(10.0, 40)).add_diagonal(1.0),
+    "damped_kfac": lambda: co.KFAC(events()).add_diagonal(1.0),
+    "damped_ekfac": lambda: co.EKFAC(events()).add_diagonal(1.0),
     "damped_block_diagonal_ggn": lambda: operator(co.BlockDiagonal).add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_subnetwork": lambda: co.Subnetwork(ggn(), [1, 5, 9, 3]).add_diagonal(torch.linspace(0.5, 2, 4)),
     "damped_tangent_kernel": lambda: operator(co.TangentKernel).add_diagonal(torch.linspace(0.5, 2, 12)),
