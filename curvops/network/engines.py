@@ -126,6 +126,7 @@ class Engines:
             saved_bytes=self._saved_bytes,
             replayable=self._replayable is not False,
             memory_budget=self.memory_budget,
+            half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             replay_bytes=self._replay_bytes,
         )
 

@@ -177,7 +177,7 @@ def test_products_of_an_adapter_in_double_precision(name: str, engine: str) -> N
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ADAPTED)
 def test_products_of_an_adapter_on_a_half_precision_base(name: str, engine: str) -> None:
-    """Both routes round to bfloat16 at some ten operations between the adapter and the logits, half an eps each at most.
+    """Both routes round to bfloat16 at some ten operations between adapter and logits, by half an eps each at most.
 
     At random that is √20 halves, 4 eps with a margin for each product with J. As V is standard normal, ‖MV‖ is about
     ‖M‖√K for any M: errors are relative to that.
@@ -204,13 +204,17 @@ def test_products_of_an_adapter_on_a_half_precision_base(name: str, engine: str)
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_the_layerwise_engine_is_symmetric_on_a_half_precision_base(name: str) -> None:
-    """It rounds J once and multiplies by that J both ways in single precision; its self-check allows for rounding."""
-    lin = linearized(adapted(name, "sdpa"), engine="layerwise")
-    form = (V := columns(lin.num_parameters, 2, torch.float32)).mT @ (GV := co.GGN(lin) @ V)
+def test_solves_converge_on_a_half_precision_base(name: str) -> None:
+    """The engine chosen rounds J once and multiplies by that J both ways in single precision: G is symmetric."""
+    lin = linearized(adapted(name, "sdpa"))
+    V, G = columns(lin.num_parameters, 2, torch.float32), co.GGN(lin)
+    form, eps = V.mT @ (GV := G @ V), torch.finfo(torch.float32).eps
+    assert (form[0, 1] - form[1, 0]).abs() <= 10 * eps * V.norm() * GV.norm()
+    solution = G.add_diagonal(0.01).cg(V, rtol=1e-5)
+    assert solution.converged.all()
+    assert solution.iterations < 20
     assert lin.plan.in_use == {"layerwise": 1}
     assert not lin.plan.others
-    assert (form[0, 1] - form[1, 0]).abs() <= 10 * torch.finfo(torch.float32).eps * V.norm() * GV.norm()
 
 
 def test_a_model_output_is_no_tensor_of_outputs() -> None:
