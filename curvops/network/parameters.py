@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Selection:
         """The entries in all tensors that the selection touches."""
         return sum(shape.numel() for shape in self.shapes)
 
-    def size_of(self, names: Sequence[str]) -> int:
+    def size_of(self, names: Collection[str]) -> int:
         """The entries in the named tensors."""
         return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ class Part:
     """One call of a layer: what its rule keeps, and δ (n, r, *out) for r columns."""
 
     layer: Layer
-    kept: Any
+    kept: Tensor
     delta: Tensor
 
     def rows(self, points: slice) -> Blocks:
         """The gradients by parameter name, (n, r, *shape)."""
-        layer, kept = self.layer, take(self.kept, points)
-        rows = layer.rule.rows(layer.module, kept, self.delta[points], tuple(layer.names))
+        layer = self.layer
+        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
 
 
@@ -111,7 +112,7 @@ def each_group(
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         with model.lock:
-            deltas = model.holding(model.leaves(), lambda c=cotangents: sensitivities(model, outputs, calls, c))
+            deltas = model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
         for names, members in grouped.items():
             parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
             if parts:

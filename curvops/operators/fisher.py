@@ -18,8 +18,9 @@ class EmpiricalFisher(Curvature):
     """F = Σ_n g_n g_nᵀ (D, D) with g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
 
     `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): use it for second
-    moments of gradients. A sequence's g_n sums over its tokens; with `per_token=True` each token has an outer product of
-    its own. Class and sample weights multiply r_n, once. Cost: a product is one push and one pull of J, as for the GGN.
+    moments of gradients. A sequence's g_n sums over its tokens; with `per_token=True` each token has an outer product
+    of its own. Class and sample weights multiply r_n, once. Cost: a product is one push and one pull of J, as for the
+    GGN.
     """
 
     def __init__(

@@ -105,12 +105,10 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
         if group.names in bases:
             base = bases[group.names]
             values[group.names] += _second_moments(group, base, lin.passes.chunk_bytes)
-    return [
-        EigenKronecker(base.left_vectors, base.right_vectors, values[b.names])
-        if (base := bases.get(b.names)) is not None
-        else b.operator()
-        for b in blocks
-    ]
+    corrected = {
+        names: EigenKronecker(base.left_vectors, base.right_vectors, values[names]) for names, base in bases.items()
+    }
+    return [corrected[block.names] if block.names in corrected else block.operator() for block in blocks]
 
 
 def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:

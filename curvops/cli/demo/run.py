@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,7 @@ def _network(
                 inference.posterior(model, second, settings.prior_precision, curvature, parameters), generator
             )
             of_other = other.sample(settings.samples, generator)
-            by_angle, alone = _by_angle(
-                test, lambda of, post=other, z=of_other, name=name: {name: _laplace(post, z, of)}
-            )
+            by_angle, alone = _by_angle(test, partial(_predict_alone, name, other, of_other))
             predicted, upright = predicted | by_angle, upright | alone
     rows = {name: scores.row(p, upright[name]) for name, p in predicted.items()}
     return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
@@ -144,6 +143,10 @@ def _predict(post: co.Laplace, draws: Tensor, of: digits.Split, temperature: flo
         SCALED: scores.Predicted(of.y, (logits / temperature).softmax(-1), None),
         LAPLACE: _laplace(post, draws, of),
     }
+
+
+def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Split) -> dict[str, scores.Predicted]:
+    return {name: _laplace(post, draws, of)}
 
 
 def _laplace(post: co.Laplace, draws: Tensor, of: digits.Split) -> scores.Predicted:
