@@ -20,6 +20,9 @@ from curvops.network.output_fisher import OutputFisher, Unit
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.roots import Group, each_group
 
+# On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
+MOST_CHUNK = 2**27
+
 
 class BatchMap:
     """J of one batch on flat vectors: push (D, K) -> (K, n, C) and pull (K, n, C) -> (D, K), both differentiable."""
@@ -160,7 +163,8 @@ class Passes:
     @property
     def chunk_bytes(self) -> int:
         """Bytes that rows may take at a time."""
-        return max(LEAST_CHUNK, self.memory_budget // 8)
+        most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
+        return max(LEAST_CHUNK, min(most, self.memory_budget // 8))
 
     def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""

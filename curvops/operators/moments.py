@@ -11,7 +11,7 @@ from torch import Tensor
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
-# Matrices from this size on have the blocks below their diagonal copied from above it: two thirds of the time.
+# From this size on a symmetric product is made of blocks on and above its diagonal: two thirds of the time.
 LEAST_SYMMETRIC = 512
 
 
@@ -64,22 +64,44 @@ def embedding_squares(
     return total.mT.unsqueeze(0)
 
 
-def outer_sum(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g p p"]:
-    """Σ side ⊗ side over all dimensions but g and the last, read in the order in which they lie in memory."""
+def add_outer_sum(total: Tensor | None, side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g p p"]:
+    """total (None: zero) += Σ side ⊗ side over all dimensions but g and the last, in place.
+
+    Read in the order in which they lie in memory. What is below the diagonal is left to `mirrored`.
+    """
     group, last = side.ndim - 3, side.ndim - 1
     summed = sorted((i for i in range(last) if i != group), key=side.stride, reverse=True)
     if side.stride(last) == 1 or side.shape[last] == 1:
-        return _symmetric(side.permute(group, *summed, last).flatten(1, -2))
-    return _symmetric(side.permute(group, last, *summed).flatten(2).mT)
+        rows = side.permute(group, *summed, last).flatten(1, -2)
+    else:
+        rows = side.permute(group, last, *summed).flatten(2).mT
+    if total is None:
+        p = side.shape[last]
+        total = side.new_empty(len(rows), p, p)
+        _add_upper(total, rows, 0)
+    else:
+        _add_upper(total, rows, 1)
+    return total
 
 
-def _symmetric(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
-    """rowsᵀ rows, the blocks below the diagonal copied from above it."""
+def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta: int) -> None:
+    """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
     p = rows.shape[-1]
     if p < LEAST_SYMMETRIC:
-        return rows.mT @ rows
+        total.baddbmm_(rows.mT, rows, beta=beta)
+        return
     half = p // 2
-    first, second = rows[..., :half], rows[..., half:]
-    corner = first.mT @ second
-    top = torch.cat([_symmetric(first), corner], 2)
-    return torch.cat([top, torch.cat([corner.mT, _symmetric(second)], 2)], 1)
+    _add_upper(total[:, :half, :half], rows[..., :half], beta)
+    total[:, :half, half:].baddbmm_(rows[..., :half].mT, rows[..., half:], beta=beta)
+    _add_upper(total[:, half:, half:], rows[..., half:], beta)
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """A sum by `add_outer_sum` with what is below the diagonal copied from above it; diagonals (g, p) as they are."""
+    if total.ndim == 3:
+        half = total.shape[-1] // 2
+        if total.shape[-1] >= LEAST_SYMMETRIC:
+            mirrored(total[:, :half, :half])
+            mirrored(total[:, half:, half:])
+            total[:, half:, :half] = total[:, :half, half:].mT
+    return total
