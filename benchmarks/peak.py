@@ -6,6 +6,8 @@ import argparse
 import json
 import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,14 @@ from benchmarks.networks import Problem, build
 
 
 def peak_bytes() -> int:
-    """The greatest resident set of this process so far."""
+    """The greatest resident set of this process so far.
+
+    Linux says it of the program itself; elsewhere it starts from what the starting process had.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -55,8 +64,22 @@ def products(problem: Problem, batches: list[tuple[Tensor, Tensor]], V: Tensor, 
     return "+".join(f"{kind} {in_use[kind]}/{len(batches)}" for kind in sorted(in_use)) or "streamed"
 
 
+def operator(problem: Problem, batches: list[tuple[Tensor, Tensor]], V: Tensor, options: argparse.Namespace) -> str:
+    """Builds one of `OPERATORS` within a memory budget."""
+    lin = co.linearize(problem.model, batches, "classification", memory_budget=options.memory_budget)
+    _ = OPERATORS[options.operator](lin)
+    return ""
+
+
+OPERATORS: dict[str, Callable[[co.Linearization], object]] = {
+    "diagonal": co.DiagonalGGN,
+    "kfac": co.KFAC,
+    "kernel": lambda lin: co.TangentKernel(lin).to_dense(),
+}
+
+
 def main() -> None:
-    """Run the baseline, or products within --memory-budget."""
+    """Run the baseline, or products (or what --operator names) within --memory-budget."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peak", description=__doc__)
     parser.add_argument("network")
     parser.add_argument("--outputs", type=int, default=10)
@@ -65,6 +88,7 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engine", default="auto")
+    parser.add_argument("--operator", default=None, choices=[*OPERATORS], help="built once; without it: products")
     parser.add_argument("--memory-budget", type=int, default=None, help="without it: the baseline")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -74,7 +98,8 @@ def main() -> None:
     if options.memory_budget is None:
         engine = baseline(problem, batches, V)
     else:
-        engine = products(problem, batches, V, options)
+        run = products if options.operator is None else operator
+        engine = run(problem, batches, V, options)
     print(json.dumps({"peak": peak_bytes(), "engine": engine}))
 
 

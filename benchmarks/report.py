@@ -1,55 +1,21 @@
-"""The measured figures as a page:   python -m benchmarks.report products.json memory.json --output docs/benchmarks.md
+"""The measured figures into a page:   python -m benchmarks.report operators.json --output docs/benchmarks.md
 
-Only what the files hold is printed: machine, date and versions are those of the run.
+Only what the files hold is written: machine, date and versions are those of the run. The page's own words stay; a table
+goes between the two comments that name it, `<!-- products -->` and `<!-- end products -->`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.operators_tables import part_tables
+from benchmarks.tables import machine_line, spread_cell, table
+
 UNIT = "gradient"
-
-INTRODUCTION = """\
-# Benchmarks
-
-The unit is the *gradient*: the time of one loss gradient (forward and backward) on the same data, in the same process.
-A product with the generalised Gauss–Newton matrix costs at least one forward-mode and one reverse-mode pass.
-Every figure is a median over alternating runs (unit, candidate, unit, candidate, ...), ratio by pair; the least and the
-greatest ratio stand in brackets.
-
-```
-make bench                  # every network, and other packages beside this one
-make bench ARGS="-k mlp"
-```
-
-The tables below come from `python -m benchmarks.products` and `python -m benchmarks.memory` (`benchmarks/README.md`).
-Other packages are installed into an environment of their own, at the versions in `constraints.txt`. Run it on a quiet
-machine: a second job on the same cores has made a figure ten times too large.
-"""
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up: text to the left, everything but the first column to the right."""
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
-    padded = [[c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
-    rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
-
-
-def machine_line(result: dict[str, Any]) -> str:
-    """Where, when and with what a file was measured."""
-    m = result["machine"]
-    commit = f" (commit {m['commit']})" if m["commit"] else ""
-    return (
-        f"Measured {m['date']} on {m['processor']}, {m['cores']} cores, threads: {m['threads']}, "
-        f"{m['memory_gib']:.0f} GiB, {m['system']}, load {m['load']} at the start; Python {m['python']}, "
-        f"torch {m['torch']}, curvops {m['curvops']}{commit}."
-    )
 
 
 def products_tables(result: dict[str, Any]) -> str:
@@ -69,10 +35,10 @@ def _products(networks: list[dict[str, Any]], columns: int) -> str:
     rows = []
     for n in networks:
         cached = _row(n, "cached") or {}
-        cells = [_ratio(cached), cached.get("engine", ""), _ratio(_row(n, "streaming"))]
-        cells += [_ratio(_row(n, "cached", against="streaming"))]
-        cells += [_ratio(_row(n, route)) for route in ("linearize", "first product")]
-        cells += [_ratio(_row(n, "cached", columns))]
+        cells = [spread_cell(cached), cached.get("engine", ""), spread_cell(_row(n, "streaming"))]
+        cells += [spread_cell(_row(n, "cached", against="streaming"))]
+        cells += [spread_cell(_row(n, route)) for route in ("linearize", "first product")]
+        cells += [spread_cell(_row(n, "cached", columns))]
         unit = f"{n['unit_seconds']['median'] * 1e3:.1f} ms"
         rows.append([*_name(n), f"{n['points']:,}", f"{n['parameters']:,}", unit, *cells])
     return table(header, rows)
@@ -97,7 +63,7 @@ def _engines(networks: list[dict[str, Any]]) -> str:
             if row is None:
                 continue
             size = f"{row['bytes'] / 2**20:,.0f} MiB"
-            cost = [row["note"], ""] if "note" in row else [_ratio(row), _ratio(_row(n, f"{engine}: build"))]
+            cost = [row["note"], ""] if "note" in row else [spread_cell(row), spread_cell(_row(n, f"{engine}: build"))]
             rows.append([*_name(n), engine, *cost, size])
     return table(["network", "C", "engine", "product", "build", "keeps"], rows)
 
@@ -108,7 +74,7 @@ def _beside(networks: list[dict[str, Any]], other: str) -> str:
         for columns in sorted({row["columns"] for row in n["rows"] if row["route"] == other}):
             theirs, ours = _row(n, other, columns), _row(n, "cached", columns)
             beside = _row(n, "cached", columns, against=other)
-            rows.append([*_name(n), str(columns), _ratio(theirs), _ratio(ours), _inverse(beside)])
+            rows.append([*_name(n), str(columns), spread_cell(theirs), spread_cell(ours), _inverse(beside)])
     header = ["network", "C", "K", f"{other}, gradients a vector", "curvops, gradients a vector", "times as fast"]
     return table(header, rows)
 
@@ -129,14 +95,25 @@ def memory_table(result: dict[str, Any]) -> str:
     return "\n".join([machine_line(result), "", table(header, rows), "", text])
 
 
-def page(results: Iterable[dict[str, Any]]) -> str:
-    """The whole page from files of either kind, in the order given."""
-    sections = {"products": ("## Products", products_tables), "memory": ("## Peak memory", memory_table)}
-    parts = [INTRODUCTION]
+def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """The tables of files of any kind, by the name that the page gives them."""
+    found = {}
     for result in results:
-        title, section = sections[result["kind"]]
-        parts.append(f"{title}\n\n{section(result)}\n")
-    return "\n".join(parts)
+        if result["kind"] == "operators":
+            found |= {name: part_tables(part) for name, part in result["parts"].items()}
+        else:
+            found[result["kind"]] = {"products": products_tables, "memory": memory_table}[result["kind"]](result)
+    return found
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with a section replaced. Raises ValueError where its two comments are missing."""
+    first, last = f"<!-- {name} -->\n", f"<!-- end {name} -->"
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end:
+        raise ValueError(f"the page has no section {name!r}: add the lines {first.strip()} and {last} where it goes.")
+    return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
 def _row(n: dict[str, Any], route: str, columns: int = 1, against: str = UNIT) -> dict[str, Any] | None:
@@ -150,13 +127,6 @@ def _name(n: dict[str, Any]) -> list[str]:
     return [n["network"], str(n["outputs"])]
 
 
-def _ratio(row: dict[str, Any] | None) -> str:
-    if not row:
-        return ""
-    ratio = row["ratio"]
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"
-
-
 def _inverse(row: dict[str, Any] | None) -> str:
     if not row:
         return ""
@@ -165,16 +135,19 @@ def _inverse(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Read the files, write the page (or print it)."""
+    """Read the files, write their tables into the page (or print them)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="what --json of benchmarks.products and .memory wrote")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="default: print")
+    parser.add_argument("files", type=Path, nargs="+", help="what --json of the benchmarks wrote")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="a page; default: print")
     arguments = parser.parse_args()
-    text = page(json.loads(file.read_text()) for file in arguments.files)
+    found = sections(json.loads(file.read_text()) for file in arguments.files)
     if arguments.output is None:
-        print(text)
-    else:
-        arguments.output.write_text(text)
+        print("\n\n".join(found.values()))
+        return
+    page = arguments.output.read_text()
+    for name, text in found.items():
+        page = filled(page, name, text)
+    arguments.output.write_text(page)
 
 
 if __name__ == "__main__":

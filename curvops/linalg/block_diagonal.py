@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.algebra import is_psd, is_symmetric
 from curvops.linalg.base import Operator
-from curvops.linalg.cache import Cache
+from curvops.linalg.cache import Cache, recorded
 from curvops.linalg.partition import Partition, partition
 from curvops.linalg.structured import draw
 
@@ -61,7 +61,7 @@ class BlockDiagonal(Operator):
         return torch.Size((self.partition.size, self.partition.size))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        if self.symmetric:
+        if self.symmetric and not recorded(self.representation()):
             return self
         return BlockDiagonal(*(block.mT for block in self.blocks), positions=self.partition)
 

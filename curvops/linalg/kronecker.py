@@ -12,7 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
-from curvops.linalg.cache import Cache
+from curvops.linalg.cache import Cache, recorded
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 
 
@@ -82,6 +82,14 @@ class Kronecker(_Grouped):
 
     def _product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(self.left, self.right, _to_groups(block, self.sizes)))
+
+    # Transposed factors have the same product, but their gradient tells an entry from its mirror image.
+
+    def _transposed_product(self, block: Tensor) -> Tensor:
+        return _from_groups(_both(_mirrored(self.left), _mirrored(self.right), _to_groups(block, self.sizes)))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return Kronecker(_mirrored(self.left), _mirrored(self.right)) if recorded(self._args) else self
 
     def _diagonal(self) -> Tensor:
         return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
@@ -168,7 +176,7 @@ class EigenKronecker(_Grouped):
 
     def rotate_back(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """Uᵀ B: into the eigenbasis."""
-        left, right = (U if U.ndim == 2 else U.mT for U in (self.left_vectors, self.right_vectors))
+        left, right = _mirrored(self.left_vectors), _mirrored(self.right_vectors)
         return _from_groups(_both(left, right, _to_groups(block, self.sizes)))
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -211,6 +219,10 @@ def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     if right.ndim == 2:
         return right[:, None, None, :] * groups
     return torch.bmm(groups.reshape(g, p * K, q), right.mT).reshape(g, p, K, q)
+
+
+def _mirrored(factor: Tensor) -> Tensor:
+    return factor if factor.ndim == 2 else factor.mT
 
 
 def _diagonal_of(factor: Tensor) -> Tensor:

@@ -63,10 +63,13 @@ class Diagonal(Operator):
 
 
 class Dense(Operator):
-    """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones."""
+    """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
+    `kept` are a subclass's own keywords.
+    """
+
+    def __init__(self, tensor: Tensor, **kept: Any) -> None:
+        super().__init__(tensor, **kept)
 
     @property
     def tensor(self) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from curvops.network.autodiff import Recorded, Streamed, saved_bytes, shared_pass_bytes
 from curvops.network.inputs import num_points, take
-from curvops.network.layerwise import Layer, Layerwise, Owners, mismatches, never_ran, owners_of, record
+from curvops.network.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
+from curvops.network.self_check import mismatches
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
@@ -125,6 +126,7 @@ class Engines:
             saved_bytes=self._saved_bytes,
             replayable=self._replayable is not False,
             memory_budget=self.memory_budget,
+            half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
             replay_bytes=self._replay_bytes,
         )
 

@@ -25,7 +25,6 @@ from curvops.network.inputs import num_points
 from curvops.network.layers import RULES, Local, Rule, rule_for
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
-from curvops.network.probes import tolerance
 
 Owners = dict[nn.Module, dict[str, str]]
 
@@ -248,32 +247,6 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     """Names of parameters whose layers were not called."""
     ran = {id(call.owner) for call in calls}
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
-
-
-def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
-    """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
-    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
-    u = torch.randn(1, *engine.outputs.shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
-    ours, expected = engine.pull(u), reference.pull(u)
-    scale = torch.stack([value.norm() for value in expected.values()]).norm()
-    tol = tolerance(u.dtype)
-    bad = {
-        name
-        for name, value in expected.items()
-        if not bool((ours[name] - value).norm() <= tol * value.norm() + tol**2 * scale)
-    }
-    for part in engine.parts:
-        names = part.layer.names
-        tangents = {
-            name: torch.randn(1, *part.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
-            for local, name in names.items()
-        }
-        pushed, pulled = part.push(tangents), part.pull(u)
-        left = (pushed * u).sum()
-        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
-        if not bool((left - right).abs() <= tol * pushed.norm() * u.norm()):
-            bad |= set(names.values())
-    return bad
 
 
 def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:

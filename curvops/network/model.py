@@ -85,6 +85,11 @@ class Model:
         copies = [] if self._copies is None else self._copies.values()
         return [self._flat, *copies, *self.frozen.values(), *self._buffers.values()]
 
+    @property
+    def eps(self) -> float:
+        """The coarsest rounding among its tensors' dtypes: a frozen base may be in half precision."""
+        return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
+
     def leaves(self) -> Blocks:
         """The selected parameters by name, as leaves of a graph to be recorded."""
         return {name: value.detach().requires_grad_() for name, value in self.values.items()}
@@ -192,9 +197,10 @@ class _Holder(nn.Module):
 def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C"]:
     """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, T, C)."""
     if not isinstance(outputs, Tensor):
+        wanted = "outputs.logits" if hasattr(outputs, "logits") else "the tensor of outputs alone"
         raise TypeError(
             f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
-            "the tensor of outputs alone."
+            f"{wanted}."
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")

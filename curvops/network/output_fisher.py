@@ -109,15 +109,23 @@ class Sampled(_FromResiduals):
 
 @dataclass(frozen=True, eq=False)
 class Empirical(_FromResiduals):
-    """The residual at the true target, R = 1 column: the empirical Fisher, one outer product a point."""
+    """The residual at the true target: the empirical Fisher, one outer product a point (R = 1).
+
+    With `positions` T above 1 a point is a sequence of T tokens, and each has an outer product of its own (R = T).
+    """
 
     likelihood: Likelihood
+    positions: int = 1
 
     def num_columns(self, num_outputs: int) -> int:
-        return 1
+        return self.positions
 
     def residuals(self, f: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
+        r = self.likelihood.residual(f, batch.targets, batch.weights)
+        if self.positions == 1:
+            return r.unsqueeze(0)
+        mine = torch.eye(self.positions, dtype=r.dtype, device=r.device)[:, None, :, None]
+        return (mine * r.unflatten(1, (self.positions, -1))).flatten(2)
 
 
 def check_kind(kind: str) -> None:

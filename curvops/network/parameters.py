@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Selection:
         """The entries in all tensors that the selection touches."""
         return sum(shape.numel() for shape in self.shapes)
 
-    def size_of(self, names: Sequence[str]) -> int:
+    def size_of(self, names: Collection[str]) -> int:
         """The entries in the named tensors."""
         return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
 
@@ -151,9 +151,10 @@ def _from_positions(
 
 def _check_tensors(selected: Mapping[str, Tensor]) -> None:
     for what in ("device", "dtype"):
-        kinds = {str(getattr(tensor, what)) for tensor in selected.values()}
+        kinds = {str(getattr(tensor, what)): name for name, tensor in selected.items()}
         if len(kinds) > 1:
-            raise ValueError(f"the selected parameters mix {what}s {sorted(kinds)}; convert them, or select fewer.")
+            found = ", ".join(f"{kind} ({name!r})" for kind, name in sorted(kinds.items()))
+            raise ValueError(f"the selected parameters mix {what}s: {found}; convert them, or select fewer.")
     for name, tensor in selected.items():
         if not tensor.is_floating_point():
             raise TypeError(f"parameter {name!r} is of {tensor.dtype}; only real floating parameters can be selected.")

@@ -20,6 +20,9 @@ from curvops.network.output_fisher import OutputFisher, Unit
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.roots import Group, each_group
 
+# On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
+MOST_CHUNK = 2**27
+
 
 class BatchMap:
     """J of one batch on flat vectors: push (D, K) -> (K, n, C) and pull (K, n, C) -> (D, K), both differentiable."""
@@ -119,33 +122,49 @@ class Passes:
         return iter(self._source)
 
     def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
-        """Rows of a square root of the curvature, layer by layer: one forward pass a batch, and one backward a column.
+        """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
 
-        At most an eighth of the memory budget is held at a time, beyond what one column needs.
+        Some points at a time with all their columns, so that what depends on a point alone is computed once. At most
+        an eighth of the memory budget is held, beyond what one column of one point needs.
         """
         for inputs, batch in self._source:
             owners, others = self.engines.checked_owners(inputs)
-            yield from each_group(self.model, batch, inputs, fisher, owners, others, self.chunk_bytes)
+            columns = fisher.num_columns(self.engines.plan.num_outputs)
+            for _, part, label in self._pieces(inputs, batch, columns):
+                yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
 
     def jacobian_rows(self) -> Iterator[tuple[int, list[Group]]]:
         """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together."""
-        start = 0
+        total = 0
         for inputs, _ in self._source:
             owners, others = self.engines.checked_owners(inputs)
-            plan = self.engines.plan
-            size = max(1, plan.layerwise_bytes) + plan.num_outputs * self.model.selection.size_of(others) * plan.itemsize
-            step = max(1, self.chunk_bytes // size)
-            for first in range(0, num_points(inputs), step):
-                part = take(inputs, slice(first, first + step))
-                label = Batch((), torch.empty(num_points(part), device=self.model.theta.device))
+            columns = self.engines.plan.num_outputs
+            batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
+            for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
                 groups = each_group(self.model, label, part, Unit(), owners, others, sys.maxsize)
-                yield start, list(groups)
-                start += num_points(part) * plan.num_outputs
+                yield total + start * columns, list(groups)
+            total += num_points(inputs) * columns
+
+    def _pieces(
+        self, inputs: Any, batch: Batch, columns: int, of_others: bool = False
+    ) -> Iterator[tuple[int, Any, Batch]]:
+        """(first point, inputs, batch) of some points at a time: as many as have that many columns in a chunk."""
+        plan, total = self.engines.plan, num_points(inputs)
+        a_column = plan.sensitivity_bytes
+        if of_others:
+            a_column += self.model.selection.size_of(plan.others) * plan.itemsize
+        step = max(1, self.chunk_bytes // max(1, a_column * columns))
+        for start in range(0, total, step):
+            points = slice(start, start + step)
+            weights = None if batch.weights is None else batch.weights[points]
+            label = Batch((), batch.targets[points], weights, batch.start + start)
+            yield start, take(inputs, points), label
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes that rows may take at a time."""
-        return max(LEAST_CHUNK, self.memory_budget // 8)
+        most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
+        return max(LEAST_CHUNK, min(most, self.memory_budget // 8))
 
     def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""

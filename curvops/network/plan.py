@@ -41,6 +41,7 @@ class Plan:
     saved_bytes: int
     replayable: bool
     memory_budget: int
+    half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
     replay_bytes: int = 0  # a point, of a replay; 0 until one was tried or where there is none
     in_use: dict[str, int] = field(default_factory=dict)
 
@@ -56,6 +57,11 @@ class Plan:
         return kept + (self.recorded_bytes if self.others else 0)
 
     @property
+    def sensitivity_bytes(self) -> int:
+        """Bytes a point of δ, the sensitivities of all layers, for one column."""
+        return sum(layer.output[1:].numel() for layer in self.layers) * self.itemsize
+
+    @property
     def recorded_bytes(self) -> int:
         """Bytes a point that the recorded autodiff engine keeps: as measured once one was built."""
         return self.replay_bytes or self.saved_bytes * 3
@@ -68,7 +74,16 @@ class Plan:
         """The engines that may serve, before memory is looked at."""
         if self.engine == "autodiff" or not self.layers:
             return ("streamed", "recorded")
-        return ("streamed", "layerwise") if self.engine == "layerwise" else ("streamed", "recorded", "layerwise")
+        return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", "recorded", "layerwise")
+
+    @property
+    def prefers_layerwise(self) -> bool:
+        """Whether the layerwise engine serves wherever its bytes fit: asked for, or alone in being accurate.
+
+        On a base in half precision every pass rounds anew, and J and Jᵀ are no adjoints: solvers stagnate. The
+        layerwise engine rounds J once.
+        """
+        return self.engine == "layerwise" or (self.engine == "auto" and self.half_base and not self.others)
 
     def per_vector(self, kind: Kind, columns: int = 1) -> float:
         """Expected gradients per product with one vector, in a block of `columns`."""
@@ -90,7 +105,7 @@ class Plan:
         """The engine for a block of `columns` on a batch of `points`, after `done` vectors, with `free` bytes."""
         expected = done + columns
         allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
-        if self.engine == "layerwise" and "layerwise" in allowed:
+        if self.prefers_layerwise and "layerwise" in allowed:
             return "layerwise"
 
         def cost(kind: Kind) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ class Part:
     """One call of a layer: what its rule keeps, and δ (n, r, *out) for r columns."""
 
     layer: Layer
-    kept: Any
+    kept: Tensor
     delta: Tensor
 
     def rows(self, points: slice) -> Blocks:
         """The gradients by parameter name, (n, r, *shape)."""
-        layer, kept = self.layer, take(self.kept, points)
-        rows = layer.rule.rows(layer.module, kept, self.delta[points], tuple(layer.names))
+        layer = self.layer
+        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
         return {layer.names[local]: row for local, row in rows.items()}
 
 
@@ -43,8 +44,8 @@ class Part:
 class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
-    `counted` (n,) says which points count; `first` whether these are the first columns of their points; `start` is the
-    position of the first point in its batch.
+    `counted` (n,) says which points count, `all_counted` whether each does; `first` whether these are the first columns
+    of their points; `start` is the position of the first point in its batch.
     """
 
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class Group:
     first: bool
     given: Blocks = field(default_factory=dict)
     start: int = 0
+    all_counted: bool = False
 
     @property
     def num_points(self) -> int:
@@ -104,18 +106,17 @@ def each_group(
         )
     f = outputs.detach()
     grouped, counted = _grouped(calls), fisher.counted(batch)
+    everyone = bool(counted.all())
     columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
     for start in range(0, columns, step):
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         with model.lock:
-            deltas = model.holding(model.leaves(), lambda c=cotangents: sensitivities(model, outputs, calls, c))
+            deltas = model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
         for names, members in grouped.items():
-            parts = [
-                Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None
-            ]
+            parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
             if parts:
-                yield Group(names, tuple(parts), counted, start == 0)
+                yield Group(names, tuple(parts), counted, start == 0, all_counted=everyone)
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
 

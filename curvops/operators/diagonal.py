@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Diagonal
-from curvops.network.output_fisher import Kind, OutputFisher
+from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.fisher import output_fisher
-from curvops.operators.layer_matrix import as_tensors
+from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
+from curvops.operators.moments import second_moments
 
 
 class DiagonalGGN(Diagonal):
@@ -25,17 +24,17 @@ class DiagonalGGN(Diagonal):
     poor where weights act together.
 
     Computed here, once, without a gradient graph: a forward pass and a backward pass for each of C columns (mc:
-    `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one position
-    that product is shared by all columns. Memory: a chunk of sensitivities within the budget, never a Jacobian.
-    Parameters without a layer rule take a backward pass for each point and column. Raises ValueError for another
-    `fisher`.
+    `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one
+    position that product is shared by all columns. Memory: a chunk of sensitivities within the budget, never a
+    Jacobian. Parameters without a layer rule take a backward pass for each point and column. Raises ValueError for
+    another `fisher`.
     """
 
     def __init__(
         self,
         source: Linearization | Tensor,
         *,
-        fisher: Kind = "exact",
+        fisher: str = "exact",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -57,29 +56,12 @@ def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor
 
 def _squares(group: Group, chunk_bytes: int) -> Blocks:
     matrices = group.matrices()
-    if matrices is not None and len(matrices) == 1:
-        left, right = matrices[0]
+    if matrices is not None:
         assert group.layer is not None
-        if not right.is_floating_point():
-            return as_tensors(group.layer, embedding_squares(left, right, group.layer.module.num_embeddings))
-        if right.shape[2] == 1:  # Σ_r (l_r ⊗ a)² = (Σ_r l_r²) ⊗ a²
-            squares = torch.einsum("ngp,ngq->gpq", left.square().sum(1)[:, :, 0], right.square()[:, :, 0])
-            return as_tensors(group.layer, squares)
+        return as_tensors(group.layer, second_moments(matrices, width_of(group.layer), chunk_bytes))
     total: Blocks = {}
     for rows in group.pieces(chunk_bytes):
         for name, row in rows.items():
-            squares = torch.linalg.vector_norm(row.flatten(0, 1), dim=0).square()
+            squares = row.flatten(0, 1).square().sum(0)
             total[name] = total[name] + squares if name in total else squares
     return total
-
-
-def embedding_squares(left: Tensor, indices: Tensor, num_embeddings: int) -> Float[Tensor, "1 E V"]:
-    """Squares, added up over points and columns, of Σ_t δ[t] ⊗ onehot(index[t]): a token's positions within a point add up before they are squared."""
-    n, r, _, t, width = left.shape
-    tokens = indices[:, 0]
-    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(left.dtype)  # (n, t, t)
-    summed = torch.einsum("nts,nrse->nrte", same, left[:, :, 0])
-    # Each of the k positions of a token holds the whole sum: k equal squares, of which 1/k each are counted.
-    squares = summed.square().sum(1) / same.sum(2, keepdim=True)
-    total = left.new_zeros(num_embeddings, width).index_add_(0, tokens.flatten(), squares.flatten(0, 1))
-    return total.mT.unsqueeze(0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.network.output_fisher import Empirical, Exact, Kind, OutputFisher, Sampled, check_kind
+from curvops.network.output_fisher import Empirical, Exact, OutputFisher, Sampled, check_kind
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 
@@ -14,20 +17,31 @@ from curvops.operators.linearization import Linearization
 class EmpiricalFisher(Curvature):
     """F = Σ_n g_n g_nᵀ (D, D) with g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
 
-    `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): use it for the second
-    moments of gradients. Sequences sum over their positions first. Class and sample weights multiply r_n, once.
-    Cost: a product is one push and one pull of J, as for the GGN.
+    `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): use it for second
+    moments of gradients. A sequence's g_n sums over its tokens; with `per_token=True` each token has an outer product
+    of its own. Class and sample weights multiply r_n, once. Cost: a product is one push and one pull of J, as for the
+    GGN.
     """
+
+    def __init__(
+        self, source: Linearization | Tensor, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False
+    ) -> None:
+        super().__init__(source, *hyperparameters, lin=lin, per_token=per_token)
 
     @property
     def output(self) -> OutputFisher:
         """H_n = r_n r_nᵀ."""
-        return Empirical(self.likelihood)
+        positions = self.lin.output_shape[0] if self._kwargs["per_token"] and len(self.lin.output_shape) == 2 else 1
+        return Empirical(self.likelihood, positions)
+
+    def _converted(
+        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
+    ) -> LinearOperator:
+        lin = self.lin.cast(dtype, device)
+        return EmpiricalFisher(lin.theta, *hyperparameters, lin=lin, per_token=self._kwargs["per_token"])
 
 
-def sampled_residuals(
-    lin: Linearization, mc_samples: int, generator: torch.Generator | None
-) -> Float[Tensor, "M N C"]:
+def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
     """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
     if mc_samples < 1:
         raise ValueError(f"mc_samples={mc_samples} must be at least 1.")
@@ -44,7 +58,7 @@ def sampled_residuals(
     return torch.cat(found, 1) / mc_samples**0.5
 
 
-def output_fisher(lin: Linearization, kind: Kind, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
+def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
     """The H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical"."""
     check_kind(kind)
     if kind == "mc":

@@ -82,9 +82,7 @@ def _require_symmetric(lin: Linearization) -> None:
     few = slice(0, 2)
     weights = None if batch.weights is None else batch.weights[few]
     generator = torch.Generator(device=lin.theta.device).manual_seed(0)
-    vectors = torch.randn(
-        2, len(lin.theta), dtype=lin.theta.dtype, device=lin.theta.device, generator=generator
-    ).mT
+    vectors = torch.randn(2, len(lin.theta), dtype=lin.theta.dtype, device=lin.theta.device, generator=generator).mT
     products = hessian_product(lin, Batch((), batch.targets[few], weights), take(inputs, few), vectors)
     form = vectors.mT @ products
     scale = vectors.norm() * products.norm()

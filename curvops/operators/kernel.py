@@ -10,7 +10,6 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
-from curvops.network.output_fisher import Unit
 from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
@@ -23,10 +22,10 @@ class TangentKernel(Operator):
     `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number or a vector (D,); x defaults to the
     training inputs, x2 to x, which makes K symmetric positive semi-definite (Jacot et al. 2018). Rows point by point.
 
-    A product costs a pull at x' and a push at x. `to_dense` (the Gram matrix) costs a forward pass and C backward passes
-    each side, and for each layer (a aᵀ) ∘ (δ δᵀ) where it is applied at one position and A is constant on it, else one
-    product of its own Jacobian, in chunks within the memory budget. Carries no gradient for A. Raises ValueError for a
-    prior of another size or that is not positive.
+    A product costs a pull at x' and a push at x. `to_dense` (the Gram matrix) costs a forward pass and C backward
+    passes each side, and for each layer (a aᵀ) ∘ (δ δᵀ) where it is applied at one position and A is constant on it,
+    else one product of its own Jacobian, in chunks within the memory budget. Carries no gradient for A. Raises
+    ValueError for a prior of another size or that is not positive.
     """
 
     def __init__(self, source: Any, prior: Any = 1.0, *rest: Any, x: Any = None, x2: Any = None) -> None:
@@ -126,10 +125,9 @@ def _block(group: Group, other: Group, scales: dict[str, Tensor], chunk_bytes: i
     """Inner products of the rows of one layer at two sets of points."""
     scale = [scales[name] for name in group.names]
     if all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all()):
-        first, second = group.matrices(), other.matrices()
-        if first is not None and second is not None and len(first) == len(second) == 1:
-            if first[0][1].is_floating_point() and first[0][1].shape[2] == second[0][1].shape[2] == 1:
-                return scale[0] * _separable(first[0], second[0])
+        first, second = _at_one_position(group), _at_one_position(other)
+        if first is not None and second is not None:
+            return scale[0] * _separable(first, second)
     found = []
     for rows in group.pieces(chunk_bytes):
         weighted = _flat({name: rows[name] * scales[name] for name in group.names})
@@ -139,6 +137,14 @@ def _block(group: Group, other: Group, scales: dict[str, Tensor], chunk_bytes: i
         ]
         found.append(torch.cat(parts, 2))
     return torch.cat(found)
+
+
+def _at_one_position(group: Group) -> tuple[Tensor, Tensor] | None:
+    """Left and right of a layer that is applied once, at one position."""
+    matrices = group.matrices()
+    if matrices is None or len(matrices) > 1 or not matrices[0][1].is_floating_point() or matrices[0][1].shape[2] > 1:
+        return None
+    return matrices[0]
 
 
 def _separable(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Float[Tensor, "n r m r"]:

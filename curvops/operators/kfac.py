@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from linear_operator.operators import LinearOperator
 
-from curvops.linalg import BlockDiagonal, Kronecker
+from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
-from curvops.network.output_fisher import Kind
 from curvops.operators.fisher import output_fisher
-from curvops.operators.kfac_factors import Block, Sharing, check_sharing, eigenvalue_corrected, kfac_blocks
+from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 
 
@@ -41,15 +40,15 @@ class KFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
-        fisher: Kind = "exact",
-        sharing: Sharing = "expand",
+        fisher: str = "exact",
+        sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
         if isinstance(source, Linearization):
             check_sharing(sharing)
             found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
-            source, *blocks = [block.operator() for block in found]
+            source, blocks = _apart([block.operator() for block in found])
             positions, names = _layout(source.device, found)
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
 
@@ -85,8 +84,8 @@ class EKFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
-        fisher: Kind = "exact",
-        sharing: Sharing = "expand",
+        fisher: str = "exact",
+        sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -95,13 +94,17 @@ class EKFAC(BlockDiagonal):
             output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws
             found = kfac_blocks(source, output, sharing)
             positions, names = _layout(source.theta.device, found)
-            source, *blocks = eigenvalue_corrected(source, output, found)
+            source, blocks = _apart(eigenvalue_corrected(source, output, found))
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The parameters of each block."""
         return self._kwargs["names"]
+
+
+def _apart(operators: list[Operator]) -> tuple[Operator, tuple[Operator, ...]]:
+    return operators[0], tuple(operators[1:])
 
 
 def _layout(device: torch.device, blocks: list[Block]) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[str, ...], ...]]:

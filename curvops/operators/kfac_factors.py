@@ -12,11 +12,11 @@ from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.network.output_fisher import OutputFisher
-from curvops.network.parameters import Selection
+from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
-from curvops.operators.diagonal import embedding_squares
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
+from curvops.operators.moments import add_outer_sum, mirrored, second_moments
 
 Sharing = Literal["expand", "reduce"]
 MOST_DENSE = 1024
@@ -35,31 +35,34 @@ class Block:
     exact: Tensor | None = None
 
     def operator(self) -> Operator:
-        """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal."""
+        """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
+
+        It ends the sums: call it once.
+        """
         if self.exact is not None:
             return Diagonal(self.exact) if self.exact.ndim == 1 else Dense(self.exact)
         assert self.left is not None and self.right is not None
-        return Kronecker(self.left, self.right / max(1, self.count))
+        return Kronecker(mirrored(self.left), mirrored(self.right).div_(max(1, self.count)))
 
 
 @torch.no_grad()
-def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: Sharing) -> list[Block]:
+def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str) -> list[Block]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     blocks: dict[tuple[str, ...], Block] = {}
+    positions = lin.model.selection.positions()
     for group in lin.root_rows(fisher):
         matrices = group.matrices()
         if group.names not in blocks:
-            positions = _positions(lin.model.selection, group, matrices is not None)
-            blocks[group.names] = Block(group.names, positions)
+            blocks[group.names] = Block(group.names, _positions(positions, group, matrices is not None))
         block = blocks[group.names]
         if matrices is None:
-            _add_exact(block, group, lin.model.selection, lin.passes.chunk_bytes)
+            _add_exact(block, group, positions, lin.passes.chunk_bytes)
         else:
             _add_factors(block, group, [shared(pair, sharing) for pair in matrices], sharing)
-    return [*blocks.values(), *_silent(lin, blocks)]
+    return [*blocks.values(), *_silent(lin, positions, blocks)]
 
 
-def shared(pair: tuple[Tensor, Tensor], sharing: Sharing) -> tuple[Tensor, Tensor]:
+def shared(pair: tuple[Tensor, Tensor], sharing: str) -> tuple[Tensor, Tensor]:
     """The two sides with positions as they are (expand), or δ summed and a averaged over them (reduce)."""
     left, right = pair
     if sharing == "expand" or not right.is_floating_point() or right.shape[2] == 1:
@@ -67,57 +70,48 @@ def shared(pair: tuple[Tensor, Tensor], sharing: Sharing) -> tuple[Tensor, Tenso
     return left.sum(3, keepdim=True), right.mean(2, keepdim=True)
 
 
-def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: Sharing) -> None:
+def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: str) -> None:
     assert group.layer is not None
     if sharing == "reduce" and len(matrices) > 1 and all(right.is_floating_point() for _, right in matrices):
         left = torch.stack([pair[0].sum(3, keepdim=True) for pair in matrices]).sum(0)
         right = torch.stack([pair[1].mean(2, keepdim=True) for pair in matrices]).mean(0)
         matrices = [(left, right)]
     for left, right in matrices:
-        block.left = _plus(block.left, _gram(left.flatten(0, 1)))
+        block.left = add_outer_sum(block.left, left)
         if group.first:
-            kept = right[group.counted]
+            kept = right if group.all_counted else right[group.counted]
             block.count += kept.shape[0] * kept.shape[2]
             if kept.is_floating_point():
-                block.right = _plus(block.right, _gram(kept))
+                block.right = add_outer_sum(block.right, kept)
             else:
                 counts = torch.bincount(kept.flatten(), minlength=group.layer.module.num_embeddings)
                 block.right = _plus(block.right, counts.to(left.dtype).unsqueeze(0))
 
 
-def _gram(side: Float[Tensor, "m g t p"]) -> Float[Tensor, "g p p"]:
-    rows = side.transpose(0, 1).flatten(1, 2)
-    return rows.mT @ rows
-
-
-def _add_exact(block: Block, group: Group, selection: Selection, chunk_bytes: int) -> None:
+def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) -> None:
+    kept = _kept(positions, group.names)
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
-        flat = flat[:, _kept(selection, group.names)]
+        flat = flat[:, kept]
         if flat.shape[1] <= MOST_DENSE:
             block.exact = _plus(block.exact, flat.mT @ flat)
         else:
-            block.exact = _plus(block.exact, torch.linalg.vector_norm(flat, dim=0).square())
+            block.exact = _plus(block.exact, flat.square().sum(0))
 
 
 @torch.no_grad()
-def eigenvalue_corrected(
-    lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]
-) -> list[Operator]:
-    """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over the data."""
-    blocks = list(blocks)
-    bases = {b.names: op.eigen() for b in blocks if isinstance(op := b.operator(), Kronecker)}
+def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]) -> list[Operator]:
+    """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
+    operators = {block.names: block.operator() for block in blocks}
+    bases = {names: found.eigen() for names, found in operators.items() if isinstance(found, Kronecker)}
     values = {names: torch.zeros_like(base.values) for names, base in bases.items()}
     for group in lin.root_rows(fisher):
         if group.names in bases:
-            base = bases[group.names]
-            values[group.names] += _second_moments(group, base, lin.passes.chunk_bytes)
-    return [
-        EigenKronecker(base.left_vectors, base.right_vectors, values[b.names])
-        if (base := bases.get(b.names)) is not None
-        else b.operator()
-        for b in blocks
-    ]
+            values[group.names] += _second_moments(group, bases[group.names], lin.passes.chunk_bytes)
+    corrected = {
+        names: EigenKronecker(base.left_vectors, base.right_vectors, values[names]) for names, base in bases.items()
+    }
+    return [corrected.get(names, found) for names, found in operators.items()]
 
 
 def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
@@ -125,24 +119,15 @@ def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Flo
     matrices = group.matrices()
     assert matrices is not None
     rotated = [(_rotate(left, base.left_vectors), _rotate(right, base.right_vectors)) for left, right in matrices]
-    if len(rotated) == 1 and not rotated[0][1].is_floating_point():
-        return embedding_squares(*rotated[0], num_embeddings=base.values.shape[2])
-    if len(rotated) == 1 and rotated[0][1].shape[2] == 1:
-        left, right = rotated[0]
-        return torch.einsum("ngp,ngq->gpq", left.square().sum(1)[:, :, 0], right.square()[:, :, 0])
-    n, r = rotated[0][0].shape[:2]
-    step = max(1, chunk_bytes // max(1, r * base.values.nbytes))
-    total = torch.zeros_like(base.values)
-    for start in range(0, n, step):
-        points = slice(start, start + step)
-        rows = [torch.einsum("nrgtp,ngtq->nrgpq", left[points], right[points]) for left, right in rotated]
-        total += torch.stack(rows).sum(0).square().sum((0, 1))
-    return total
+    return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
 
 def _rotate(side: Tensor, vectors: Tensor) -> Tensor:
-    """The last dimension in the eigenbasis, group by group; vectors (g, p) mean the unit basis."""
-    return side if vectors.ndim == 2 else side @ vectors.unsqueeze(0)
+    """(*m, g, t, p) with its last dimension in the eigenbasis of its group; vectors (g, p) mean the unit basis."""
+    if vectors.ndim == 2:
+        return side
+    by_group = side.movedim(-3, 0)
+    return (by_group.flatten(1, -2) @ vectors).view(by_group.shape).movedim(0, -3)
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
@@ -155,11 +140,10 @@ def check_sharing(sharing: str) -> None:
         raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")
 
 
-def _positions(selection: Selection, group: Group, kronecker: bool) -> Tensor:
+def _positions(positions: Blocks, group: Group, kronecker: bool) -> Tensor:
     """Where a group's entries stand in the flat vector, in the order of its matrix or of its names."""
-    positions = selection.positions()
     if not kronecker:
-        return torch.cat([positions[name].flatten() for name in group.names])[_kept(selection, group.names)]
+        return torch.cat([positions[name].flatten() for name in group.names])[_kept(positions, group.names)]
     assert group.layer is not None
     found = as_matrix(group.layer, positions).flatten()
     if bool((found < 0).any()):
@@ -171,19 +155,17 @@ def _positions(selection: Selection, group: Group, kronecker: bool) -> Tensor:
     return found
 
 
-def _kept(selection: Selection, names: tuple[str, ...]) -> Tensor:
+def _kept(positions: Blocks, names: tuple[str, ...]) -> Tensor:
     """Which entries of these tensors, one after the other, are selected."""
-    positions = selection.positions()
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
 
-def _silent(lin: Linearization, blocks: dict[tuple[str, ...], Block]) -> list[Block]:
+def _silent(lin: Linearization, positions: Blocks, blocks: dict[tuple[str, ...], Block]) -> list[Block]:
     """Zero blocks for the parameters that no output depends on."""
     seen = {name for names in blocks for name in names}
-    selection = lin.model.selection
     found = []
-    for name, positions in selection.positions().items():
-        kept = positions[positions >= 0]
-        if name not in seen and len(kept):
+    for name in (name for name in positions if name not in seen):
+        kept = positions[name][positions[name] >= 0]
+        if len(kept):
             found.append(Block((name,), kept, exact=lin.theta.new_zeros(len(kept))))
     return found

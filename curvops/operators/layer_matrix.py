@@ -37,3 +37,11 @@ def as_matrix(layer: Layer, tensors: Blocks) -> Tensor:
         return matrix
     bias = tensors[layer.names["bias"]].reshape(groups, -1, 1)
     return torch.cat([matrix, bias], -1)
+
+
+def width_of(layer: Layer) -> int:
+    """q, the columns of the layer's matrix."""
+    if isinstance(layer.module, TABLES):
+        return int(layer.module.num_embeddings)
+    weight = layer.shape_of("weight")
+    return weight[1:].numel() + ("bias" in layer.names)

@@ -12,7 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
-from curvops.linalg import Dense, Operator
+from curvops.linalg import Dense
 from curvops.linalg.cache import Cache
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
@@ -26,9 +26,9 @@ class Subnetwork(Dense):
     """The principal block A[S, S] of an operator for a set S of weights, as a dense matrix (S, S).
 
     `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). For a GGN or Fisher it
-    costs one push of J for each index, Σ_n (J_n E_S)ᵀ H_n (J_n E_S), and never a row of J; for other operators a product
-    for each index. Memory: S² and S·N·C of a batch at a time. `parameters=indices` in `co.linearize` is the same block as
-    an operator that is never formed. Raises ValueError for indices that are out of range, repeated, or none.
+    costs one push of J for each index, Σ_n (J_n E_S)ᵀ H_n (J_n E_S), and never a row of J; for other operators a
+    product for each index. Memory: S² and S·N·C of a batch at a time. `parameters=indices` in `co.linearize` is the
+    same block as an operator that is never formed. Raises ValueError for indices out of range, repeated, or none.
     """
 
     def __init__(self, source: LinearOperator | Tensor, indices: Any = None, psd: bool = False) -> None:
@@ -36,7 +36,7 @@ class Subnetwork(Dense):
             indices = checked_indices(indices, source.shape[-1]).to(source.device)
             psd = bool(getattr(source, "psd", False))
             source = principal_block(source, indices)
-        Operator.__init__(self, source, indices=indices, psd=psd)
+        super().__init__(source, indices=indices, psd=psd)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -70,7 +70,7 @@ class BlockDiagonal(Blocks):
             positions = tuple(_partition(source, blocks))
             _require_room(source, positions)
             dense = [Dense(fisher_block(source, Exact(source.likelihood), index)) for index in positions]
-            source, *others = dense
+            source, others = dense[0], tuple(dense[1:])
         super().__init__(source, *others, positions=positions, cache=cache)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Diagonal, Estimate, SpectralQuadrature, spectral_quadrature
+from curvops.linalg import Diagonal, Estimate, Operator, SpectralQuadrature, spectral_quadrature
 from curvops.operators import Linearization
 
 
@@ -43,17 +43,31 @@ class Spectrum:
             return self._gradient
 
     def logdet(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-        """log det(G + A) − log det A in nats."""
+        """log det(G + A) − log det A in nats; exact where G + A has a closed form."""
+        form = self._closed_form(prior)
+        if form is not None:
+            return _exact(form.logdet() - prior.log().expand(len(self._lin.theta)).sum())
         quadrature, shift = self._quadrature(prior, rtol, generator)
         return quadrature.logdet(shift)
 
     def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-        """tr(G (G + A)⁻¹)."""
+        """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; exact where G + A has a closed form."""
+        form = self._closed_form(prior)
+        if form is not None:
+            return _exact((1 - (prior * form.inverse_diagonal()).double()).sum())
         quadrature, shift = self._quadrature(prior, rtol, generator)
         return quadrature.effective_dimension(shift)
 
-    def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> SpectralQuadrature:
-        """The quadrature that serves every scalar prior precision from `smallest` on."""
+    def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
+        """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
+        if self._closed_form(self._lin.theta.new_tensor(smallest)) is None:
+            self._prepared(smallest, rtol, generator)
+
+    def _closed_form(self, prior: Tensor) -> Any:
+        precision = self._curvature.add_diagonal(prior)
+        return precision._closed_form() if isinstance(precision, Operator) else None
+
+    def _prepared(self, smallest: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
         with self._lock:
             if self._scalar is None or smallest < self._scalar[0] or rtol < self._scalar[1]:
                 quadrature = spectral_quadrature(self._curvature, shift=smallest, rtol=rtol, generator=generator)
@@ -62,7 +76,11 @@ class Spectrum:
 
     def _quadrature(self, prior: Tensor, rtol: float, generator: Any) -> tuple[SpectralQuadrature, float]:
         if prior.ndim == 0:
-            return self.prepare(float(prior), rtol, generator), float(prior)
+            return self._prepared(float(prior), rtol, generator), float(prior)
         root = Diagonal(prior.detach().rsqrt())
         whitened = root @ self._curvature @ root
         return spectral_quadrature(whitened, shift=1.0, rtol=rtol, generator=generator), 1.0
+
+
+def _exact(value: Tensor) -> Estimate:
+    return Estimate(value, torch.zeros_like(value), samples=0, matvecs=0)

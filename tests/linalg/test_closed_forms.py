@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from scipy.stats import norm
 
 from curvops import linalg
 from curvops.linalg import (
@@ -22,6 +21,7 @@ from curvops.linalg import (
 from curvops.linalg.closed_forms import CLOSED_FORMS
 from curvops.linalg.results import NotPositiveSemidefinite
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
+from tests.linalg.samples import DRAWS, assert_covariance
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 SHIFTS = ["scalar", "vector"]
@@ -92,7 +92,7 @@ def test_the_symmetric_inverse_root(name, shift):
     close(P.sqrt_inv_matmul(eye), root)
 
 
-@pytest.mark.parametrize("name", set(OPERANDS) - SINGULAR)
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - SINGULAR))
 def test_undamped_solves_and_logdet(name):
     operator, dense, _ = OPERANDS[name]()
     B = random(len(dense), 3)
@@ -101,21 +101,8 @@ def test_undamped_solves_and_logdet(name):
     close(operator.inverse() @ B, torch.linalg.solve(dense, B))
 
 
-DRAWS = 20_000
-ALARM = 1e-6  # false-alarm rate of one test over all entries of its covariance
-
-
-def assert_covariance(draws, covariance):
-    """Entries of the sample covariance are near normal with variance (S_ij² + S_ii S_jj)/k: Bonferroni over them."""
-    count, k = covariance.numel(), draws.shape[1]
-    variances = covariance.diagonal()
-    scale = ((covariance.square() + variances[:, None] * variances) / k).sqrt()
-    z = ((draws @ draws.mT / k - covariance) / scale).abs().max()
-    assert z < norm.isf(ALARM / 2 / count), f"{z:.2f} standard errors"
-
-
 @pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("name", set(OPERANDS) - {"kronecker large", "blocks large"})
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - {"kronecker large", "blocks large"}))
 def test_samples_have_the_covariance_they_promise(name, shift):
     P, dense = damped(name, shift)
     generator = torch.Generator().manual_seed(11)
@@ -194,75 +181,6 @@ def test_a_cached_row_serves_inside_and_outside_of_inference_mode():
         close(P.solve(b), torch.linalg.solve(dense, b))
     P.solve(b).sum().backward()
     close(b.grad, torch.linalg.solve(dense, torch.ones_like(b)))
-
-
-# Gradients
-
-
-def checked(function, *tensors, **options):
-    return torch.autograd.gradcheck(function, [t.clone().requires_grad_() for t in tensors], **options)
-
-
-def made_of(name):
-    """The operand as a function of one tensor inside it."""
-    return {
-        "diagonal": (lambda t: Diagonal(t), uniform(6)),
-        "dense": (lambda t: Dense((t + t.mT) / 2), positive(1, 5)[0]),
-        "low rank": (lambda t: LowRank(t, uniform(2)), random(6, 2)),
-        "low rank values": (lambda t: LowRank(random(6, 2), t), uniform(2)),
-        "kronecker": (lambda t: Kronecker((t + t.mT) / 2, positive(1, 3, seed=2)), positive(1, 2)),
-        "kronecker right": (lambda t: Kronecker(uniform(1, 2), (t + t.mT) / 2), positive(1, 3)),
-        "blocks": (
-            lambda t: BlockDiagonal(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
-            uniform(3),
-        ),
-    }[name]
-
-
-INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kronecker right", "blocks"]
-
-
-@pytest.mark.parametrize("size", [0, 256], ids=["closed form", "dense"])
-@pytest.mark.parametrize("name", INSIDE)
-def test_gradients_through_the_shift_and_the_tensors_inside(name, size, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", size)
-    build, inside = made_of(name)
-    n = build(inside).shape[-1]
-    b, d = random(n, 2), torch.tensor(0.8, dtype=torch.float64)
-    noise = torch.Generator
-
-    for answer in (
-        lambda P: P.solve(b),
-        lambda P: P.logdet(),
-        lambda P: P.inverse().diagonal(),
-        lambda P: draw(P.inverse(), 2, noise().manual_seed(0)),
-        lambda P: P.sqrt_inv_matmul(b),
-    ):
-        assert checked(lambda t, s, answer=answer: answer(build(t).add_diagonal(s)), inside, d)
-    assert checked(lambda B: build(inside).add_diagonal(d).solve(B), b)
-
-
-def test_the_logdet_gradient_of_a_vector_shift_is_the_inverses_diagonal(monkeypatch):
-    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", 0)
-    for name in OPERANDS:
-        operator, dense, vector = OPERANDS[name]()
-        shift = vector.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(operator.add_diagonal(shift).logdet(), shift)
-        close(gradient, torch.linalg.inv(dense + vector.diag()).diagonal())
-
-
-def test_repeated_eigenvalues_have_gradients_in_solve_and_logdet(monkeypatch):
-    monkeypatch.setattr("curvops.linalg.contract.DENSE_SIZE", 0)
-    eye, b = torch.eye(3, dtype=torch.float64).unsqueeze(0), random(6, 2)
-
-    def answers(t):
-        P = Kronecker((t + t.mT) / 2, positive(1, 2)).add_diagonal(0.5)
-        return P.solve(b).sum() + P.logdet()
-
-    assert checked(answers, eye)
-
-
-# Errors
 
 
 @pytest.mark.parametrize("n", [2, 20])

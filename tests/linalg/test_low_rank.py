@@ -43,7 +43,7 @@ def test_the_error_is_that_of_the_approximation(name, method, dtype):
 def test_the_standard_error_covers():
     """100 approximations of one matrix: |error − truth| ≤ 3 standard errors in all but 1 % (t, 15 degrees).
 
-    Binomial(100, 0.02), the rate doubled for the ratio's skewness: more than 9 fail once in 30 000 seeds.
+    Binomial(100, 0.02), the rate doubled for the ratio's skewness: more than 9 outside has probability 3e-5.
     """
     A = symmetric(SPECTRA["exponential"])
     outside = 0

@@ -22,6 +22,13 @@ def test_forward_mode_is_used_where_it_is_right(name: str) -> None:
     assert works is ZOO[name].forward_mode
 
 
+@pytest.mark.parametrize("name", ["embedding_padding", "functional_padding"])
+def test_a_frozen_table_with_a_padding_row_leaves_forward_mode(name: str) -> None:
+    model, inputs = ZOO[name].build()
+    network = Model(model, "head*")
+    assert forward_mode_works(network, points(inputs, slice(0, 2)), network.selection.names)
+
+
 REPLAYED = ["mlp", "fused_attention", "tuple_inputs", "function_pair", "checkpointed"]
 NOT_REPLAYED = [name for name, network in ZOO.items() if not network.replayable]
 

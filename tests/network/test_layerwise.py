@@ -13,6 +13,7 @@ from curvops.network.layerwise import Factors, Layerwise, Rows, owners_of
 from curvops.network.model import Model
 from curvops.network.passes import Passes
 from curvops.network.rules.linear import LinearRule
+from curvops.network.self_check import mismatches
 from tests import zoo_modules as parts
 from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
 from tests.zoo import ZOO, batches, dense_jacobian, reference
@@ -204,4 +205,4 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         network = Model(model)
         engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
         reference = layerwise.Streamed(network, inputs, network.selection.names, True)
-        assert layerwise.mismatches(engine, reference) == set()
+        assert mismatches(engine, reference) == set()

@@ -139,8 +139,8 @@ def test_a_model_without_trainable_parameters() -> None:
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
-        (torch.zeros(2, dtype=torch.float64), ValueError, r"mix dtypes \['torch.float32', 'torch.float64'\]; convert"),
-        (torch.zeros(2, device="meta"), ValueError, r"mix devices \['cpu', 'meta'\]; convert them, or select fewer"),
+        (torch.zeros(2, dtype=torch.float64), ValueError, r"mix dtypes: torch.float32 \('one'\), torch.float64"),
+        (torch.zeros(2, device="meta"), ValueError, r"mix devices: cpu .*, meta \('other'\); convert them, or"),
         (torch.tensor([0.0, torch.nan]), ValueError, "'other' holds NaN or Inf; train again, or leave it out"),
         (torch.tensor([0.0, -torch.inf]), ValueError, "'other' holds NaN or Inf"),
     ],

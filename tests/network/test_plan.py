@@ -13,6 +13,7 @@ from curvops.network.passes import Passes
 from curvops.network.plan import Plan
 from tests.network.products import PLENTY, columns, push, walk
 from tests.zoo import ZOO, reference
+from tests.zoo_modules import Wired
 
 
 def plan_of(model: nn.Module, inputs: torch.Tensor, engine: str = "auto") -> Plan:
@@ -50,6 +51,19 @@ def test_a_single_product_streams_and_many_do_not() -> None:
     assert plan.choose("streamed", 0, 1, 100, PLENTY) == "streamed"
     assert plan.choose("streamed", 1000, 1, 100, PLENTY) == "layerwise"
     assert plan.choose("streamed", 0, 1000, 100, PLENTY) == "layerwise"
+
+
+def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fits() -> None:
+    model = Wired(lambda m, x: m.head(m.fc1(x).bfloat16()))
+    model.head.bfloat16().requires_grad_(False)
+    del model.fc2
+    plan = plan_of(model, torch.randn(2, 4))
+    assert plan.half_base
+    assert plan.choose("streamed", 0, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", 0, 1, 100, 0) == "streamed"
+    assert dataclasses.replace(plan, engine="autodiff").choose("streamed", 0, 1, 100, PLENTY) == "streamed"
+    mixed = dataclasses.replace(plan, others={"table": "no layer rule"})
+    assert mixed.choose("streamed", 0, 1, 100, PLENTY) == "streamed"
 
 
 def test_many_outputs_are_left_to_autodiff() -> None:

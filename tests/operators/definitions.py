@@ -71,7 +71,13 @@ def hessian_products(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | N
 
 
 def linearized(
-    name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None, sizes: tuple[int, ...], parameters: Any, **options: Any
+    name: str,
+    likelihood: Likelihood,
+    y: Tensor,
+    w: Tensor | None,
+    sizes: tuple[int, ...],
+    parameters: Any,
+    **options: Any,
 ) -> co.Linearization:
     """The network on the same data in batches of these sizes."""
     model, inputs = ZOO[name].build()
@@ -81,4 +87,4 @@ def linearized(
         labels = (y[part],) if w is None else (y[part], w[part])
         batches.append((points(inputs, part), *labels))
         start += size
-    return co.linearize(model, batches, likelihood, parameters=parameters, **options)
+    return co.linearize(model, batches, likelihood, parameters=parameters)

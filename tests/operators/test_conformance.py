@@ -24,6 +24,14 @@ def linearized(noise=None, points=6):
     return co.linearize(model, (x, torch.randn(points, 2)), likelihood)
 
 
+@functools.cache
+def events():
+    """The same network for independent events: Kronecker factors with distinct eigenvalues, none zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    return co.linearize(model, (torch.randn(40, 3), (torch.rand(40, 2) > 0.4).float()), co.likelihoods.Bernoulli())
+
+
 def spd(n=7):
     root = torch.randn(n, n, generator=torch.Generator().manual_seed(1))
     return root @ root.mT / n + torch.eye(n)
@@ -78,7 +86,24 @@ def full_rank_ggn():
     return gaussian_ggn(points=40, noise=10.0)
 
 
+def operator(kind, **options):
+    """An operator of the small network, its draws (if any) seeded."""
+    if options.get("fisher") == "mc":
+        options["generator"] = torch.Generator().manual_seed(0)
+    return kind(linearized(), **options)
+
+
 RECTANGULAR = {
+    "empirical_fisher": lambda: operator(co.EmpiricalFisher),
+    "mc_fisher": lambda: co.GGN(linearized(), mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "hessian": lambda: operator(co.Hessian),
+    "diagonal_ggn": lambda: operator(co.DiagonalGGN),
+    "kfac": lambda: operator(co.KFAC),
+    "ekfac": lambda: operator(co.EKFAC, fisher="mc"),
+    "block_diagonal_ggn": lambda: operator(co.BlockDiagonal),
+    "subnetwork": lambda: co.Subnetwork(ggn(), [1, 5, 9, 3]),
+    "tangent_kernel": lambda: operator(co.TangentKernel),
+    "tangent_kernel_cross": lambda: operator(co.TangentKernel, x2=torch.linspace(-1, 1, 9).reshape(3, 3)),
     "jacobian": jacobian,
     "jacobian_transposed": lambda: jacobian().mT,
     "ggn": ggn,
@@ -102,6 +127,13 @@ RECTANGULAR = {
 }
 
 SQUARE = {
+    "damped_empirical_fisher": lambda: operator(co.EmpiricalFisher).add_diagonal(torch.linspace(0.5, 2, 14)),
+    "damped_diagonal_ggn": lambda: operator(co.DiagonalGGN).add_diagonal(torch.linspace(0.5, 2, 14)),
+    "damped_kfac": lambda: co.KFAC(events()).add_diagonal(1.0),
+    "damped_ekfac": lambda: co.EKFAC(events()).add_diagonal(1.0),
+    "damped_block_diagonal_ggn": lambda: operator(co.BlockDiagonal).add_diagonal(torch.linspace(0.5, 2, 14)),
+    "damped_subnetwork": lambda: co.Subnetwork(ggn(), [1, 5, 9, 3]).add_diagonal(torch.linspace(0.5, 2, 4)),
+    "damped_tangent_kernel": lambda: operator(co.TangentKernel).add_diagonal(torch.linspace(0.5, 2, 12)),
     "damped_ggn": lambda: full_rank_ggn().add_diagonal(1.0),
     "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 14)),
     "damped_low_rank": lambda: low_rank().add_diagonal(1.0),

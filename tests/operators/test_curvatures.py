@@ -16,7 +16,7 @@ from torch import Tensor
 import curvops as co
 from curvops.linalg import EigenKronecker
 from tests.operators.definitions import define, hessian_products, linearized
-from tests.zoo import N, ZOO, call, parameters_of, reference
+from tests.zoo import ZOO, N, call, parameters_of, reference
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -45,7 +45,11 @@ def _gaussian(c: int) -> tuple[Any, Tensor, Tensor | None]:
 
 
 def _events(c: int) -> tuple[Any, Tensor, Tensor | None]:
-    return co.likelihoods.Bernoulli(), (torch.arange(N * c).reshape(N, c) % 2).double(), torch.linspace(0, 1, N).double()
+    return (
+        co.likelihoods.Bernoulli(),
+        (torch.arange(N * c).reshape(N, c) % 2).double(),
+        torch.linspace(0, 1, N).double(),
+    )
 
 
 def _counts(c: int) -> tuple[Any, Tensor, Tensor | None]:
@@ -204,7 +208,9 @@ def test_kronecker_identities(name: str, sharing: str, fisher: str) -> None:
             U = _basis(basis)
             torch.testing.assert_close((U.mT @ part @ U).diagonal(), block.values.flatten(), **TIGHT)
         else:
-            torch.testing.assert_close(block.to_dense(), part if block.to_dense().count_nonzero() else part * 0, **TIGHT)
+            torch.testing.assert_close(
+                block.to_dense(), part if block.to_dense().count_nonzero() else part * 0, **TIGHT
+            )
     blockwise = torch.where(_within(ekfac), exact, 0.0)
     distance_k, distance_e = (blockwise - kfac.to_dense()).norm(), (blockwise - ekfac.to_dense()).norm()
     assert distance_e <= distance_k * (1 + 1e-10) + 1e-12

@@ -284,3 +284,20 @@ def test_all_sequences_have_one_length() -> None:
         co.linearize(model, lengths, "classification")
     with pytest.raises(ValueError, match=r"returns shape \(4, 2, 3\), but \(N, 3, 3\) for the first points; pad"):
         linearised(model, x, "mask").predict(x[..., :2])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_empirical_fisher_per_token(name: str) -> None:
+    model, x = NETWORKS[name]()
+    lin = co.linearize(model, [(x[:3], LABELS[:3]), (x[3:], LABELS[3:])], "classification")
+    parameters, rows = list(model.parameters()), []
+    losses = nn.functional.cross_entropy(model(x).flatten(0, 1), LABELS.flatten(), reduction="none")
+    for loss in losses:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        rows.append(
+            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(gradients, parameters)])
+        )
+    g = torch.stack(rows)
+    torch.testing.assert_close(co.EmpiricalFisher(lin, per_token=True).to_dense(), g.mT @ g, **TIGHT)
+    summed = g.unflatten(0, (N, T)).sum(1)
+    torch.testing.assert_close(co.EmpiricalFisher(lin).to_dense(), summed.mT @ summed, **TIGHT)

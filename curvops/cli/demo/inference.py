@@ -6,6 +6,7 @@ This file is the example to copy. It needs the network, its training data and th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,9 +20,11 @@ EVIDENCE_RTOL = 0.02
 """Relative accuracy of the log-determinant in the evidence."""
 
 
-def posterior(model: nn.Module, train: Split, prior_precision: float, curvature: type[co.GGN] = co.GGN) -> co.Laplace:
-    """The full GGN posterior around the network's weights; no matrix is formed. Costs one gradient."""
-    lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical())
+def posterior(
+    model: nn.Module, train: Split, prior_precision: float, curvature: Any = co.GGN, parameters: str | None = None
+) -> co.Laplace:
+    """The posterior around the network's weights: with the full GGN, which is never formed, or a cheaper curvature."""
+    lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
     return co.laplace(lin, curvature=curvature, prior_precision=prior_precision)
 
 
@@ -46,18 +49,15 @@ def evidence(post: co.Laplace, generator: torch.Generator) -> Evidence:
     )
 
 
-def predictions(
-    post: co.Laplace, draws: Float[Tensor, "k D"], x: Float[Tensor, "N 1 8 8"]
-) -> tuple[Float[Tensor, "N C"], Float[Tensor, "k N C"]]:
-    """Logits of the network at its weights, and class probabilities of the linearised network at every draw.
+def predictions(post: co.Laplace, draws: Float[Tensor, "k D"], x: Float[Tensor, "N 1 8 8"]) -> Float[Tensor, "k N C"]:
+    """Class probabilities of the linearised network at every draw.
 
     Their mean over the draws is `post.probabilities(x, link="mc", samples=draws)`; their disagreement is the epistemic
     uncertainty. Costs k products with the Jacobian at x.
     """
     mean = post.lin.predict(x)
     change = post.lin.jacobian(x) @ (draws - post.mean).mT
-    logits = mean + change.unflatten(0, mean.shape).movedim(-1, 0)
-    return mean, logits.softmax(-1)
+    return (mean + change.unflatten(0, mean.shape).movedim(-1, 0)).softmax(-1)
 
 
 def exact_variances(post: co.Laplace, x: Float[Tensor, "N 1 8 8"]) -> Float[Tensor, "N C"]:

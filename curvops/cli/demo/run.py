@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from curvops.cli.demo.stages import Stages
 from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
+CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the posteriors that are compared with it
+    "Laplace (KFAC)": (co.KFAC, None),
+    "Laplace (diagonal)": (co.DiagonalGGN, None),
+    "Laplace (last layer)": (co.GGN, "last_layer"),
+}
 
 
 @dataclass(frozen=True)
@@ -109,25 +115,44 @@ def _network(
         draws = post.sample(settings.samples, generator)
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
-        predicted: dict[str, dict[int, scores.Predicted]] = {MAP: {}, SCALED: {}, LAPLACE: {}}
-        for angle in (0, *digits.ANGLES):
-            of = test if angle == 0 else test.unambiguous().rotated(angle)
-            for name, p in _predict(post, draws, of, temperature).items():
-                predicted[name][angle] = p
-        upright = _predict(post, draws, test.unambiguous(), temperature)
-        rows = {name: scores.row(p, upright[name]) for name, p in predicted.items()}
+        predicted, upright = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
+    with stages.stage("KFAC, diagonal, last layer: all"):
+        for name, (curvature, parameters) in CHEAPER.items():
+            other = inference.tune(
+                inference.posterior(model, second, settings.prior_precision, curvature, parameters), generator
+            )
+            of_other = other.sample(settings.samples, generator)
+            by_angle, alone = _by_angle(test, partial(_predict_alone, name, other, of_other))
+            predicted, upright = predicted | by_angle, upright | alone
+    rows = {name: scores.row(p, upright[name]) for name, p in predicted.items()}
     return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
 
 
+def _by_angle(
+    test: digits.Split, predict: Callable[[digits.Split], dict[str, scores.Predicted]]
+) -> tuple[dict[str, dict[int, scores.Predicted]], dict[str, scores.Predicted]]:
+    """Predictions by method and angle, and by method of the unambiguous digits upright."""
+    found = {angle: predict(test if angle == 0 else test.unambiguous().rotated(angle)) for angle in (0, *digits.ANGLES)}
+    return {name: {angle: p[name] for angle, p in found.items()} for name in found[0]}, predict(test.unambiguous())
+
+
 def _predict(post: co.Laplace, draws: Tensor, of: digits.Split, temperature: float) -> dict[str, scores.Predicted]:
-    logits, by_draw = inference.predictions(post, draws, of.x)
+    logits = post.lin.predict(of.x)
     return {
         MAP: scores.Predicted(of.y, logits.softmax(-1), None),
         SCALED: scores.Predicted(of.y, (logits / temperature).softmax(-1), None),
-        LAPLACE: scores.Predicted(
-            of.y, post.probabilities(of.x, link="probit", samples=draws), metrics.mutual_information(by_draw)
-        ),
+        LAPLACE: _laplace(post, draws, of),
     }
+
+
+def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Split) -> dict[str, scores.Predicted]:
+    return {name: _laplace(post, draws, of)}
+
+
+def _laplace(post: co.Laplace, draws: Tensor, of: digits.Split) -> scores.Predicted:
+    by_draw = inference.predictions(post, draws, of.x)
+    probabilities = post.probabilities(of.x, link="probit", samples=draws)
+    return scores.Predicted(of.y, probabilities, metrics.mutual_information(by_draw))
 
 
 def _checks(

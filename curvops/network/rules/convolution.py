@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from curvops.network.rules.linear import with_ones
 from curvops.network.rules.rule import Local
 
 
@@ -86,8 +85,7 @@ class ConvolutionRule:
         if "weight" not in names:
             return None
         left = s.flatten(3).unflatten(2, (layer.groups, -1)).mT
-        right = _patches(layer, kept).unflatten(1, (layer.groups, -1)).mT
-        return left, with_ones(right) if "bias" in names else right
+        return left, _grouped_patches(layer, kept, "bias" in names)
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()
@@ -159,12 +157,27 @@ def _of_one(layer: Any) -> tuple[int, ...]:
 
 def _patches(layer: _ConvNd, kept: Tensor) -> Tensor:
     """What each output pixel sees of the kept input, (n, channels · kernel, pixels)."""
-    if len(layer.kernel_size) == 2:
-        dilation, padding, stride = layer.dilation, _padding(layer), layer.stride
-        return F.unfold(kept, layer.kernel_size, dilation=dilation, padding=padding, stride=stride)
     windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer))))
-    dims = len(layer.kernel_size)
-    return windows.flatten(-dims).flatten(1, 1 + dims)
+    return windows.flatten(1, 1 + len(layer.kernel_size)).flatten(2)
+
+
+def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
+    """The same by group, (n, g, pixels, q), with a last column of ones where asked for.
+
+    Points and pixels lie next to each other in memory, so that products summed over both copy nothing.
+    """
+    windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer)))).transpose(0, 1)
+    windows = windows.unflatten(0, (layer.groups, -1))  # (g, channels, n, *kernel, *pixels)
+    windows = windows.movedim(2, 2 + len(layer.kernel_size))
+    entries, kernel, pixels = (
+        math.prod(layer.weight.shape[1:]),
+        layer.kernel_size,
+        windows.shape[-len(layer.kernel_size) :],
+    )
+    result = kept.new_empty(layer.groups, entries + ones, kept.shape[0], math.prod(pixels))
+    result[:, entries:] = 1
+    result[:, :entries].unflatten(1, (-1, *kernel)).unflatten(-1, pixels).copy_(windows)
+    return result.permute(2, 0, 3, 1)
 
 
 def _windows(layer: _ConvNd, a: Tensor) -> Tensor:

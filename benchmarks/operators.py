@@ -1,0 +1,61 @@
+"""What do the curvature operators cost?   python -m benchmarks.operators diagonal kfac products --json operators.json
+
+Every figure is the median ratio of alternating runs (`timing.py`); the parts are modules of `benchmarks.parts`. A file
+given by --json is added to: parts that it holds already are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import cores, facts
+from benchmarks.operators_tables import part_tables
+from benchmarks.parts import diagonal, kfac, products
+from benchmarks.parts.figures import Figures, Settings
+
+PARTS: dict[str, Callable[[Figures], None]] = {
+    "diagonal": diagonal.measure,
+    "kfac": kfac.measure,
+    "products": products.measure,
+}
+
+
+def main() -> None:
+    """Measure the named parts, write the figures after each, print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=__doc__)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of alternating runs behind a median")
+    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - PARTS.keys():
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    torch.set_num_threads(arguments.threads)
+    warnings.simplefilter("ignore")  # other packages'
+    result: dict[str, Any] = {"kind": "operators", "parts": {}}
+    if arguments.json is not None and arguments.json.exists():
+        result = json.loads(arguments.json.read_text())
+    for name in arguments.parts:
+        print(name, file=sys.stderr)
+        figures = Figures(Settings(arguments.pairs, arguments.threads, not arguments.no_peers))
+        machine = facts(arguments.threads)
+        PARTS[name](figures)
+        result["parts"][name] = {"machine": machine, "pairs": arguments.pairs, **figures.as_json()}
+        gc.collect()
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n\n".join(part_tables(result["parts"][name]) for name in arguments.parts))
+
+
+if __name__ == "__main__":
+    main()

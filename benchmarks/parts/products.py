@@ -1,0 +1,82 @@
+"""Products and damped solves of the structured operators, beside the bare matrix products that they consist of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import curvops as co
+from benchmarks.networks import build
+from benchmarks.parts.diagonal import linearized
+from benchmarks.parts.figures import Figures
+from benchmarks.timing import Run, alternate
+from curvops.linalg import EigenKronecker, Kronecker, LowRank
+
+TARGET = 1.3
+RANK = 100
+COLUMNS = (1, 16)
+AGAINST = "the bare products"
+
+
+def measure(figures: Figures) -> None:
+    """KFAC, EKFAC and LowRank of the MLP, for K = 1 and 16 vectors."""
+    problem = build("mlp")
+    lin = linearized(problem)
+    kfac, ekfac = co.KFAC(lin, fisher="mc"), co.EKFAC(lin, fisher="mc")
+    generator = torch.Generator().manual_seed(0)
+    U = torch.linalg.qr(torch.randn(lin.num_parameters, RANK, generator=generator)).Q
+    low = LowRank(U, torch.rand(RANK, generator=generator) + 0.1)
+    for columns in COLUMNS:
+        V = problem.block(columns)
+        V = V[:, 0].contiguous() if columns == 1 else V
+        label = f"{problem.label}, K = {columns}"
+        rotation = _rotations(ekfac, columns)
+        _pair(figures, label, "KFAC", kfac, V, (_sandwiches(kfac, columns), "2 a layer"), (rotation, "4 a layer"))
+        _pair(figures, label, "EKFAC", ekfac, V, (rotation, "4 a layer"), (rotation, "4 a layer"))
+        _pair(figures, label, f"LowRank({RANK})", low, V, (_tall(low, V), "2 in all"), (_tall(low, V), "2 in all"))
+
+
+Bare = tuple[Run, str]
+
+
+def _pair(figures: Figures, label: str, name: str, operator: Any, V: Tensor, product: Bare, solve: Bare) -> None:
+    """A product and a damped solve, each beside its matrix products."""
+    damped = operator.add_diagonal(1.0)
+    for what, run, (bare, count) in (
+        (f"{name} @ V", lambda: operator @ V, product),
+        (f"({name} + λ).solve(V)", lambda: damped.solve(V), solve),
+    ):
+        comparison = alternate(bare, run, 3 * figures.settings.pairs, warmup=3)
+        figures.add(label, what, comparison, AGAINST, TARGET, note=f"matrix products: {count}")
+
+
+def _sandwiches(kfac: Any, columns: int) -> Run:
+    """left V, then V right, for each block: (p, p) by (p, K·q), then (p·K, q) by (q, q)."""
+    pairs = [(b.left, b.right) for b in kfac.blocks if isinstance(b, Kronecker)]
+    return _two_sided([(left[0], right[0]) for left, right in pairs], columns)
+
+
+def _rotations(ekfac: Any, columns: int) -> Run:
+    """Into the eigenbasis and back: two times what a product with the factors consists of."""
+    blocks = [b for b in ekfac.blocks if isinstance(b, EigenKronecker)]
+    there = [(b.left_vectors[0].mT, b.right_vectors[0].mT) for b in blocks]
+    back = [(b.left_vectors[0], b.right_vectors[0]) for b in blocks]
+    return _two_sided([*there, *back], columns)
+
+
+def _two_sided(factors: list[tuple[Tensor, Tensor]], columns: int) -> Run:
+    wide = [torch.randn(len(left), columns * len(right)) for left, right in factors]
+    tall = [torch.randn(len(left) * columns, len(right)) for left, right in factors]
+
+    def run() -> object:
+        return [(left @ w, t @ right.mT) for (left, right), w, t in zip(factors, wide, tall)]
+
+    return run
+
+
+def _tall(low: LowRank, V: Tensor) -> Run:
+    U = low.vectors
+    inner = torch.randn(U.shape[1], *V.shape[1:])
+    return lambda: (U.mT @ V, U @ inner)

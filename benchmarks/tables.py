@@ -1,0 +1,34 @@
+"""Markdown tables and the words around them: what every page of figures is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up: text to the left, everything but the first column to the right."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
+    padded = [[c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
+    rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """Where, when and with what a file was measured."""
+    m = result["machine"]
+    commit = f" (commit {m['commit']})" if m["commit"] else ""
+    return (
+        f"Measured {m['date']} on {m['processor']}, {m['cores']} cores, threads: {m['threads']}, "
+        f"{m['memory_gib']:.0f} GiB, {m['system']}, load {m['load']} at the start; Python {m['python']}, "
+        f"torch {m['torch']}, curvops {m['curvops']}{commit}."
+    )
+
+
+def spread_cell(row: dict[str, Any] | None) -> str:
+    """A ratio's median with the least and the greatest, nothing without a row."""
+    if not row:
+        return ""
+    ratio = row["ratio"]
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"

@@ -1,0 +1,107 @@
+"""Sums over points and columns of a layer's rows Σ_t left ⊗ right: their squares, and outer products of each side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+# On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
+CACHE_BYTES = 2**23
+# From this size on a symmetric product is made of blocks on and above its diagonal: two thirds of the time.
+LEAST_SYMMETRIC = 512
+
+
+def second_moments(
+    matrices: Sequence[tuple[Tensor, Tensor]], width: int, most_bytes: int
+) -> Float[Tensor, "g p {width}"]:
+    """Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.matrices`, those of several calls added up first.
+
+    At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
+    blocks of at most `most_bytes`, one point's R·q numbers at least. `width` is q, which indices do not tell.
+    """
+    left, right = matrices[0]
+    if len(matrices) == 1 and not right.is_floating_point():
+        return embedding_squares(left, right, width)
+    if len(matrices) == 1 and right.shape[2] == 1:
+        return torch.einsum("ngp,ngq->gpq", left.square().sum(1)[:, :, 0], right.square()[:, :, 0])
+    pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
+    return _squares_by_blocks(pairs, most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES))
+
+
+def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Tensor:
+    left, right = pairs[0]
+    (n, r, g, _, p), q = left.shape, right.shape[-1]
+    line = r * g * q * left.element_size()  # of one point and one of p
+    points, rows = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
+    total = left.new_zeros(g, p, q)
+    for start in range(0, n, points):
+        for first in range(0, p, rows):
+            block: Tensor | None = None
+            for a, b in pairs:
+                a = a[start : start + points, ..., first : first + rows].permute(0, 2, 1, 4, 3)
+                m, _, _, w, t = a.shape
+                a, b = a.reshape(m * g, r * w, t), b[start : start + points].reshape(m * g, t, q)
+                block = torch.bmm(a, b) if block is None else torch.baddbmm(block, a, b)
+            assert block is not None
+            total[:, first : first + rows] += block.square_().view(m, g, r, w, q).sum((0, 2))
+    return total
+
+
+def embedding_squares(
+    left: Float[Tensor, "n r 1 t E"], indices: Tensor, num_embeddings: int
+) -> Float[Tensor, "1 E {num_embeddings}"]:
+    """Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: a token's positions within a point add up before they are squared."""
+    tokens = indices[:, 0]
+    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(left.dtype)  # (n, t, t)
+    summed = torch.einsum("nts,nrse->nrte", same, left[:, :, 0])
+    # Each of the k positions of a token holds the whole sum: k equal squares, of which 1/k each are counted.
+    squares = summed.square().sum(1) / same.sum(2, keepdim=True)
+    total = left.new_zeros(num_embeddings, left.shape[-1]).index_add_(0, tokens.flatten(), squares.flatten(0, 1))
+    return total.mT.unsqueeze(0)
+
+
+def add_outer_sum(total: Tensor | None, side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g p p"]:
+    """total (None: zero) += Σ side ⊗ side over all dimensions but g and the last, in place.
+
+    Read in the order in which they lie in memory. What is below the diagonal is left to `mirrored`.
+    """
+    group, last = side.ndim - 3, side.ndim - 1
+    summed = sorted((i for i in range(last) if i != group), key=side.stride, reverse=True)
+    if side.stride(last) == 1 or side.shape[last] == 1:
+        rows = side.permute(group, *summed, last).flatten(1, -2)
+    else:
+        rows = side.permute(group, last, *summed).flatten(2).mT
+    if total is None:
+        p = side.shape[last]
+        total = side.new_empty(len(rows), p, p)
+        _add_upper(total, rows, 0)
+    else:
+        _add_upper(total, rows, 1)
+    return total
+
+
+def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta: int) -> None:
+    """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
+    p = rows.shape[-1]
+    if p < LEAST_SYMMETRIC:
+        total.baddbmm_(rows.mT, rows, beta=beta)
+        return
+    half = p // 2
+    _add_upper(total[:, :half, :half], rows[..., :half], beta)
+    total[:, :half, half:].baddbmm_(rows[..., :half].mT, rows[..., half:], beta=beta)
+    _add_upper(total[:, half:, half:], rows[..., half:], beta)
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """A sum by `add_outer_sum` with what is below the diagonal copied from above it; diagonals (g, p) as they are."""
+    if total.ndim == 3:
+        half = total.shape[-1] // 2
+        if total.shape[-1] >= LEAST_SYMMETRIC:
+            mirrored(total[:, :half, :half])
+            mirrored(total[:, half:, half:])
+            total[:, half:, :half] = total[:, :half, half:].mT
+    return total

@@ -1,0 +1,230 @@
+"""Models of transformers, with and without adapters of peft, against Jacobians by one backward pass a row."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+
+import curvops as co
+from curvops.operators import DiagonalGGN, EmpiricalFisher
+from tests.network.products import agree, columns
+from tests.zoo import dense_jacobian
+
+# peft asks transformers for a property under its old name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+N, LENGTH, C, TOKENS, PAD = 5, 6, 3, 32, 0
+ENGINES = ["auto", "autodiff", "layerwise"]
+NETWORKS = [(name, attention) for name in ("gpt2", "bert") for attention in ("sdpa", "eager")]
+ADAPTED = {"gpt2": ["c_attn"], "bert": ["query", "value"]}
+HALF = torch.finfo(torch.bfloat16).eps
+
+
+class Logits(nn.Module):
+    """The logits alone of a model that returns them among other things."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.model(**batch).logits
+
+
+def bare(name: str, attention: str, **options: Any) -> nn.Module:
+    """Two layers of width 16, with weights large enough that attention is far from uniform."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": TOKENS, "num_labels": C, "pad_token_id": PAD, "attn_implementation": attention}
+    if name == "gpt2":
+        heads = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+        model: nn.Module = GPT2ForSequenceClassification(GPT2Config(**sizes, **{**heads, **options}))
+    else:
+        heads = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        model = BertForSequenceClassification(BertConfig(**sizes, **heads, max_position_embeddings=8))
+    return strong(model)
+
+
+def strong(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def adapted(name: str, attention: str, **options: Any) -> nn.Module:
+    """A bfloat16 base under a float32 adapter of rank 2."""
+    config = LoraConfig(r=2, target_modules=ADAPTED[name], fan_in_fan_out=name == "gpt2", **options)
+    return Logits(strong(get_peft_model(bare(name, attention).bfloat16(), config))).eval()
+
+
+def sentences(length: int = LENGTH) -> dict[str, Tensor]:
+    """Of several lengths, padded at the end."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, TOKENS, (N, LENGTH), generator=generator)
+    mask = torch.arange(length) < torch.tensor([6, 4, 3, 5, 3]).unsqueeze(1)
+    tokens = nn.functional.pad(tokens, (0, length - LENGTH), value=PAD)
+    return {"input_ids": tokens.where(mask, PAD), "attention_mask": mask.long()}
+
+
+LABELS = torch.tensor([0, 2, 1, 1, 0])
+
+
+def linearized(model: Any, **options: Any) -> co.Linearization:
+    return co.linearize(model, (sentences(), LABELS), "classification", **options)
+
+
+@functools.cache
+def whole(name: str, attention: str) -> tuple[nn.Module, Tensor]:
+    """A float64 network, and its Jacobian at the sentences. Do not write into it."""
+    model = Logits(bare(name, attention)).double().eval()
+    return model, dense_jacobian(model, sentences())
+
+
+def moments(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """diag(p) − ppᵀ of all points as one matrix (N·C, N·C), and r = p − y as the columns of (N·C, N)."""
+    with torch.no_grad():
+        p = model(**sentences()).to(dtype).softmax(-1)
+    r = p - nn.functional.one_hot(LABELS, C)
+    return torch.block_diag(*(torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1))), torch.block_diag(*r.unsqueeze(2))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_products_of_a_whole_network(name: str, engine: str) -> None:
+    """The first ones stream, later ones come from what was kept."""
+    model, J = whole(name, "sdpa")
+    lin = linearized(model, engine=engine)
+    (H, _), G = moments(model, J.dtype), co.GGN(lin)
+    for k in (1, 3, 1):
+        V, U = columns(J.shape[1], k), columns(J.shape[0], k)
+        assert agree(G @ V, J.mT @ (H @ (J @ V)))
+        assert agree(lin.jacobian() @ V, J @ V)
+        assert agree(lin.jacobian().mT @ U, J.mT @ U)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_attention_written_out_is_the_same_network(name: str) -> None:
+    J, lin = whole(name, "sdpa")[1], linearized(whole(name, "eager")[0])
+    V, U = columns(J.shape[1], 1), columns(J.shape[0], 1)
+    assert agree(lin.jacobian() @ V, J @ V)
+    assert agree(lin.jacobian().mT @ U, J.mT @ U)
+
+
+def test_attention_written_out_can_be_replayed() -> None:
+    model = Logits(bare("gpt2", "eager", n_layer=1)).double().eval()
+    J, lin = dense_jacobian(model, sentences()), linearized(model, engine="autodiff")
+    for k in (1, 3):
+        V = columns(J.shape[1], k)
+        assert agree(lin.jacobian() @ V, J @ V)
+    assert lin.plan.in_use == {"recorded": 1}
+    assert lin.plan.replayable
+
+
+@pytest.mark.parametrize(("name", "attention"), NETWORKS)
+def test_attention_masks_reach_the_network(name: str, attention: str) -> None:
+    """More padding changes nothing; neither does what a hidden token says, until the mask shows it."""
+    model, J = whole(name, attention)
+    lin, U = linearized(model), columns(len(J), 1)
+
+    def with_second(token: int, shown: int) -> Tensor:
+        batch = sentences()
+        batch["input_ids"][:, 1], batch["attention_mask"][:, 1] = token, shown
+        return lin.jacobian(batch).mT @ U
+
+    assert agree(lin.jacobian(sentences(8)).mT @ U, J.mT @ U)
+    assert agree(with_second(2, 0), with_second(3, 0))
+    assert not agree(with_second(2, 1), with_second(3, 1), 0.01)
+
+
+@pytest.mark.parametrize("spec", [None, "*lora_*"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_the_adapter_alone_is_selected(name: str, spec: str | None) -> None:
+    """Two layers, of two factors for each adapted projection, in single precision."""
+    lin = linearized(adapted(name, "sdpa"), parameters=spec)
+    names = lin.model.selection.names
+    assert len(names) == 2 * 2 * len(ADAPTED[name])
+    assert all(".lora_A." in key or ".lora_B." in key for key in names)
+    assert lin.theta.dtype == torch.float32
+    assert {tensor.dtype for tensor in lin.model.frozen.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_products_of_an_adapter_in_double_precision(name: str, engine: str) -> None:
+    """All adapters have layer rules."""
+    model = adapted(name, "sdpa").double()
+    J, (H, r) = dense_jacobian(model, sentences()), moments(model, torch.float64)
+    lin = linearized(model, engine=engine)
+    G = co.GGN(lin)
+    for k in (1, 3, 1):
+        V = columns(J.shape[1], k)
+        assert agree(G @ V, J.mT @ (H @ (J @ V)))
+        assert agree(EmpiricalFisher(lin) @ V, J.mT @ (r @ (r.mT @ (J @ V))))
+    assert agree(DiagonalGGN(lin).diagonal(), (J.mT @ H @ J).diagonal())
+    assert engine == "autodiff" or not lin.plan.others
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_products_of_an_adapter_on_a_half_precision_base(name: str, engine: str) -> None:
+    """Both routes round to bfloat16 at some ten operations between adapter and logits, by half an eps each at most.
+
+    At random that is √20 halves, 4 eps with a margin for each product with J. As V is standard normal, ‖MV‖ is about
+    ‖M‖√K for any M: errors are relative to that.
+    """
+    model = adapted(name, "sdpa")
+    J, (H, r) = dense_jacobian(model, sentences()), moments(model, torch.float32)
+    lin = linearized(model, engine=engine)
+
+    def near(actual: Tensor, expected: Tensor, size: Tensor, products: int = 1) -> bool:
+        return bool((actual - expected).norm() <= 4 * HALF * products * size)
+
+    G, F = J.mT @ H @ J, J.mT @ r @ r.mT @ J
+    for k in (1, 3, 1):
+        V, U = columns(J.shape[1], k, J.dtype), columns(J.shape[0], k, J.dtype)
+        assert near(co.GGN(lin) @ V, G @ V, G.norm() * k**0.5, 2)
+        assert near(EmpiricalFisher(lin) @ V, F @ V, F.norm() * k**0.5, 2)
+        assert near(lin.jacobian() @ V, J @ V, J.norm() * k**0.5)
+        assert near(lin.jacobian().mT @ U, J.mT @ U, J.norm() * k**0.5)
+    assert near(DiagonalGGN(lin).diagonal(), G.diagonal(), G.diagonal().norm(), 2)
+    exact = dense_jacobian(copy.deepcopy(model).double(), sentences())
+    assert near(lin.jacobian().to_dense().double(), exact, exact.norm())
+    assert lin.model.module is model
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_solves_converge_on_a_half_precision_base(name: str) -> None:
+    """The engine chosen rounds J once and multiplies by that J both ways in single precision: G is symmetric."""
+    lin = linearized(adapted(name, "sdpa"))
+    V, G = columns(lin.num_parameters, 2, torch.float32), co.GGN(lin)
+    form, eps = V.mT @ (GV := G @ V), torch.finfo(torch.float32).eps
+    assert (form[0, 1] - form[1, 0]).abs() <= 10 * eps * V.norm() * GV.norm()
+    solution = G.add_diagonal(0.01).cg(V, rtol=1e-5)
+    assert solution.converged.all()
+    assert solution.iterations < 20
+    assert lin.plan.in_use == {"layerwise": 1}
+    assert not lin.plan.others
+
+
+def test_a_model_output_is_no_tensor_of_outputs() -> None:
+    with pytest.raises(TypeError, match=r"SequenceClassifierOutput, .* wrap it so that forward returns outputs.logits"):
+        linearized(bare("bert", "sdpa").eval())
+
+
+def test_a_head_that_peft_trains_in_half_precision_is_named() -> None:
+    model = adapted("bert", "sdpa", task_type="SEQ_CLS")
+    message = r"bfloat16 \('.*classifier.*'\), torch.float32 \('.*lora_.*'\); convert them, or select fewer"
+    with pytest.raises(ValueError, match=message):
+        linearized(model)
+    assert linearized(model, parameters="*lora_*").num_parameters == 256

@@ -1,0 +1,94 @@
+"""Bad input to operators is refused at the door, naming what to do instead."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+
+
+def linearized(seed=0, parameters=None, outputs=2):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x = torch.randn(6, 3).double()
+    return co.linearize(model, (x, torch.arange(6) % outputs), "classification", parameters=parameters)
+
+
+CASES = {
+    "fisher": (lambda lin: co.KFAC(lin, fisher="type-2"), ValueError, "'exact', 'mc'"),
+    "fisher of a diagonal": (lambda lin: co.DiagonalGGN(lin, fisher="true"), ValueError, "'exact', 'mc'"),
+    "sharing": (lambda lin: co.EKFAC(lin, sharing="sum"), ValueError, "'expand' or 'reduce'"),
+    "mc_samples": (lambda lin: co.GGN(lin, mc_samples=0), ValueError, "at least 1"),
+    "rank above D": (lambda lin: co.low_rank(co.GGN(lin), rank=27), ValueError, "27"),
+    "rank below 1": (lambda lin: co.low_rank(co.GGN(lin), rank=0), ValueError, "rank"),
+    "index out of range": (lambda lin: co.Subnetwork(co.GGN(lin), [0, 26]), ValueError, "26 is out of range"),
+    "index twice": (lambda lin: co.Subnetwork(co.GGN(lin), [3, 3]), ValueError, "twice"),
+    "no index": (lambda lin: co.Subnetwork(co.GGN(lin), torch.empty(0, dtype=torch.long)), ValueError, "nothing"),
+    "mask of another size": (lambda lin: co.Subnetwork(co.GGN(lin), torch.ones(5).bool()), ValueError, r"\(26,\)"),
+    "indices that are real": (lambda lin: co.Subnetwork(co.GGN(lin), [0.5]), TypeError, "integers"),
+    "blocks": (lambda lin: co.BlockDiagonal(lin, blocks="rows"), ValueError, "'layer'"),
+    "blocks that overlap": (lambda lin: co.BlockDiagonal(lin, blocks=[["0.*"], ["*.bias"]]), ValueError, "overlap"),
+    "blocks of nothing": (lambda lin: co.BlockDiagonal(lin, blocks=[["1.*"]]), ValueError, "matches no parameter"),
+    "kernel with a zero prior": (lambda lin: co.TangentKernel(lin, 0.0), ValueError, "positive"),
+    "kernel with a short prior": (lambda lin: co.TangentKernel(lin, torch.ones(3)), ValueError, "26"),
+    "a number": (lambda lin: co.KFAC(lin) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_an_error_that_says_what_to_do(name):
+    make, error, message = CASES[name]
+    with pytest.raises(error, match=message):
+        make(linearized())
+
+
+def test_a_selection_that_splits_a_kronecker_block():
+    lin = linearized(parameters=torch.arange(0, 26, 2))
+    with pytest.raises(ValueError, match="cannot be split.*co.Subnetwork"):
+        co.KFAC(lin)
+    assert co.Subnetwork(co.KFAC(linearized()), torch.arange(0, 26, 2)).shape == (13, 13)
+
+
+def test_blocks_beyond_the_memory_budget():
+    torch.manual_seed(0)
+    model = nn.Linear(30, 10).double()
+    data = torch.randn(4, 30).double(), torch.arange(4)
+    lin = co.linearize(model, data, "classification", memory_budget=100_000)
+    with pytest.raises(ValueError, match="co.KFAC"):
+        co.BlockDiagonal(lin)
+
+
+def test_sums_over_different_data_need_the_same_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    first, second = ((torch.randn(6, 3).double(), torch.arange(6) % 2) for _ in range(2))
+    a, b = (co.linearize(model, data, "classification") for data in (first, second))
+    both = tuple(torch.cat(pair) for pair in zip(first, second))
+    whole = co.GGN(co.linearize(model, both, "classification"))
+    torch.testing.assert_close((co.GGN(a) + co.GGN(b)).to_dense(), whole.to_dense(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="different weights"):
+        co.GGN(a) + co.GGN(linearized(seed=1))
+    with pytest.raises(ValueError, match="different parameters"):
+        co.GGN(a) + co.GGN(linearized(parameters="last_layer"))
+
+
+def test_groups_of_blocks_by_name_and_by_position():
+    lin = linearized()
+    G = co.GGN(lin).to_dense()
+    named = co.BlockDiagonal(lin, blocks=[["*.weight"]])
+    kept = torch.cat([torch.arange(12), torch.arange(16, 24)])
+    torch.testing.assert_close(named.to_dense()[kept][:, kept], G[kept][:, kept], rtol=1e-10, atol=1e-12)
+    everything = co.BlockDiagonal(lin, blocks=[torch.arange(26)])
+    torch.testing.assert_close(everything.to_dense(), G, rtol=1e-10, atol=1e-12)
+
+
+def test_heuristic_damping_stays_kronecker_factored():
+    K = co.KFAC(linearized())
+    damped = K.heuristic_damping(0.3)
+    B, A = K.blocks[0].left[0], K.blocks[0].right[0]
+    pi = (A.diagonal().mean() / B.diagonal().mean()).sqrt()
+    shift = torch.tensor(0.3, dtype=torch.float64).sqrt()
+    expected = torch.kron(
+        B + shift / pi * torch.eye(len(B), dtype=B.dtype), A + shift * pi * torch.eye(len(A), dtype=A.dtype)
+    )
+    torch.testing.assert_close(damped.blocks[0].to_dense(), expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,83 @@
+"""Draws of N(0, P) and N(0, P⁻¹) for every operator: 20,000 each, false-alarm rate 1e-6 a test (see `samples`)."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.linalg import draw
+from tests.linalg.samples import DRAWS, assert_covariance
+
+
+@functools.cache
+def lin(likelihood="classification"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(12, 3).double()
+    y = torch.arange(12) % 3 if likelihood == "classification" else torch.randn(12, 3).double()
+    return co.linearize(model, (x, y), likelihood)
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+OPERATORS = {
+    "ggn": lambda: co.GGN(lin()),
+    "ggn_gaussian": lambda: co.GGN(lin("regression")),
+    "mc_fisher": lambda: co.GGN(lin(), mc_samples=3, generator=generator()),
+    "empirical_fisher": lambda: co.EmpiricalFisher(lin()),
+    "diagonal": lambda: co.DiagonalGGN(lin()),
+    "kfac": lambda: co.KFAC(lin()),
+    "kfac_reduce": lambda: co.KFAC(lin(), sharing="reduce", fisher="empirical"),
+    "ekfac": lambda: co.EKFAC(lin()),
+    "block_diagonal": lambda: co.BlockDiagonal(lin()),
+    "subnetwork": lambda: co.Subnetwork(co.GGN(lin()), torch.arange(0, 39, 3)),
+    "low_rank": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=generator()),
+    "low_rank_with_diagonal": lambda: co.low_rank(co.GGN(lin()), rank=6, generator=generator()).with_diagonal(
+        co.DiagonalGGN(lin()).diagonal()
+    ),
+    "tangent_kernel": lambda: co.TangentKernel(lin(), 2.0),
+    "sum": lambda: co.GGN(lin()) + co.KFAC(lin("regression")),
+    "scaled": lambda: 0.5 * co.KFAC(lin()),
+    "sliced": lambda: co.GGN(lin())[3:20, 3:20],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_samples_match_the_operator_and_its_inverse(name):
+    base = OPERATORS[name]()
+    P = base.add_diagonal(0.7)
+    dense = base.to_dense() + 0.7 * torch.eye(base.shape[0], dtype=torch.float64)
+    assert_covariance(draw(P, DRAWS, generator()), dense)
+    assert_covariance(draw(P.inverse(1e-8), DRAWS, generator()), torch.linalg.inv(dense))
+
+
+@pytest.mark.parametrize("name", ["ggn", "kfac", "low_rank", "block_diagonal", "subnetwork"])
+def test_gpytorch_samples_are_ours(name, monkeypatch):
+    """A gpytorch distribution over one of our operators draws, solves and takes its density without an iteration."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("linear_operator's own solver was called")
+
+    for target in (
+        "linear_operator.utils.linear_cg",
+        "linear_operator.utils.lanczos.lanczos_tridiag",
+        "linear_operator.utils.stochastic_lq.StochasticLQ.lanczos_batch",
+        "linear_operator.utils.minres",
+        "linear_operator.utils.contour_integral_quad",
+    ):
+        monkeypatch.setattr(target, refuse)
+    from gpytorch.distributions import MultivariateNormal
+
+    P = OPERATORS[name]().add_diagonal(1.0)
+    dense = P.to_dense()
+    mean = torch.zeros(P.shape[0], dtype=torch.float64)
+    distribution = MultivariateNormal(mean, P)
+    torch.manual_seed(0)
+    assert_covariance(distribution.rsample(torch.Size((DRAWS,))).mT, dense)
+    value = torch.linspace(-1, 1, P.shape[0], dtype=torch.float64)
+    expected = torch.distributions.MultivariateNormal(mean, dense).log_prob(value)
+    torch.testing.assert_close(distribution.log_prob(value), expected, rtol=1e-8, atol=1e-8)
