@@ -11,6 +11,9 @@ from matplotlib.lines import Line2D
 
 from curvops.plots import style
 
+ENTRIES_A_ROW = 5
+"""Legend entries that fit side by side."""
+
 
 def rotation(
     angles: Real[np.ndarray, " angles"],
@@ -50,9 +53,9 @@ def rotation(
     kinds = [Line2D([], [], color=style.INK, label="mean confidence")]
     if kept:
         kinds.append(Line2D([], [], color=style.INK, linestyle="--", label="accuracy"))
-    figure.legend(
-        handles=[*names, *kinds], loc="outside lower center", ncols=len(names) + len(kinds), fontsize=style.SMALL
-    )
+    entries = [*names, *kinds]
+    rows = -(-len(entries) // ENTRIES_A_ROW)
+    figure.legend(handles=entries, loc="outside lower center", ncols=-(-len(entries) // rows), fontsize=style.SMALL)
     what = "mean confidence and accuracy (fraction)" if kept else "mean confidence (fraction)"
     style.dress(left, "rotation of the input (degrees)", what, "Is the confidence kept?")
     style.dress(

@@ -32,16 +32,16 @@ def reliability(rotated: Mapping[str, Predicted], path: Path) -> None:
     plots.save(plots.reliability(curves, "Digits rotated by 15–90°", errors), path)
 
 
-def rotation(rows: Mapping[str, Row], path: Path) -> None:
-    """Confidence, accuracy and epistemic uncertainty against the angle."""
+def rotation(rows: Mapping[str, Row], followed: Sequence[str], path: Path) -> None:
+    """Epistemic uncertainty against the angle; confidence and accuracy too for the names that are followed."""
     angles = sorted(next(iter(rows.values())).by_angle)
 
     def curve(row: Row, score: str) -> np.ndarray:
         return np.array([row.by_angle[angle][score] for angle in angles])
 
     epistemic = {name: curve(row, "epistemic") for name, row in rows.items() if row.auroc_epistemic is not None}
-    confidence = {name: curve(row, "confidence") for name, row in rows.items()}
-    accuracy = {name: curve(row, "accuracy") for name, row in rows.items()}
+    confidence = {name: curve(rows[name], "confidence") for name in followed}
+    accuracy = {name: curve(rows[name], "accuracy") for name in followed}
     plots.save(plots.rotation(np.array(angles), confidence, epistemic, accuracy), path)
 
 

@@ -186,9 +186,10 @@ def _figures(
     stages: Stages,
 ) -> dict[str, Any]:
     post, chosen = first.post, float(first.post.prior_precision)
-    rotated = {name: _joined([p[a] for a in digits.ANGLES]) for name, p in first.predicted.items()}
+    followed = (MAP, SCALED, LAPLACE)
+    rotated = {name: _joined([first.predicted[name][a] for a in digits.ANGLES]) for name in followed}
     figures.reliability(rotated, output / "reliability.png")
-    figures.rotation(first.rows, output / "rotation.png")
+    figures.rotation(first.rows, followed, output / "rotation.png")
     with stages.stage("figure: evidence and validation"):
         grid = torch.logspace(-1, 1, settings.grid, dtype=torch.float64).mul(chosen).tolist()
         estimates = co.evidence.grid(post, grid, rtol=inference.EVIDENCE_RTOL, generator=generator)
