@@ -43,6 +43,7 @@ class Model:
             check_deterministic_modules(self.module)
             self._modes = {module: module.training for module in self.module.modules()}
             self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self._places = {} if self.module is None else places(self.module)
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
@@ -131,13 +132,13 @@ class Model:
         if self.module is None:
             return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
-        held = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        held = {f"module.{place}": tensors[name] for place, name in self._places.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             stack.enter_context(self._as_recorded(self.module))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            return functional_call(_Holder(self.module), held, (run,))
+            return functional_call(_Holder(self.module), held, (run,), tie_weights=False)
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -192,6 +193,22 @@ class _Holder(nn.Module):
 
     def forward(self, run: Callable[[], Any]) -> Any:
         return run()
+
+
+def places(module: nn.Module) -> dict[str, str]:
+    """Every place that holds a parameter or buffer, once, with the first name of what it holds.
+
+    `functional_call` could tie the names itself, but leaves a module under two names holding the tensors of the call.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        names[id(tensor)] = name
+    found = {}
+    for path, part in module.named_modules():
+        for local, held in (*part._parameters.items(), *part._buffers.items()):
+            if held is not None:
+                found[f"{path}.{local}" if path else local] = names[id(held)]
+    return found
 
 
 def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C"]:

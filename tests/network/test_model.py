@@ -189,3 +189,15 @@ def test_a_pickled_model_is_another_module() -> None:
     other = pickle.loads(pickle.dumps(network))
     assert other.module is not model
     assert torch.equal(outputs(other, inputs), outputs(network, inputs))
+
+
+def test_a_module_under_two_names_is_left_as_it_was() -> None:
+    """`functional_call`, left to tie weights itself, restores the second name to what it put under the first."""
+    layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, norm, norm, nn.Linear(4, 4)).double().eval()
+    model[5].weight = layer.weight
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.allclose(outputs(Model(model), x), model(x), rtol=1e-13, atol=1e-13)
+    after = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert [(name, id(tensor)) for name, tensor in after] == [(name, id(tensor)) for name, tensor in held]
