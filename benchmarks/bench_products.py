@@ -56,7 +56,7 @@ def test_cached(timed: Any, benchmark: Any, problem: Problem, vector: Any) -> No
 
 def test_streaming(timed: Any, problem: Problem, vector: Any) -> None:
     """A product with nothing kept."""
-    G = routes.ggn(problem, memory_budget=0)
+    G = routes.ggn(problem, engine="streamed")
     timed(lambda: G @ vector)
 
 

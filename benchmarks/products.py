@@ -67,9 +67,11 @@ def measure(problem: Problem, settings: Settings) -> dict[str, Any]:
     """All figures of one network, as plain numbers. Costs about 500 gradients, as many again with blocks."""
     m = Measurement(problem, settings, problem.unit())
     v = problem.block(1)[:, 0].contiguous()
-    streaming = routes.ggn(problem, memory_budget=0)
+    streaming = routes.ggn(problem, settings.memory_budget, "streamed")
     reference = streaming @ v
     m.measure("streaming", lambda: streaming @ v, engine=routes.engines(streaming))
+    frugal = routes.ggn(problem, memory_budget=0)
+    m.measure("streaming, no memory", lambda: frugal @ v, engine=routes.engines(frugal))
     cached = measure_cached(m, v, reference, streaming)
     measure_first(m, v)
     for name in ("autodiff", "layerwise"):

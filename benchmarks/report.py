@@ -30,12 +30,13 @@ def products_tables(result: dict[str, Any]) -> str:
 
 
 def _products(networks: list[dict[str, Any]], columns: int) -> str:
-    header = ["network", "C", "N", "D", "one gradient", "cached", "served by", "streaming", "cached / streaming"]
-    header += ["linearize", "first product", f"K = {columns}, a vector"]
+    header = ["network", "C", "N", "D", "one gradient", "cached", "served by", "streaming", "no memory"]
+    header += ["cached / streaming", "linearize", "first product", f"K = {columns}, a vector"]
     rows = []
     for n in networks:
         cached = _row(n, "cached") or {}
         cells = [spread_cell(cached), cached.get("engine", ""), spread_cell(_row(n, "streaming"))]
+        cells += [spread_cell(_row(n, "streaming, no memory"))]
         cells += [spread_cell(_row(n, "cached", against="streaming"))]
         cells += [spread_cell(_row(n, route)) for route in ("linearize", "first product")]
         cells += [spread_cell(_row(n, "cached", columns))]
@@ -50,7 +51,8 @@ def _notes(result: dict[str, Any]) -> str:
     budget = " to ".join(f"{b / 2**20:,.0f} MiB" for b in {budgets[0], budgets[-1]})
     return (
         f"{pairs} pairs a figure ({max(1, pairs // 2)} for blocks and builds), float32, memory budget {budget}. "
-        "*Cached*: a product with one vector once the caches are built. *Streaming*: `memory_budget=0`. "
+        "*Cached*: a product with one vector once the caches are built. *Streaming*: `engine='streamed'`, which keeps "
+        "nothing between products. *No memory*: with `memory_budget=0`, so that a push and a pull share no pass. "
         "*Linearize*: the call of `co.linearize`. *First product*: on a fresh linearisation, with all that it triggers."
     )
 

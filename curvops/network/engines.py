@@ -132,7 +132,7 @@ class Engines:
 
     def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
         names = self.model.selection.names
-        if self._choice == "autodiff":
+        if self._choice in ("streamed", "autodiff"):
             return (), dict.fromkeys(names, "asked for")
         owners = self._owners(self._rejected)
         if not owners:

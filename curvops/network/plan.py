@@ -19,7 +19,7 @@ from typing import Literal
 from curvops.network.layerwise import Layer
 
 Kind = Literal["streamed", "recorded", "layerwise"]
-Choice = Literal["auto", "autodiff", "layerwise"]
+Choice = Literal["auto", "streamed", "autodiff", "layerwise"]
 READ = 16
 STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
 
@@ -72,6 +72,8 @@ class Plan:
 
     def candidates(self) -> tuple[Kind, ...]:
         """The engines that may serve, before memory is looked at."""
+        if self.engine == "streamed":
+            return ("streamed",)
         if self.engine == "autodiff" or not self.layers:
             return ("streamed", "recorded")
         return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", "recorded", "layerwise")

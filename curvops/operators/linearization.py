@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -186,15 +186,16 @@ def linearize(
     parameters: None (all that require a gradient), "last_layer", a glob or a list of globs over names, a predicate
         (name, tensor) -> bool, or positions (indices or a mask) in the flat vector: a subnetwork.
     memory_budget: bytes for cached linearisations; None is a quarter of the memory free on the device now.
-    engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one.
+    engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
+        that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
 
     Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
     for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
     random or depends on its batch, outputs that are not (N, C) or (N, T, C), a selection that matches nothing or mixes
     dtypes.
     """
-    if engine not in ("auto", "autodiff", "layerwise"):
-        raise ValueError(f"engine={engine!r}; expected 'auto', 'autodiff' or 'layerwise'.")
+    if engine not in get_args(Choice):
+        raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
     if memory_budget is not None and memory_budget < 0:
         raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
     network = Model(model, parameters)
