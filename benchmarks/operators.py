@@ -19,13 +19,14 @@ import torch
 
 from benchmarks.machine import cores, facts
 from benchmarks.operators_tables import part_tables
-from benchmarks.parts import diagonal, kfac, products
+from benchmarks.parts import diagonal, kernel, kfac, products
 from benchmarks.parts.figures import Figures, Settings
 
 PARTS: dict[str, Callable[[Figures], None]] = {
     "diagonal": diagonal.measure,
     "kfac": kfac.measure,
     "products": products.measure,
+    "kernel": kernel.measure,
 }
 
 

@@ -133,16 +133,20 @@ class Passes:
             for _, part, label in self._pieces(inputs, batch, columns):
                 yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
 
-    def jacobian_rows(self) -> Iterator[tuple[int, list[Group]]]:
-        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together."""
+    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
+        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together.
+
+        Pieces whose first row is below `least` are left out.
+        """
         total = 0
         for inputs, _ in self._source:
             owners, others = self.engines.checked_owners(inputs)
             columns = self.engines.plan.num_outputs
             batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
             for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
-                groups = each_group(self.model, label, part, Unit(), owners, others, sys.maxsize)
-                yield total + start * columns, list(groups)
+                first = total + start * columns
+                if first >= least:
+                    yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
             total += num_points(inputs) * columns
 
     def _pieces(
