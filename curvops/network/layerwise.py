@@ -236,14 +236,7 @@ def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
     """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     u = torch.randn(1, *engine.outputs.shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
-    ours, expected = engine.pull(u), reference.pull(u)
-    scale = torch.stack([value.norm() for value in expected.values()]).norm()
-    tol = tolerance(u.dtype)
-    bad = {
-        name
-        for name, value in expected.items()
-        if not bool((ours[name] - value).norm() <= tol * value.norm() + tol**2 * scale)
-    }
+    bad, tol = _differing(engine.pull(u), reference.pull(u)), tolerance(u.dtype)
     for part in engine.parts:
         names = part.layer.names
         tangents = {
@@ -256,6 +249,32 @@ def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
         if not bool((left - right).abs() <= tol * pushed.norm() * u.norm()):
             bad |= set(names.values())
     return bad
+
+
+def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed) -> set[str]:
+    """Names of parameters whose layers do not give autograd's Jᵀu for one random u. One backward pass, whatever C."""
+    outputs, calls, misfits = record(model, inputs, owners)
+    generator = torch.Generator(device=outputs.device).manual_seed(0)
+    u = torch.randn(1, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
+    deltas = model.holding(model.leaves(), lambda: sensitivities(model, outputs, calls, u))
+    ours: Blocks = {name: torch.zeros_like(model.values[name]) for names in owners.values() for name in names.values()}
+    for call, delta in zip(calls, deltas):
+        if delta is not None:
+            layer = call.layer
+            for local, gradient in layer.rule.pull(layer.module, call.kept, delta, tuple(layer.names)).items():
+                ours[layer.names[local]] = ours[layer.names[local]] + gradient
+    return misfits | _differing(ours, {name: value for name, value in reference.pull(u).items() if name in ours})
+
+
+def _differing(ours: Blocks, expected: Blocks) -> set[str]:
+    """Names of the gradients that are not as expected."""
+    scale = torch.stack([value.norm() for value in expected.values()]).norm()
+    tol = tolerance(scale.dtype)
+    return {
+        name
+        for name, value in expected.items()
+        if not bool((ours[name] - value).norm() <= tol * value.norm() + tol**2 * scale)
+    }
 
 
 def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:

@@ -124,8 +124,9 @@ class Passes:
     def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
         """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
 
-        Some points at a time with all their columns, so that what depends on a point alone is computed once. At most
-        an eighth of the memory budget is held, beyond what one column of one point needs.
+        Some points at a time with all their columns, so that what depends on a point alone is computed once. The rows
+        held are at most a sixteenth of the memory budget (what is made of them is several times that), beyond what one
+        column of one point needs.
         """
         for inputs, batch in self._source:
             owners, others = self.engines.checked_owners(inputs)
@@ -168,7 +169,7 @@ class Passes:
     def chunk_bytes(self) -> int:
         """Bytes that rows may take at a time."""
         most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
-        return max(LEAST_CHUNK, min(most, self.memory_budget // 8))
+        return max(LEAST_CHUNK, min(most, self.memory_budget // 16))
 
     def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""

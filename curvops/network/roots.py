@@ -136,6 +136,8 @@ def each_group(
                 yield Group(names, tuple(parts), counted, start == 0, all_counted=everyone)
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
+        parts = []
+        del deltas, cotangents  # before the next are made
 
 
 def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
