@@ -1,4 +1,4 @@
-"""What do the benchmarks measure on? Three networks at their random start, random data, all from one seed."""
+"""What do the benchmarks measure on? Networks at their random start, random data, all from one seed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks import transformer
+
 SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A network in eval mode with N inputs and class labels, float32."""
+    """A network in eval mode with N inputs and class labels, (N,) or for sequences (N, T), float32."""
 
     name: str
     outputs: int
@@ -52,8 +54,8 @@ class Problem:
 
     def unit(self) -> Callable[[], object]:
         """The unit of every figure: one gradient of the summed cross-entropy over the same data."""
-        loss, parameters = nn.CrossEntropyLoss(reduction="sum"), self.parameters
-        return lambda: torch.autograd.grad(loss(self.model(self.inputs), self.targets), parameters)
+        loss, parameters, targets = nn.CrossEntropyLoss(reduction="sum"), self.parameters, self.targets.flatten()
+        return lambda: torch.autograd.grad(loss(self.model(self.inputs).flatten(0, -2), targets), parameters)
 
 
 def mlp(outputs: int) -> nn.Module:
@@ -109,6 +111,11 @@ def resnet(outputs: int) -> nn.Module:
     )
 
 
+def last_layer(outputs: int) -> nn.Module:
+    """A classifier on 512 features."""
+    return nn.Linear(512, outputs)
+
+
 # name -> (network, shape of its data)
 NETWORKS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (1024, 784)),
@@ -117,13 +124,25 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 }
 
 
+# What only `benchmarks.operators` measures on.
+OTHERS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "last": (last_layer, (256, 512)),
+    "transformer": (transformer.classifier, (64, 32)),
+    "language": (transformer.language, (16, 64)),
+}
+
+
 def build(name: str, outputs: int = 10) -> Problem:
-    """A network of the table with C outputs and its data. Leaves torch's random state as it was."""
-    make, shape = NETWORKS[name]
+    """A network of the tables with C outputs and its data. Leaves torch's random state as it was."""
+    make, shape = (NETWORKS | OTHERS)[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = make(outputs).eval()
     generator = torch.Generator().manual_seed(SEED + 1)
-    inputs = torch.randn(shape, generator=generator)
-    targets = torch.randint(0, outputs, (shape[0],), generator=generator)
-    return Problem(name, outputs, model, inputs, targets)
+    tokens = isinstance(model, transformer.Transformer)
+    if tokens:
+        inputs = torch.randint(transformer.VOCABULARY, shape, generator=generator)
+    else:
+        inputs = torch.randn(shape, generator=generator)
+    of_targets = shape if name == "language" else shape[:1]
+    return Problem(name, outputs, model, inputs, torch.randint(0, outputs, of_targets, generator=generator))

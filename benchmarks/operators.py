@@ -19,13 +19,17 @@ import torch
 
 from benchmarks.machine import cores, facts
 from benchmarks.operators_tables import part_tables
-from benchmarks.parts import diagonal, kfac, products
+from benchmarks.parts import diagonal, kernel, kfac, last_layer, products, scaling, transformers
 from benchmarks.parts.figures import Figures, Settings
 
 PARTS: dict[str, Callable[[Figures], None]] = {
     "diagonal": diagonal.measure,
     "kfac": kfac.measure,
     "products": products.measure,
+    "kernel": kernel.measure,
+    "last_layer": last_layer.measure,
+    "transformer": transformers.measure,
+    "scaling": scaling.measure,
 }
 
 

@@ -47,7 +47,8 @@ def baseline(problem: Problem, batches: list[tuple[Tensor, Tensor]], V: Tensor) 
     inputs, targets = max(batches, key=lambda batch: len(batch[0]))
     loss = nn.CrossEntropyLoss(reduction="sum")
     for _ in range(2):
-        gradient = torch.autograd.grad(loss(problem.model(inputs), targets), problem.parameters)
+        outputs = problem.model(inputs).flatten(0, -2)
+        gradient = torch.autograd.grad(loss(outputs, targets.flatten()), problem.parameters)
     del gradient, theta, result
     return ""
 
@@ -72,6 +73,8 @@ def operator(problem: Problem, batches: list[tuple[Tensor, Tensor]], V: Tensor, 
 
 
 OPERATORS: dict[str, Callable[[co.Linearization], object]] = {
+    "products": lambda lin: [co.GGN(lin) @ torch.ones_like(lin.theta) for _ in range(8)],
+    "sampled": lambda lin: co.GGN(lin, mc_samples=1) @ torch.ones_like(lin.theta),
     "diagonal": co.DiagonalGGN,
     "kfac": co.KFAC,
     "kernel": lambda lin: co.TangentKernel(lin).to_dense(),

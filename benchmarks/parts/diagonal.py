@@ -38,9 +38,9 @@ def _network(figures: Figures, problem: Problem, target: float) -> None:
             _beside_laplace(figures, problem)
 
 
-def linearized(problem: Problem) -> co.Linearization:
-    """The problem's linearisation at the default budget, its rules checked: what stands before is not timed."""
-    lin = co.linearize(problem.model, problem.batches(), "classification")
+def linearized(problem: Problem, memory_budget: int | None = None) -> co.Linearization:
+    """The problem's linearisation, its rules checked: what is done once for a network is not timed."""
+    lin = co.linearize(problem.model, problem.batches(), "classification", memory_budget=memory_budget)
     lin.passes.engines.checked_owners(problem.inputs)
     return lin
 

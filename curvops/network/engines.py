@@ -16,7 +16,7 @@ from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
-from curvops.network.self_check import mismatches
+from curvops.network.self_check import mismatches, wrong_layers
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
@@ -49,7 +49,7 @@ class Engines:
     def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
         self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
         self._rejected: dict[str, str] = {}
-        self._verified = False
+        self._verified = self._rows_verified = False
         names = model.selection.names
         require_derivatives(model, self._few, names, forward_mode=True)
         self._forward_mode = forward_mode_works(model, self._few, names)
@@ -89,8 +89,13 @@ class Engines:
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
         """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
         with self.model.lock:
-            if self.plan.layers and not self._verified:
-                self.build("layerwise", take(inputs, slice(0, CHECKED_POINTS)), LEAST_CHUNK)
+            few = take(inputs, slice(0, CHECKED_POINTS))
+            while self.plan.layers and not (self._verified or self._rows_verified):
+                wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
+                self._rows_verified = not wrong
+                if wrong:
+                    self._rejected |= dict.fromkeys(wrong, "the self-check failed")
+                    self.plan = self._make_plan()
             return self._owners(self.plan.others), tuple(self.plan.others)
 
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:

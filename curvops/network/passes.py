@@ -124,8 +124,9 @@ class Passes:
     def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
         """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
 
-        Some points at a time with all their columns, so that what depends on a point alone is computed once. At most
-        an eighth of the memory budget is held, beyond what one column of one point needs.
+        Some points at a time with all their columns, so that what depends on a point alone is computed once. The rows
+        held are at most a sixteenth of the memory budget (what is made of them is several times that), beyond what one
+        column of one point needs.
         """
         for inputs, batch in self._source:
             owners, others = self.engines.checked_owners(inputs)
@@ -133,16 +134,20 @@ class Passes:
             for _, part, label in self._pieces(inputs, batch, columns):
                 yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
 
-    def jacobian_rows(self) -> Iterator[tuple[int, list[Group]]]:
-        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together."""
+    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
+        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together.
+
+        Pieces whose first row is below `least` are left out.
+        """
         total = 0
         for inputs, _ in self._source:
             owners, others = self.engines.checked_owners(inputs)
             columns = self.engines.plan.num_outputs
             batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
             for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
-                groups = each_group(self.model, label, part, Unit(), owners, others, sys.maxsize)
-                yield total + start * columns, list(groups)
+                first = total + start * columns
+                if first >= least:
+                    yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
             total += num_points(inputs) * columns
 
     def _pieces(
@@ -164,7 +169,7 @@ class Passes:
     def chunk_bytes(self) -> int:
         """Bytes that rows may take at a time."""
         most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
-        return max(LEAST_CHUNK, min(most, self.memory_budget // 8))
+        return max(LEAST_CHUNK, min(most, self.memory_budget // 16))
 
     def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""

@@ -62,6 +62,25 @@ class Group:
         return len(self.counted)
 
     @property
+    def num_columns(self) -> int:
+        """r, of each point."""
+        return self._sample.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """n·r."""
+        return self.num_points * self.num_columns
+
+    @property
+    def first_row(self) -> int:
+        """The position of the first row among those of the batch."""
+        return self.start * self.num_columns
+
+    @property
+    def _sample(self) -> Tensor:
+        return self.parts[0].delta if self.parts else next(iter(self.given.values()))
+
+    @property
     def layer(self) -> Layer | None:
         """The one layer that these rows belong to, if there is just one with an outer-product structure."""
         paths = {part.layer.path for part in self.parts}
@@ -85,12 +104,11 @@ class Group:
                 total[name] = total[name] + rows if name in total else rows
         return total
 
-    def pieces(self, most_bytes: int) -> Iterator[Blocks]:
-        """`rows` of some points at a time, at most `most_bytes` where one point's fit."""
-        deltas = [part.delta for part in self.parts] or list(self.given.values())
+    def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
+        """`rows` of some points at a time from the one named on, at most `most_bytes` where one point's fit."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
-        step = max(1, most_bytes // max(1, size * deltas[0].shape[1] * deltas[0].element_size()))
-        for start in range(0, self.num_points, step):
+        step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
+        for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
 
 
@@ -119,6 +137,8 @@ def each_group(
                 yield Group(names, tuple(parts), counted, start == 0, all_counted=everyone)
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
+        parts = []
+        del deltas, cotangents  # before the next are made
 
 
 def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -10,10 +12,10 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
-from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.linearization import Linearization
+from curvops.operators.moments import mirrored
 
 
 class TangentKernel(Operator):
@@ -83,27 +85,20 @@ def _checked(prior: Any, lin: Linearization) -> Tensor:
 @torch.no_grad()
 def gram(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
     """J(x) A⁻¹ J(x')ᵀ, layer by layer and points by points; where x is x', half of it."""
-    selection = left.passes.model.selection
-    scales = _scales(selection.positions(), prior)
+    scales = _scales(left.passes.model.selection.positions(), prior)
     result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
     same = left.passes is right.passes
     for start, groups in left.passes.jacobian_rows():
-        for other, others in right.passes.jacobian_rows():
-            if same and other < start:
-                continue
-            for group in groups:
-                for partner in (g for g in others if g.names == group.names):
-                    part = _block(group, partner, scales, left.passes.chunk_bytes)
-                    rows = slice(start + group.start * part.shape[1], start + (group.start + len(part)) * part.shape[1])
-                    columns = slice(
-                        other + partner.start * part.shape[3],
-                        other + (partner.start + part.shape[2]) * part.shape[3],
-                    )
-                    part = part.flatten(2).flatten(0, 1)
-                    result[rows, columns] += part
-                    if same and other > start:
-                        result[columns, rows] += part.mT
-    return result
+        others = right.passes.jacobian_rows(start + 1 if same else 0)
+        for other, partners in chain([(start, groups)] if same else [], others):
+            for group, partner in product(groups, partners):
+                if group.names == partner.names:
+                    first, second = start + group.first_row, other + partner.first_row
+                    if not same or first <= second:
+                        target = result[first : first + group.num_rows, second : second + partner.num_rows]
+                        upper = same and first == second
+                        _add(target, group, partner, scales, left.passes.chunk_bytes, upper)
+    return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
 
 
 def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
@@ -121,39 +116,68 @@ def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _block(group: Group, other: Group, scales: dict[str, Tensor], chunk_bytes: int) -> Float[Tensor, "n r m r"]:
-    """Inner products of the rows of one layer at two sets of points."""
+def _add(
+    target: Float[Tensor, "nr ms"],
+    group: Group,
+    other: Group,
+    scales: Mapping[str, Tensor],
+    most_bytes: int,
+    upper: bool,
+) -> None:
+    """target += inner products of the rows of one layer at two sets of points; `upper`: of one set, half of them."""
     scale = [scales[name] for name in group.names]
-    if all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all()):
-        first, second = _at_one_position(group), _at_one_position(other)
-        if first is not None and second is not None:
-            return scale[0] * _separable(first, second)
-    found = []
-    for rows in group.pieces(chunk_bytes):
-        weighted = _flat({name: rows[name] * scales[name] for name in group.names})
-        parts = [
-            torch.einsum("nrp,msp->nrms", weighted, _flat({name: r[name] for name in group.names}))
-            for r in other.pieces(chunk_bytes)
-        ]
-        found.append(torch.cat(parts, 2))
-    return torch.cat(found)
+    constant = all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all())
+    first, second = (_sides(group), _sides(other)) if constant else (None, None)
+    if first is not None and second is not None:
+        _add_separable(target, first, second, scale[0], most_bytes, upper)
+        return
+    start = 0
+    for rows in group.pieces(most_bytes):
+        weighted = {name: _flat(row * scales[name]) for name, row in rows.items()}
+        height, column = len(next(iter(weighted.values()))), start if upper else 0
+        for partner in other.pieces(most_bytes, column // other.num_columns):
+            for name, row in weighted.items():
+                against = _flat(partner[name])
+                target[start : start + height, column : column + len(against)].addmm_(row, against.mT)
+            column += len(against)
+        start += height
 
 
-def _at_one_position(group: Group) -> tuple[Tensor, Tensor] | None:
-    """Left and right of a layer that is applied once, at one position."""
-    matrices = group.matrices()
-    if matrices is None or len(matrices) > 1 or not matrices[0][1].is_floating_point() or matrices[0][1].shape[2] > 1:
+def _flat(rows: Tensor) -> Float[Tensor, "nr p"]:
+    return rows.reshape(rows.shape[0] * rows.shape[1], -1)
+
+
+def _sides(group: Group) -> tuple[Tensor, Tensor] | None:
+    """(left, right) of a layer that is applied once and at one position; None for others."""
+    if len(group.parts) != 1 or "weight" not in group.parts[0].layer.names:
         return None
-    return matrices[0]
+    part = group.parts[0]
+    if part.delta[0, 0].numel() != part.layer.shape_of("weight")[0]:
+        return None
+    found = group.matrices()
+    return found[0] if found and found[0][1].is_floating_point() and found[0][1].shape[2] == 1 else None
 
 
-def _separable(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Float[Tensor, "n r m r"]:
-    """(a a'ᵀ) ∘ (δ δ'ᵀ) for a layer applied at one position; a sum of them over groups."""
-    (left, a), (other, b) = first, second
-    inner = torch.einsum("ngq,mgq->gnm", a[:, :, 0], b[:, :, 0])
-    outer = torch.einsum("nrgp,msgp->gnrms", left[:, :, :, 0], other[:, :, :, 0])
-    return (outer * inner[:, :, None, :, None]).sum(0)
+def _add_separable(
+    target: Tensor,
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    scale: Tensor,
+    most_bytes: int,
+    upper: bool,
+) -> None:
+    """target += (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
+    for (left, a), (other, b) in zip(_by_group(*first), _by_group(*second)):
+        (n, r, _), (m, s, _) = left.shape, other.shape
+        step = max(1, most_bytes // (r * m * s * left.element_size()))
+        for start in range(0, n, step):
+            points, kept = slice(start, start + step), slice(start if upper else 0, None)
+            outer = left[points].flatten(0, 1) @ other[kept].flatten(0, 1).mT
+            inner = (scale * a[points]) @ b[kept].mT
+            outer.view(-1, r, m - kept.start, s).mul_(inner[:, None, :, None])
+            target[start * r : start * r + len(outer), kept.start * s :] += outer
 
 
-def _flat(rows: Blocks) -> Float[Tensor, "n r p"]:
-    return torch.cat([row.reshape(*row.shape[:2], -1) for row in rows.values()], 2)
+def _by_group(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """δ (n, r, p) and a (n, q) of each group."""
+    return zip(left[:, :, :, 0].unbind(2), right[:, :, 0].unbind(1))

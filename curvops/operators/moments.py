@@ -97,11 +97,11 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
 
 
 def mirrored(total: Tensor) -> Tensor:
-    """A sum by `add_outer_sum` with what is below the diagonal copied from above it; diagonals (g, p) as they are."""
-    if total.ndim == 3:
-        half = total.shape[-1] // 2
-        if total.shape[-1] >= LEAST_SYMMETRIC:
-            mirrored(total[:, :half, :half])
-            mirrored(total[:, half:, half:])
-            total[:, half:, :half] = total[:, :half, half:].mT
+    """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
+    step = LEAST_SYMMETRIC
+    for start in range(0, total.shape[-1] if total.ndim == 3 else 0, step):
+        here, after = slice(start, start + step), slice(start + step, None)
+        corner = total[:, here, here].triu()
+        total[:, here, here] = corner + corner.triu(1).mT
+        total[:, after, here] = total[:, here, after].mT
     return total

@@ -1,0 +1,53 @@
+"""The scaling figures:   python -m benchmarks.figures operators.json --output docs/figures
+
+Needs matplotlib, which the project's own environment has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from curvops.plots import style
+
+AXES = {"N": "points N", "D": "parameters D", "C": "outputs C", "K": "vectors K"}
+
+
+def scaling(points: list[dict[str, Any]], axis: str) -> Figure:
+    """Milliseconds against one size on logarithmic axes, with a line of slope 1 through each curve's last point."""
+    figure = style.blank(4.6, 3.4)
+    axes = figure.subplots()
+    rows = [point for point in points if point["axis"] == axis]
+    for name, look in style.looks(row["what"] for row in rows).items():
+        sizes = [row["value"] for row in rows if row["what"] == name]
+        times = [row["seconds"] * 1e3 for row in rows if row["what"] == name]
+        axes.plot(
+            sizes, times, label=name, color=look.color, marker=look.marker, linewidth=1.8, linestyle=look.linestyle
+        )
+        linear = [times[-1] * size / sizes[-1] for size in (sizes[0], sizes[-1])]
+        axes.plot([sizes[0], sizes[-1]], linear, color=style.GREY, linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    style.dress(axes, AXES[axis], "milliseconds")
+    axes.legend(fontsize=style.SMALL, frameon=False)
+    return figure
+
+
+def main() -> None:
+    """One PNG for each size."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__)
+    parser.add_argument("file", type=Path, help="what benchmarks.operators wrote, with the part scaling")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    arguments = parser.parse_args()
+    points = json.loads(arguments.file.read_text())["parts"]["scaling"]["points"]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for axis in AXES:
+        style.save(scaling(points, axis), arguments.output / f"scaling-{axis}.png")
+
+
+if __name__ == "__main__":
+    main()
