@@ -208,6 +208,10 @@ class Operator(SolverContract, LinearOperator):
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
+    def _exact_draws(self, k: int) -> Tensor:
+        """k draws of N(0, A) as columns, (n, k), from roots that are known; ValueError where none is."""
+        return structured.draw(self, k)
+
     # Conversions
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvops.linalg.algebra import is_psd, is_symmetric
 from curvops.linalg.block_diagonal import BlockDiagonal
+from curvops.linalg.cache import recorded
 from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite
 from curvops.linalg.differentiable import inverse_root
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
@@ -140,7 +141,27 @@ class OfLowRank(ClosedForm):
     def _eye(self) -> Tensor:
         return torch.eye(len(self.base.values), dtype=self.base.dtype, device=self.base.device)
 
+    @cached_property
+    def _needs_splitting(self) -> bool:
+        """Whether Woodbury's difference would cancel the digits: s/d times rounding is large, and U orthonormal."""
+        base = self.base
+        if self.shift.ndim or recorded((base.vectors, base.values, self.shift)) or not len(base.values):
+            return False
+        eps = torch.finfo(base.dtype).eps
+        slack = (base.vectors.mT @ base.vectors - self._eye).abs().max() / (100 * eps)
+        return bool((base.values.max() / self.shift * eps > 1e-8) & (slack <= 1))
+
+    def _split_solve(self, block: Tensor) -> Tensor:
+        """U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part cleaned of U twice."""
+        U = self.base.vectors
+        inside = U.mT @ block
+        outside = block - U @ inside
+        left = inside / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
+        return outside / self.shift + U @ left
+
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        if self._needs_splitting:
+            return self._split_solve(block)
         inner = torch.linalg.lu_solve(*self.factors, self.scaled.mT @ block)
         weights = self.base.values.unsqueeze(-1) * inner
         # As (K, n): the layout of a block, and one pass over it instead of three.

@@ -131,6 +131,8 @@ class SolverContract:
         form = None if recorded(self.representation()) and self._is_small else self._closed_form()
         if form is not None:
             return form.draw(num_samples, None).mT
+        if not self._is_small and not self.batch_shape:
+            return self._exact_draws(num_samples).mT  # exact, or an error: a truncated root would lose variance
         root = self.root_decomposition().root
         noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
         return (root @ noise).movedim(-1, 0)
@@ -191,7 +193,7 @@ class SolverContract:
     def _ritz_pairs(self: Any) -> tuple[Tensor, Tensor]:
         result = lanczos(self, min(self.shape[-1], self._root_decomposition_size()))
         values, rotation = torch.linalg.eigh(result.T)
-        return values, result.Q @ rotation.to(result.Q.dtype)
+        return values.to(result.Q.dtype), result.Q @ rotation.to(result.Q.dtype)
 
     def _solve(self: Any, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         if num_tridiag:

@@ -190,6 +190,8 @@ class Damped(Operator):
         form = self._closed_form()
         if form is not None:
             return form.draw(k, generator)
+        if bool((self.shift < 0).any()):
+            raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
         noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
         return draw(self.base, k, generator) + noise
 

@@ -242,7 +242,9 @@ def _eigh(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
         double = factor.double()
         values, vectors = torch.linalg.eigh((double + double.mT) / 2)
         vectors = vectors.to(factor.dtype)
-        slack, noise = (10 * values.shape[1] * torch.finfo(d).eps for d in (factor.dtype, torch.float64))
+        # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
+        slack = max(torch.finfo(factor.dtype).eps ** 0.5, 10 * values.shape[1] * torch.finfo(factor.dtype).eps)
+        noise = 10 * values.shape[1] * torch.finfo(torch.float64).eps
     largest = values.detach().abs().amax(1, keepdim=True)
     if bool((values.detach() < -slack * largest).any()) or not bool(torch.isfinite(largest).all()):
         raise NotPositiveSemidefinite(

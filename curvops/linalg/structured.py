@@ -59,17 +59,18 @@ class Diagonal(Operator):
         return self.add_diagonal(0.0)._closed_form()
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        _require_not_negative(self.entries)
         return self.entries.sqrt().unsqueeze(-1) * normal(len(self.entries), k, self.entries, generator)
 
 
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    `kept` are a subclass's own keywords.
+    `psd` promises that the matrix is positive semi-definite; `kept` are a subclass's own keywords.
     """
 
-    def __init__(self, tensor: Tensor, **kept: Any) -> None:
-        super().__init__(tensor, **kept)
+    def __init__(self, tensor: Tensor, psd: bool = False, **kept: Any) -> None:
+        super().__init__(tensor, psd=psd, **kept)
 
     @property
     def tensor(self) -> Tensor:
@@ -77,8 +78,12 @@ class Dense(Operator):
         return self._args[0]
 
     @property
+    def psd(self) -> bool:
+        return self._kwargs["psd"]
+
+    @property
     def symmetric(self) -> bool:
-        if not self.is_square or self.tensor.numel() == 0:
+        if self.psd or not self.is_square or self.tensor.numel() == 0:
             return self.is_square
         slack = 4 * torch.finfo(self.dtype).eps * self.tensor.abs().max()
         return bool(((self.tensor - self.tensor.mT).abs() <= slack).all())
@@ -193,6 +198,7 @@ class LowRank(Operator):
         return self.add_diagonal(rest.clamp_min(0))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        _require_not_negative(self.values)
         return self.root @ normal(len(self.values), k, self.values, generator)
 
 
@@ -225,8 +231,14 @@ def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = N
     return _draw_dense(operator, k, generator)
 
 
+def _require_not_negative(values: Tensor) -> None:
+    if bool((values < 0).any()):
+        raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
+
+
 def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    if isinstance(operator, Operator) and operator.shape[-1] > DENSE_SIZE:
+    formed = isinstance(operator, Dense)
+    if isinstance(operator, Operator) and not formed and operator.shape[-1] > DENSE_SIZE:
         raise ValueError(
             f"no exact square root of this {type(operator).__name__} of shape {tuple(operator.shape)} is known "
             f"(psd known: {is_psd(operator)}); draw from its parts, or from operator.inverse() of a Damped one."

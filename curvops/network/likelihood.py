@@ -80,8 +80,8 @@ class Likelihood(ABC):
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
 
-    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
-        """Which points count at all: those whose weight is not zero (and whose target is not to be ignored)."""
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"]:
+        """Which points (of sequences: positions) count: the weight not zero, the target not to be ignored."""
         return torch.ones(len(y), dtype=torch.bool, device=y.device) if w is None else w != 0
 
     @property

@@ -33,8 +33,8 @@ class OutputFisher(ABC):
     def root_product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"], batch: Batch) -> Float[Tensor, "K n C"]:
         """Σ_r z_r s_r."""
 
-    def counted(self, batch: Batch) -> Bool[Tensor, " n"]:
-        """Which points count at all."""
+    def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
+        """Which points, of sequences which positions, count at all."""
         return self.likelihood.counted(batch.targets, batch.weights)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:

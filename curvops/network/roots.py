@@ -44,8 +44,9 @@ class Part:
 class Group:
     """Rows for the parameters of one layer, or of layers that share weights.
 
-    `counted` (n,) says which points count, `all_counted` whether each does; `first` whether these are the first columns
-    of their points; `start` is the position of the first point in its batch.
+    `counted` (n,) says which points count, `positions` (n,) or (n, T) which of a sequence, `all_counted` whether each
+    does; `first` whether these are the first columns of their points; `start` is the position of the first point in its
+    batch.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class Group:
     first: bool
     given: Blocks = field(default_factory=dict)
     start: int = 0
+    positions: Tensor | None = None
     all_counted: bool = False
 
     @property
@@ -123,8 +125,9 @@ def each_group(
             f"the layers of {sorted(misfits)} did not run as they did on the first points; use engine='autodiff'."
         )
     f = outputs.detach()
-    grouped, counted = _grouped(calls), fisher.counted(batch)
-    everyone = bool(counted.all())
+    grouped, positions = _grouped(calls), fisher.counted(batch)
+    counted = positions if positions.ndim == 1 else positions.any(1)
+    everyone = bool(positions.all())
     columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
     for start in range(0, columns, step):
         with torch.no_grad():
@@ -134,7 +137,7 @@ def each_group(
         for names, members in grouped.items():
             parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
             if parts:
-                yield Group(names, tuple(parts), counted, start == 0, all_counted=everyone)
+                yield Group(names, tuple(parts), counted, start == 0, positions=positions, all_counted=everyone)
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
         parts = []

@@ -88,9 +88,9 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
 
-    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, " n"]:
-        """Which sequences have a position that counts."""
-        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions)).any(1)
+    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"]:
+        """Which positions count."""
+        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions))
 
     @property
     def hyperparameters(self) -> tuple[Tensor, ...]:

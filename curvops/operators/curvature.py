@@ -59,7 +59,7 @@ class Curvature(NetworkOperator):
         return self.lin.sum_over_batches(term, block.shape[1])
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
-        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw."""
+        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw. Equal seeds need equal batches."""
         output = self.output
 
         def term(batch: Batch, J: BatchMap) -> Tensor:

@@ -46,16 +46,13 @@ def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Gene
     if mc_samples < 1:
         raise ValueError(f"mc_samples={mc_samples} must be at least 1.")
     with torch.no_grad():
-        found = [
-            torch.stack(
-                [
-                    lin.likelihood.mc_residual(J.outputs, batch.targets, batch.weights, generator)
-                    for _ in range(mc_samples)
-                ]
-            )
-            for batch, J in lin.passes.each(0)
-        ]
-    return torch.cat(found, 1) / mc_samples**0.5
+        walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
+        # All points at once: equal seeds draw alike however the data are batched.
+        f, y = torch.cat([f for _, f in walked]), torch.cat([batch.targets for batch, _ in walked])
+        weights = [batch.weights for batch, _ in walked if batch.weights is not None]
+        w = torch.cat(weights) if weights else None
+        draws = [lin.likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
+    return torch.stack(draws) / mc_samples**0.5
 
 
 def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:

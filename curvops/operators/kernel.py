@@ -62,6 +62,14 @@ class TangentKernel(Operator):
         left, right, prior = self._args
         return self if self.psd else TangentKernel(right, left, prior)
 
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        """k exact draws of N(0, K): J A^-½ z. One push of J a draw."""
+        left, _, prior = self._args
+        if not self.psd:
+            raise ValueError("a kernel between two sets of inputs is no covariance; draw from the kernel of one set.")
+        z = torch.randn(k, left.shape[-1], dtype=self.dtype, device=self.device, generator=generator).mT
+        return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
+
     def to_dense(self) -> Float[Tensor, "nC mC"]:
         """The Gram matrix."""
         left, right, prior = self._args

@@ -40,7 +40,7 @@ class Block:
         It ends the sums: call it once.
         """
         if self.exact is not None:
-            return Diagonal(self.exact) if self.exact.ndim == 1 else Dense(self.exact)
+            return Diagonal(self.exact) if self.exact.ndim == 1 else Dense(self.exact, psd=True)
         assert self.left is not None and self.right is not None
         return Kronecker(mirrored(self.left), mirrored(self.right).div_(max(1, self.count)))
 
@@ -70,6 +70,14 @@ def shared(pair: tuple[Tensor, Tensor], sharing: str) -> tuple[Tensor, Tensor]:
     return left.sum(3, keepdim=True), right.mean(2, keepdim=True)
 
 
+def _counted(group: Group, right: Tensor) -> Tensor:
+    """The inputs (n, g, t, …) without points that do not count and, where t is the sequence, without such positions."""
+    mask = group.positions
+    if mask is None or mask.ndim == 1 or mask.shape[1] != right.shape[2]:
+        return right[group.counted]
+    return right.transpose(1, 2)[mask].unsqueeze(2)
+
+
 def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: str) -> None:
     assert group.layer is not None
     if sharing == "reduce" and len(matrices) > 1 and all(right.is_floating_point() for _, right in matrices):
@@ -79,7 +87,7 @@ def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor
     for left, right in matrices:
         block.left = add_outer_sum(block.left, left)
         if group.first:
-            kept = right if group.all_counted else right[group.counted]
+            kept = right if group.all_counted else _counted(group, right)
             block.count += kept.shape[0] * kept.shape[2]
             if kept.is_floating_point():
                 block.right = add_outer_sum(block.right, kept)

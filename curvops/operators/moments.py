@@ -13,6 +13,8 @@ from torch import Tensor
 CACHE_BYTES = 2**23
 # From this size on a symmetric product is made of blocks on and above its diagonal: two thirds of the time.
 LEAST_SYMMETRIC = 512
+ROWS_A_SUM = 65536
+"""Rows that are converted to float64 at a time."""
 
 
 def second_moments(
@@ -88,7 +90,9 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
     """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
     p = rows.shape[-1]
     if p < LEAST_SYMMETRIC:
-        total.baddbmm_(rows.mT, rows, beta=beta)
+        # In float64: a softmax's factor is singular, and the rounding of a long single sum would make it indefinite.
+        part = sum(piece.mT @ piece for piece in (r.double() for r in rows.split(ROWS_A_SUM, 1)))
+        total.copy_(part + beta * total if beta else part)
         return
     half = p // 2
     _add_upper(total[:, :half, :half], rows[..., :half], beta)

@@ -43,10 +43,6 @@ class Subnetwork(Dense):
         """Positions of the subnetwork's weights in the vector of all."""
         return self._kwargs["indices"]
 
-    @property
-    def psd(self) -> bool:
-        return self._kwargs["psd"]
-
 
 class BlockDiagonal(Blocks):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
@@ -69,7 +65,8 @@ class BlockDiagonal(Blocks):
         if isinstance(source, Linearization):
             positions = tuple(_partition(source, blocks))
             _require_room(source, positions)
-            dense = [Dense(fisher_block(source, Exact(source.likelihood), index)) for index in positions]
+            exact = Exact(source.likelihood)
+            dense = [Dense(fisher_block(source, exact, index), psd=True) for index in positions]
             source, others = dense[0], tuple(dense[1:])
         super().__init__(source, *others, positions=positions, cache=cache)
 

@@ -32,7 +32,8 @@ class Spectrum:
         """Σ_n log p(y_n | x_n, θ*) in nats."""
         with self._lock:
             if self._log_likelihood is None:
-                self._log_likelihood = self._lin.log_likelihood()
+                with torch.no_grad():
+                    self._log_likelihood = self._lin.log_likelihood()
             return self._log_likelihood
 
     def gradient(self) -> Float[Tensor, " D"]:
@@ -48,7 +49,14 @@ class Spectrum:
         if form is not None:
             return _exact(form.logdet() - prior.log().expand(len(self._lin.theta)).sum())
         quadrature, shift = self._quadrature(prior, rtol, generator)
-        return quadrature.logdet(shift)
+        found = quadrature.logdet(shift)
+        if not (prior.requires_grad and torch.is_grad_enabled()):
+            return found
+        if prior.ndim:
+            raise ValueError("the evidence has no gradient for a vector prior here; use a curvature in closed form.")
+        # d/dλ [log det(G + λ) − D log λ] = −γ/λ with γ the effective number of parameters
+        slope = -quadrature.effective_dimension(shift).value / shift
+        return found + (slope * (prior - prior.detach())).to(found.value)
 
     def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; exact where G + A has a closed form."""

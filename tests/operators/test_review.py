@@ -1,0 +1,126 @@
+"""Defects that a review found, each with the input that showed it."""
+
+import pytest
+import torch
+from gpytorch.distributions import MultivariateNormal
+from torch import nn
+
+import curvops as co
+from curvops.linalg import Diagonal, LowRank, draw
+
+
+def test_factors_of_a_confident_network_in_single_precision():
+    """A softmax's factor is singular: summed over many rows in float32 it had an eigenvalue of −1e-4 of its largest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 10))
+    x = torch.randn(20_000, 20)
+    with torch.no_grad():
+        model[2].weight.mul_(20)
+        y = model(x).argmax(1)
+    lin = co.linearize(model, (x, y), "classification")
+    assert co.laplace(lin, co.KFAC, 1.0, check_mode=False).sample(1).isfinite().all()
+    assert co.EKFAC(lin).diagonal().isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+def test_masked_positions_count_for_nothing(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    x, y = torch.randn(6, 7, 3).double(), torch.randint(0, 4, (6, 7))
+    padded = torch.cat([x, 100 * torch.ones(6, 20, 3).double()], 1), torch.cat([y, torch.full((6, 20), -100)], 1)
+    flat = x.flatten(0, 1), y.flatten()
+    expected, *others = (kind(co.linearize(model, d, "classification")).to_dense() for d in (flat, (x, y), padded))
+    if kind is co.KFAC:  # the eigenbasis' moments of a sequence include products between its positions
+        for other in others:
+            torch.testing.assert_close(other, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(others[0], others[1], rtol=1e-10, atol=1e-12)
+
+
+def large(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
+    return co.linearize(model, (torch.randn(100, 8, dtype=dtype), torch.arange(100) % 3), "classification")
+
+
+def test_gpytorch_draws_keep_all_the_variance():
+    lin = large()
+    P = co.GGN(lin).add_diagonal(1.0)
+    zero = torch.zeros(lin.num_parameters, dtype=torch.float64)
+    for operator in (P, P.inverse()):
+        samples = MultivariateNormal(zero, operator).sample(torch.Size([2000]))
+        share = samples.var(0).sum() / operator.to_dense().trace()
+        assert 0.97 < share < 1.03
+    kernel = co.TangentKernel(lin, 1.0).add_diagonal(5.0)
+    torch.manual_seed(1)
+    samples = kernel.zero_mean_mvn_samples(2000)
+    assert 0.97 < samples.square().sum(1).mean() / kernel.to_dense().trace() < 1.03
+
+
+def test_joint_predictives_in_single_precision_can_be_sampled():
+    lin = large(torch.float32)
+    post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
+    x = torch.randn(100, 8)
+    predicted = post.predict(x, joint=True)
+    samples = predicted.sample(torch.Size([500]))
+    assert 0.8 < samples.var(0).sum() / post.predict(x).variance.sum() < 1.2
+
+
+def test_the_evidence_is_differentiable_in_the_prior():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    lin = co.linearize(model, (torch.randn(20, 3).double(), torch.randn(20, 2).double()), "regression")
+    prior = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for curvature in (co.GGN, co.KFAC):
+        post = co.laplace(lin, curvature, prior, check_mode=False)
+        for _ in range(2):  # nothing that is kept holds a graph
+            (found,) = torch.autograd.grad(post.log_evidence(1e-4).value, prior)
+        G, A = curvature(lin).to_dense(), prior.detach() * torch.eye(lin.num_parameters, dtype=torch.float64)
+        gamma = torch.trace(torch.linalg.solve(G + A, G))
+        expected = -0.5 * (lin.theta.square().sum() - gamma / prior.detach())
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("s", "shift"), [(1e4, 1.0), (1e4, 1e-2), (1e5, 1e-2), (1e4, 1e-4)])
+def test_low_rank_solves_within_its_span_in_single_precision(s, shift):
+    torch.manual_seed(0)
+    U = torch.linalg.qr(torch.randn(500, 10)).Q
+    P = LowRank(U, torch.full((10,), s)).add_diagonal(shift)
+    b = U @ torch.randn(10, 2)
+    assert (P @ P.solve(b) - b).norm() <= 1e-5 * b.norm()
+    rest = torch.randn(500, 2)
+    rest = rest - U @ (U.mT @ rest)
+    torch.testing.assert_close(P.solve(rest), rest / shift, rtol=1e-4, atol=1e-4 / shift)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Diagonal(torch.tensor([-1.0, 1.0])),
+        lambda: LowRank(torch.eye(3)[:, :1], torch.tensor([-1.0])),
+        lambda: co.GGN(large()).add_diagonal(-0.5),
+    ],
+)
+def test_nothing_is_drawn_for_an_indefinite_matrix(make):
+    with pytest.raises(ValueError, match="negative"):
+        draw(make(), 2)
+
+
+def test_equal_seeds_draw_the_same_targets_however_the_data_are_batched():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+    x, y = torch.randn(16, 6).double(), torch.arange(16) % 3
+
+    def found(sizes):
+        lin = co.linearize(model, list(zip(x.split(sizes), y.split(sizes))), "classification")
+        return co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)).to_dense()
+
+    torch.testing.assert_close(found([16]), found([5, 5, 6]), rtol=1e-10, atol=1e-12)
+
+
+def test_wide_norm_layers_have_blocks_that_are_drawn_from():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 150), nn.LayerNorm(150), nn.Tanh(), nn.Linear(150, 3))
+    lin = co.linearize(model, (torch.randn(50, 8), torch.arange(50) % 3), "classification")
+    K = co.KFAC(lin)
+    assert K.psd
+    assert draw(K + K, 2).isfinite().all()
