@@ -122,8 +122,8 @@ def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Flo
     return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
 
-def _rotate(side: Float[Tensor, "*m g t p"], vectors: Tensor) -> Tensor:
-    """The last dimension in the eigenbasis, group by group; vectors (g, p) mean the unit basis."""
+def _rotate(side: Tensor, vectors: Tensor) -> Tensor:
+    """The last dimension of (..., g, t, p) in the eigenbasis, group by group; vectors (g, p) mean the unit basis."""
     if vectors.ndim == 2:
         return side
     by_group = side.movedim(-3, 0)
