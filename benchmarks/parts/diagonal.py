@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvops as co
 from benchmarks.machine import peer_version
 from benchmarks.networks import Problem, build
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread, alternate, alternate_fresh
 
 TARGETS = {"mlp": 5.0, "cnn": 30.0, "resnet": 30.0}  # 5, else 3·C
@@ -22,8 +22,6 @@ def measure(figures: Figures) -> None:
     """DiagonalGGN of the three networks."""
     for name, target in TARGETS.items():
         _network(figures, build(name), target)
-    for name in TARGETS:
-        figures.peak(name, 10, "diagonal", [0, 256 * MIB], batches=4)
 
 
 def _network(figures: Figures, problem: Problem, target: float) -> None:

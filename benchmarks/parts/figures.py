@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.networks import Problem
-from benchmarks.timing import Comparison, Run, alternate
+from benchmarks.timing import Comparison, Run, alternate, seconds
 
 UNIT = "gradient"
 MIB = 2**20
+LONGEST = 15.0
+"""Seconds that the runs behind one figure may take in all, as far as two runs allow it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ class Figures:
 
     def gradients(self, problem: Problem, what: str, run: Run, target: float | None = None, note: str = "") -> None:
         """Time a run beside the gradient of the same data; fewer pairs where one takes seconds."""
-        slow = problem.name == "resnet"
-        comparison = alternate(problem.unit(), run, max(1, self.settings.pairs // 3) if slow else self.settings.pairs)
+        unit = problem.unit()
+        unit()
+        pairs = max(1, min(self.settings.pairs, round(LONGEST / seconds(run))))
+        comparison = alternate(unit, run, pairs, warmup=0)
         self.add(problem.label, what, comparison, target=target, note=note)
 
     def peak(self, network: str, outputs: int, operator: str, budgets: list[int], batches: int = 1) -> None:

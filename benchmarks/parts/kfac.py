@@ -11,7 +11,7 @@ import curvops as co
 from benchmarks.machine import peer_version
 from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
 from benchmarks.routes import PEER, peer_label
 from benchmarks.timing import alternate, alternate_fresh
 from curvops.linalg import Kronecker
@@ -24,20 +24,20 @@ def measure(figures: Figures) -> None:
     """Factors of the exact and the sampled Fisher, eigendecompositions apart, EKFAC on top."""
     for name, sampled in SAMPLED.items():
         _network(figures, build(name), sampled)
-    for name in SAMPLED:
-        figures.peak(name, 10, "kfac", [0, 256 * MIB], batches=4)
 
 
 def _network(figures: Figures, problem: Problem, sampled: float | None) -> None:
     lin = linearized(problem)
     figures.gradients(problem, "KFAC, exact", lambda: co.KFAC(lin), EXACT)
     figures.gradients(problem, "KFAC, one sample", lambda: co.KFAC(lin, fisher="mc"), sampled)
-    pairs = 1 if problem.name == "resnet" else max(1, figures.settings.pairs // 3)
-    kfac = co.KFAC(lin, fisher="mc")
-    eigen = alternate_fresh(problem.unit(), lambda: _eigen(kfac), pairs, warmup=0)
-    figures.add(problem.label, "eigendecompositions, float64", eigen)
-    ekfac = alternate(problem.unit(), lambda: co.EKFAC(lin), pairs, warmup=0)
-    figures.add(problem.label, "EKFAC, exact, with its eigendecompositions", ekfac)
+    if problem.name != "resnet":  # its largest factors have 4,608 rows: minutes
+        kfac, pairs = co.KFAC(lin, fisher="mc"), max(1, figures.settings.pairs // 3)
+        figures.add(
+            problem.label,
+            "eigendecompositions, float64",
+            alternate_fresh(problem.unit(), lambda: _eigen(kfac), pairs, warmup=0),
+        )
+        figures.gradients(problem, "EKFAC, exact, with its eigendecompositions", lambda: co.EKFAC(lin))
     if figures.settings.peers and peer_version(PEER) is not None:
         _beside_curvlinops(figures, problem, lin)
 

@@ -157,7 +157,7 @@ class Passes:
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
-            a_column += self.model.selection.size_of(plan.others) * plan.itemsize
+            a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
         step = max(1, self.chunk_bytes // max(1, a_column * columns))
         for start in range(0, total, step):
             points = slice(start, start + step)

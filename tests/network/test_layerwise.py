@@ -60,6 +60,22 @@ def test_the_self_check_may_reject_every_layer(monkeypatch: pytest.MonkeyPatch) 
     assert passes.plan.layers == ()
 
 
+def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
+    monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
+    J, passes = reference("mlp"), walk("mlp", "auto")
+    owners, others = passes.engines.checked_owners(next(iter(passes.batches()))[0])
+    assert set(others) == {"2.weight", "2.bias"}
+    assert {name for names in owners.values() for name in names.values()}.isdisjoint(others)
+    assert "self-check" in passes.plan.others["2.weight"]
+    norms = torch.zeros(J.shape[0], dtype=J.dtype)
+    for first, groups in passes.jacobian_rows():
+        for group in groups:
+            for row in group.rows().values():
+                norms[first : first + group.num_rows] += row.flatten(2).square().sum(2).flatten()
+    assert agree(norms, J.square().sum(1))
+
+
 def zeros(self: Any, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: s.new_zeros(s.shape[1], *getattr(layer, name).shape) for name in names}
 
