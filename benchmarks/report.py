@@ -102,7 +102,7 @@ def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:
     found = {}
     for result in results:
         if result["kind"] == "operators":
-            found |= {name: part_tables(part) for name, part in result["parts"].items()}
+            found |= {f"operators: {name}": part_tables(part) for name, part in result["parts"].items()}
         else:
             found[result["kind"]] = {"products": products_tables, "memory": memory_table}[result["kind"]](result)
     return found
