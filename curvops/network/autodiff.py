@@ -52,15 +52,16 @@ class Streamed:
             return record_graph(self.model, self.inputs, self.names).push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
-        return torch.stack(
+        return _stacked(
             [self._push_one({name: tangents[name][k] for name in self.names}, record) for k in range(columns)]
         )
 
     def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
         # Unless the pass is recorded, gradients stay off: the tangent alone is wanted.
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
-            values, copies = self.model.values, self.model.copies
-            leaves = {name: copies[name].detach().requires_grad_(record) for name in self.names}
+            values = self.model.values
+            # Clones, for this product only: the dual of a view would allocate a tangent as large as all weights.
+            leaves = {name: values[name].detach().clone().requires_grad_(record) for name in self.names}
             duals = {name: forward_ad.make_dual(leaf, tangent[name]) for name, leaf in leaves.items()}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
         self._outputs = outputs.detach()
@@ -128,7 +129,7 @@ class _Graph:
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         rows = self._differentiating(lambda: [self._backward(cotangent) for cotangent in cotangents])
-        return {name: torch.stack([row[name] for row in rows]) for name in self.names}
+        return {name: _stacked([row[name] for row in rows]) for name in self.names}
 
     def _backward(self, cotangent: Tensor) -> Blocks:
         leaves = list(self._leaves.values())
@@ -203,6 +204,11 @@ def _replay_bytes(replay: Callable[..., Any], model: Model) -> int:
     apart = {tensor.untyped_storage().data_ptr() for tensor in model.tensors()}
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in graph.parameters()}
     return sum(size for pointer, size in storages.items() if pointer not in apart)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """The rows as one tensor; a single one is not copied."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def _usable(tensor: Tensor) -> Tensor:

@@ -119,7 +119,12 @@ class Linearization:
         total: Tensor | None = None
         for batch, J in self.passes.each(columns):
             part = term(batch, J)
-            total = part if total is None else total + part
+            if total is None:
+                total = part
+            elif total.requires_grad or part.requires_grad:
+                total = total + part
+            else:
+                total += part
         assert total is not None  # empty data were refused at the door
         return total
 
