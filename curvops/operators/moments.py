@@ -40,17 +40,24 @@ def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) 
     line = r * g * q * left.element_size()  # of one point and one of p
     points, rows = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
     total = left.new_zeros(g, p, q)
+    memory = left.new_empty(min(points, n) * rows * r * g * q)  # the same for all blocks: new pages cost more than sums
     for start in range(0, n, points):
         for first in range(0, p, rows):
-            block: Tensor | None = None
-            for a, b in pairs:
-                a = a[start : start + points, ..., first : first + rows].permute(0, 2, 1, 4, 3)
-                m, _, _, w, t = a.shape
-                a, b = a.reshape(m * g, r * w, t), b[start : start + points].reshape(m * g, t, q)
-                block = torch.bmm(a, b) if block is None else torch.baddbmm(block, a, b)
-            assert block is not None
-            total[:, first : first + rows] += block.square_().view(m, g, r, w, q).sum((0, 2))
+            total[:, first : first + rows] += _block_squares(
+                [(a[start : start + points, ..., first : first + rows], b[start : start + points]) for a, b in pairs],
+                memory,
+            )
     return total
+
+
+def _block_squares(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tensor, "g w q"]:
+    (n, r, g, _, w), q = pairs[0][0].shape, pairs[0][1].shape[-1]
+    block = memory[: n * g * r * w * q].view(n * g, r * w, q)
+    for i, (a, b) in enumerate(pairs):
+        t = a.shape[3]
+        sides = a.permute(0, 2, 1, 4, 3).reshape(n * g, r * w, t), b.reshape(n * g, t, q)
+        torch.baddbmm(block, *sides, beta=min(i, 1), out=block)
+    return block.square_().view(n, g, r, w, q).sum((0, 2))
 
 
 def embedding_squares(
