@@ -1,4 +1,4 @@
-"""Defects that a review found, each with the input that showed it."""
+"""Defects that once were, each with the input that showed it."""
 
 import pytest
 import torch
