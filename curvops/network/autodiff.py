@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -71,7 +72,7 @@ class Streamed:
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
         graph, self._graph = self._graph, None
-        return (graph or record_graph(self.model, self.inputs, self.names)).pull(cotangents)
+        return (graph or record_graph(self.model, self.inputs, self.names)).pull(cotangents, keep=False)
 
 
 class Recorded:
@@ -91,6 +92,8 @@ class Recorded:
         self.nbytes = saved.total * (1 if self._replay else 3)
         if self._replay is not None:
             self.nbytes += _replay_bytes(self._replay, model)
+            # Traced modules are cycles, which would keep their constants until some later collection.
+            weakref.finalize(self, _forget, self._replay).atexit = False
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -110,8 +113,8 @@ class Recorded:
         return self._graph.pull(cotangents)
 
     def _linearize(self, inputs: Any) -> Callable[[Blocks], Tensor] | None:
-        values, copies = self.model.values, self.model.copies
-        chosen = {name: copies[name].detach() for name in self.names}
+        values, self._copies = self.model.values, self.model.copies
+        chosen = {name: self._copies[name].detach() for name in self.names}
         with self.model.differentiating(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its constant folding warns of its own graph
             try:
@@ -127,15 +130,17 @@ class _Graph:
     def __init__(self, model: Model, leaves: Blocks, outputs: Float[Tensor, "n C"]) -> None:
         self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
 
-    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        rows = self._differentiating(lambda: [self._backward(cotangent) for cotangent in cotangents])
+    def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
+        """Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
+        last = None if keep else len(cotangents) - 1
+        rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
         return {name: _stacked([row[name] for row in rows]) for name in self.names}
 
-    def _backward(self, cotangent: Tensor) -> Blocks:
+    def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
         leaves = list(self._leaves.values())
         if not self.outputs.requires_grad:
             return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
-        gradients = torch.autograd.grad(self.outputs, leaves, _usable(cotangent), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(self.outputs, leaves, _usable(cotangent), retain_graph=keep, allow_unused=True)
         pairs = zip(self.names, leaves, gradients)
         return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
 
@@ -195,8 +200,7 @@ def _replay_bytes(replay: Callable[..., Any], model: Model) -> int:
 
     They are folded here, not at the first replay: normalisation layers make several times what autograd saves of them.
     """
-    graph = inspect.getclosurevars(replay).nonlocals.get("const_folded_jvp_graph")
-    if not isinstance(graph, torch.nn.Module):
+    if (graph := _traced(replay)) is None:
         return 0
     if (fold := getattr(graph, "run_folding", None)) is not None:
         with torch.no_grad():
@@ -204,6 +208,20 @@ def _replay_bytes(replay: Callable[..., Any], model: Model) -> int:
     apart = {tensor.untyped_storage().data_ptr() for tensor in model.tensors()}
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in graph.parameters()}
     return sum(size for pointer, size in storages.items() if pointer not in apart)
+
+
+def _traced(replay: Callable[..., Any]) -> torch.nn.Module | None:
+    graph = inspect.getclosurevars(replay).nonlocals.get("const_folded_jvp_graph")
+    return graph if isinstance(graph, torch.nn.Module) else None
+
+
+def _forget(replay: Callable[..., Any]) -> None:
+    """Drop the constants of a replay that nobody will run again."""
+    for module in () if (graph := _traced(replay)) is None else graph.modules():
+        module._parameters.clear()
+        module._buffers.clear()
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
@@ -238,7 +256,7 @@ class _SavedBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._apart:
             self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that saved its own output would hold itself for ever
 
     def __exit__(self, *details: Any) -> None:
         self._hooks.__exit__(*details)

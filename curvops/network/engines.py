@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,8 +70,12 @@ class Engines:
         """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit."""
         names = self.model.selection.names
         if kind == "recorded":
+            if self._replayable is None and self._trial_bytes() > room:
+                return self._streamed(inputs, room)
             replayable = self._may_replay()
-            if num_points(inputs) * self.plan.recorded_bytes > room:  # known only now
+            copies = self.model.theta.nbytes if replayable and not self.model.copied_bytes else 0
+            if num_points(inputs) * self.plan.recorded_bytes + copies > room:  # known only now
+                gc.collect()  # the trial's trace is a cycle that holds the parameters' copies
                 return self._streamed(inputs, room)
             return Recorded(self.model, inputs, names, replayable)
         if kind == "layerwise":
@@ -106,6 +111,10 @@ class Engines:
         others = tuple(self.plan.others)
         rest = Recorded(self.model, inputs, others, self._may_replay()) if others else None
         return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8))
+
+    def _trial_bytes(self) -> int:
+        """What finding out whether a linearisation may be replayed takes at a time, at most."""
+        return num_points(self._few) * self.plan.recorded_bytes + 3 * self.model.theta.nbytes
 
     def _may_replay(self) -> bool:
         if self._replayable is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ class Model:
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
-        self._copies: Blocks | None = None
+        self._copies: weakref.ref[Copies] | None = None
         self._settings, self._stand_ins = _settings_for(self.module), _stand_ins_for(self.module)
         self._output_shape: torch.Size | None = None
 
@@ -71,20 +72,30 @@ class Model:
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
     @property
-    def copies(self) -> Blocks:
-        """The selected parameters by name, each in a storage of its own, made once.
+    def copies(self) -> Copies:
+        """The selected parameters by name, each in a storage of its own, shared by those who hold them.
 
         For forward mode: the dual of a view would allocate a tangent as large as the whole vector, for each parameter.
         """
         with self.lock:
-            if self._copies is None:
-                self._copies = {name: value.detach().clone() for name, value in self.values.items()}
-            return self._copies
+            copies = self._held_copies()
+            if copies is None:
+                copies = Copies({name: value.detach().clone() for name, value in self.values.items()})
+                self._copies = weakref.ref(copies)
+            return copies
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that somebody holds."""
+        return self._flat.nbytes if self._held_copies() else 0
+
+    def _held_copies(self) -> Copies | None:
+        return None if self._copies is None else self._copies()
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""
-        copies = [] if self._copies is None else self._copies.values()
-        return [self._flat, *copies, *self.frozen.values(), *self._buffers.values()]
+        copies = self._held_copies() or Copies()
+        return [self._flat, *copies.values(), *self.frozen.values(), *self._buffers.values()]
 
     @property
     def eps(self) -> float:
@@ -182,6 +193,10 @@ class Model:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
+
+
+class Copies(Blocks):
+    """Parameters by name, to which a model may refer weakly."""
 
 
 class _Holder(nn.Module):

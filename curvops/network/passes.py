@@ -199,7 +199,7 @@ class Passes:
         return engine
 
     def _free(self) -> int:
-        return self.memory_budget - sum(engine.nbytes for _, engine in self._kept.values())
+        return self.memory_budget - self.model.copied_bytes - sum(engine.nbytes for _, engine in self._kept.values())
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """The same walk, unlabelled, with the model and the inputs converted."""
@@ -209,6 +209,15 @@ class Passes:
     def __getstate__(self) -> dict[str, Any]:
         """Caches stay behind when a linearisation is pickled or copied."""
         return self.__dict__ | {"_kept": {}, "_complete": False, "_done": 0, "_engines": None}
+
+
+def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """total + part, in place where no gradient is recorded; None stands for nothing yet."""
+    if total is None:
+        return part
+    if total.requires_grad or part.requires_grad:
+        return total + part
+    return total.add_(part)
 
 
 class _Linear(Function):

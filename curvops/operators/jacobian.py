@@ -7,7 +7,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.network.passes import Passes
+from curvops.network.passes import Passes, accumulate
 from curvops.operators.network_operator import NetworkOperator
 
 
@@ -38,8 +38,8 @@ class Jacobian(NetworkOperator):
         for _, J in self.passes.each(block.shape[1]):
             n, num_outputs = J.outputs.shape
             rows = block[start : start + n * num_outputs]
-            part = J.pull(rows.mT.unflatten(1, (n, num_outputs)))
-            total, start = part if total is None else total + part, start + n * num_outputs
+            total = accumulate(total, J.pull(rows.mT.unflatten(1, (n, num_outputs))))
+            start += n * num_outputs
         assert total is not None
         return total
 

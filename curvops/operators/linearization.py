@@ -18,7 +18,7 @@ from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import default_budget
 from curvops.network.model import Model
 from curvops.network.output_fisher import OutputFisher
-from curvops.network.passes import BatchMap, Passes
+from curvops.network.passes import BatchMap, Passes, accumulate
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
@@ -118,13 +118,7 @@ class Linearization:
         """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
         total: Tensor | None = None
         for batch, J in self.passes.each(columns):
-            part = term(batch, J)
-            if total is None:
-                total = part
-            elif total.requires_grad or part.requires_grad:
-                total = total + part
-            else:
-                total += part
+            total = accumulate(total, term(batch, J))
         assert total is not None  # empty data were refused at the door
         return total
 

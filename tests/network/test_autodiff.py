@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import Recorded, Streamed, saved_bytes
+from curvops.network.autodiff import Recorded, Streamed, _traced, record_graph, saved_bytes, shared_pass_bytes
 from curvops.network.model import Model
 from curvops.network.passes import Passes
 from curvops.network.probes import adjoint, forward_mode_works, replayable_bytes, tolerance
@@ -171,6 +174,39 @@ def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
     X = torch.randn(1000, 4, dtype=torch.float64)
     assert saved_bytes(Model(model), X[:2]) == 2 * 8 * (4 + 6 + 5)
     assert Passes(Model(model), [(X[:2], None)], "autodiff", PLENTY).plan.saved_bytes == 8 * (4 + 6 + 5)
+
+
+def test_activations_are_freed_with_what_recorded_them() -> None:
+    """An operation that saves its own output under a hook holds itself for ever, unless the hook hands out another."""
+    alive: list[weakref.ref[Tensor]] = []
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
+    network, inputs = Model(model), torch.randn(5, 3)
+    saved_bytes(network, inputs)
+    shared_pass_bytes(network, inputs)
+    recorded = Recorded(network, inputs, network.selection.names, replayable=False)
+    del recorded
+    assert alive and all(output() is None for output in alive)
+
+
+def test_a_streamed_pull_leaves_no_graph() -> None:
+    graph = record_graph(Model(nn.Linear(3, 2)), torch.randn(5, 3), ("weight", "bias"))
+    graph.pull(torch.ones(2, 5, 2), keep=False)
+    with pytest.raises(RuntimeError, match="a second time"):
+        graph.pull(torch.ones(1, 5, 2))
+
+
+def test_a_replay_takes_its_constants_and_the_copies_of_the_parameters_with_it() -> None:
+    network, inputs = Model(nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2))), torch.randn(5, 3)
+    recorded = Recorded(network, inputs, network.selection.names, replayable=True)
+    assert recorded._replay is not None and network.copied_bytes == network.theta.nbytes
+    traced = _traced(recorded._replay)
+    assert traced is not None and any(parameter.numel() for parameter in traced.parameters())
+    del recorded
+    assert not list(traced.parameters())
+    del traced
+    gc.collect()
+    assert network.copied_bytes == 0
 
 
 def test_the_adjoint_test_sees_a_difference_of_one_percent() -> None:
