@@ -63,8 +63,9 @@ class Basis:
         missing = min(width, self.n - self.width) - beside.shape[1]
         if missing <= 0:
             return beside
-        home = {"dtype": beside.dtype, "device": beside.device}
-        drawn = random_block(self.n, missing, "gaussian", generator=self.generator, **home)
+        drawn = random_block(
+            self.n, missing, "gaussian", dtype=beside.dtype, device=beside.device, generator=self.generator
+        )
         whole = empty_block(self.n, beside.shape[1] + missing, beside)
         put(whole, 0, beside)
         for _ in range(2):

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.block_lanczos import BlockLanczos, Counted, columns_within, start_block
+from curvops.linalg.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
+from curvops.linalg.projection import Counted
 from curvops.linalg.results import Eigenpairs, Reason
 from curvops.linalg.shift_invert import Solver, shift_inverted
 from curvops.linalg.thick_restart import Callback, Search, Which
@@ -38,7 +39,7 @@ def eigsh(
     *,
     sigma: float | int | None = None,
     rtol: float | int = 1e-6,
-    block_size: int | None = None,
+    block_size: int = 2,
     maxiter: int | None = None,
     max_matvecs: int | None = None,
     start: Float[Tensor, "n b"] | None = None,
@@ -49,7 +50,8 @@ def eigsh(
 ) -> Eigenpairs:
     """The k eigenpairs of symmetric A that are wanted, multiple ones as often as they occur.
 
-    A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| and no better pair was missed: where as
+    A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, or rtol |λ − σ| if that
+    is more) and no better pair was missed: where as
     many equal values were found as the block has columns, a fresh random block is sent through the complement of the
     pairs found until a missed one would have shown with probability 0.999 (else the reason is UNVERIFIED).
 
@@ -60,7 +62,7 @@ def eigsh(
             (largest |λ|), or "interior" (nearest to ``sigma``). Best first; "both" descending.
         sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
         rtol: 0 asks for all the dtype has, and the reason is then PRECISION_LIMIT.
-        block_size: vectors multiplied together, 2 by default. A larger one needs somewhat more products.
+        block_size: vectors multiplied together. A larger one needs somewhat more products.
         maxiter: most block products; by default 10 n, at least 100, at most 10 000. k products are always made.
         max_matvecs: most products with a vector, the k of the final check included.
         start: (n, b), to begin with instead of random vectors; the complement is then always checked.
@@ -84,13 +86,12 @@ def eigsh(
     facts = describe_square(A)
     n = facts.rows
     _check(n, k, which, sigma, float(rtol), maxiter)
-    wide = min(n, 2 if block_size is None else block_size) if start is None else 0
-    block = start_block(facts, start, wide, generator)
-    capacity, capped = basis_columns(facts, k, block.shape[1], memory_budget)
-    block = block if start is not None else block[:, : max(1, min(block.shape[1], capacity - k))]
+    wide = min(n, block_size) if start is None else start.shape[-1]
+    capacity, b, capped = basis_columns(facts, n, n, k, wide, wide if start is not None else 1, memory_budget)
+    block = start_block(facts, start, b, generator)
     most = math.inf if max_matvecs is None else max_matvecs - k
-    if most < -(-k // block.shape[1]) * block.shape[1]:
-        raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + block.shape[1]}.")
+    if most < k + b:
+        raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
     inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
     process = BlockLanczos(inverse or Counted(product(A)), block, capacity, generator, inject=True)
     search = Search(
@@ -112,6 +113,7 @@ def eigsh(
             vectors, images, size = process.settled, product(A)(process.settled), process.size * process.scale
         else:
             vectors, images, size = inverse.polished(process.settled)
+            reason = inverse.failure or reason
         spent = process.matvecs + (k if inverse is None else 0)
         return _certified(vectors, images, which, sigma, float(rtol), size, reason, spent)
 
@@ -130,21 +132,24 @@ def _check(n: int, k: int, which: str, sigma: float | None, rtol: float, maxiter
         raise ValueError(f"maxiter must not be negative, got {maxiter}.")
 
 
-def basis_columns(facts: Description, k: int, block_size: int, memory_budget: int | None) -> tuple[int, bool]:
-    """Columns of the basis, and whether the budget made them fewer.
+def basis_columns(
+    facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
+) -> tuple[int, int, bool]:
+    """Columns of a basis in n dimensions, a block size that fits them, and whether the budget made the columns fewer.
+
+    A column takes ``numbers`` numbers; the block may shrink to ``least_block``.
 
     Raises:
-        ValueError: the budget does not hold k + 2 of them.
+        ValueError: the budget holds too few of them.
     """
-    n = facts.rows
-    free = min(MOST_COLUMNS, FREE_BYTES // (n * torch.finfo(facts.dtype).bits // 8))
-    usual = min(n, max(2 * k + 10 * block_size, free))
-    within = columns_within(memory_budget, facts, block_size)
-    if within < min(n, k + 2 * block_size):
-        within = columns_within(memory_budget, facts, 1)
-    if within < min(n, k + 2):
-        raise ValueError(f"memory_budget={memory_budget} bytes hold {within} vectors; k={k} needs at least {k + 2}.")
-    return min(usual, within), within < usual
+    size = numbers * torch.finfo(facts.dtype).bits // 8
+    usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
+    for b in (block_size, least_block):
+        within = columns_within(memory_budget, n, size, b)
+        if within >= min(n, k + 2 * b):
+            return min(usual, within), b, within < usual
+    needed = size * (min(n, k + 2 * least_block) + BESIDE * least_block)
+    raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
 def _certified(
@@ -164,7 +169,8 @@ def _certified(
     residuals = norm(images - vectors * values.to(vectors))[order]
     values = values[order]
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
-    reasons = verdicts(residuals, rtol * values.abs(), noise, reason)
+    sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
+    reasons = verdicts(residuals, rtol * sizes, noise, reason)
     return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs)
 
 
@@ -187,4 +193,4 @@ def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> t
 def _broken(facts: Description, k: int, matvecs: int) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
     vectors = torch.full((k, facts.rows), math.nan, dtype=facts.dtype, device=facts.device).mT
-    return Eigenpairs(nothing, vectors, nothing + math.inf, (Reason.NON_FINITE,) * k, matvecs)
+    return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs)

@@ -181,6 +181,18 @@ class Eigenpairs:
     reasons: tuple[Reason, ...]
     matvecs: int
 
+    def raise_if_failed(self) -> Eigenpairs:
+        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
+        failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
+        if not failed:
+            return self
+        worst = max(_sortable(float(self.residuals[j])) for j in failed)
+        kinds = dict.fromkeys(self.reasons[j] for j in failed)
+        raise RuntimeError(
+            f"{len(failed)} of {len(self.reasons)} eigenpairs did not converge; worst true residual {worst:.2e}.\n"
+            + "\n".join(f"{reason.name}: {reason.value}" for reason in kinds)
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class SingularTriplets:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.block_lanczos import Counted
 from curvops.linalg.cg import cg
+from curvops.linalg.projection import Counted
 from curvops.linalg.results import ACCEPTED, Reason, Solution
 from curvops.linalg.vectors import Matrix, combine, gram, product, tall_qr
 
@@ -20,11 +20,13 @@ Solver: TypeAlias = Callable[..., Solution]
 INNER = 0.1
 
 
-def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float, solver: Solver | None) -> ShiftInverse:
+def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
     """The inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
-    shifted = A.detach() - sigma * torch.eye(len(A), dtype=A.dtype, device=A.device) if isinstance(A, Tensor) else None
-    if shifted is None:
-        shifted = A.add_diagonal(torch.tensor(-sigma, dtype=A.dtype, device=A.device))
+    shift = torch.tensor(sigma, dtype=A.dtype, device=A.device)
+    if isinstance(A, Tensor):
+        shifted = A.detach() - shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    else:
+        shifted = A.add_diagonal(-shift)
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
     return ShiftInverse(A, shifted, inner, most, cg if solver is None else solver)
 
@@ -32,7 +34,7 @@ def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float, solver: So
 class ShiftInverse(Counted):
     """V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last solver's reason that was not accepted."""
 
-    def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float, solver: Solver) -> None:
+    def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:
         super().__init__(product(A))
         self.shifted, self.rtol, self.most, self.solver = shifted, rtol, most, solver
         self.failure: Reason | None = None
