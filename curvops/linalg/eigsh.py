@@ -50,10 +50,10 @@ def eigsh(
 ) -> Eigenpairs:
     """The k eigenpairs of symmetric A that are wanted, multiple ones as often as they occur.
 
-    A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, or rtol |λ − σ| if that
-    is more) and no better pair was missed: where as
-    many equal values were found as the block has columns, a fresh random block is sent through the complement of the
-    pairs found until a missed one would have shown with probability 0.999 (else the reason is UNVERIFIED).
+    A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
+    more) and no better pair was missed: where as many equal values were found as the block has columns, a fresh random
+    block is sent through the complement of the pairs found until a missed one would have shown with probability 0.999
+    (where the budget ends before that, the reason is UNVERIFIED).
 
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.

@@ -58,6 +58,7 @@ class Projection(ABC):
         _, self.pending, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
         if inject:
             self.pending = self.basis.fresh(self.block_size, self.pending)
+        self.C = torch.zeros(self.upcoming, 0, dtype=torch.float64)
 
     @abstractmethod
     def step(self) -> None:
