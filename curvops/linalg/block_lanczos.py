@@ -34,7 +34,7 @@ BESIDE = 4
 
 @dataclass(frozen=True, eq=False)
 class BlockLanczosResult:
-    """A Q = Q T + V C with orthonormal [Q V]; T is symmetric, and banded but for rounding.
+    """A Q = Q T + V C with orthonormal [Q V]; T (symmetric, banded but for rounding) and C are float64 on the host.
 
     ``reason`` is CONVERGED for the steps asked for, BREAKDOWN for an invariant subspace (V has no columns), RANK_CAPPED
     for a memory budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns).
