@@ -5,8 +5,10 @@ from curvops.linalg.base import Operator  # first: importing it closes the cycle
 # isort: split
 from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.block_diagonal import BlockDiagonal
+from curvops.linalg.block_lanczos import block_lanczos
 from curvops.linalg.cg import cg
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.eigsh import eigsh
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
@@ -19,9 +21,11 @@ from curvops.linalg.results import (
     NotConverged,
     NotPositiveDefinite,
     Reason,
+    SingularTriplets,
     Solution,
 )
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
+from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
 
 __all__ = [
@@ -43,17 +47,21 @@ __all__ = [
     "RankTooLow",
     "Reason",
     "Scaled",
+    "SingularTriplets",
     "Sliced",
     "Solution",
     "SpectralQuadrature",
     "Sum",
     "Transposed",
+    "block_lanczos",
     "cg",
     "draw",
+    "eigsh",
     "lanczos",
     "logdet",
     "low_rank",
     "nystrom",
     "spectral_quadrature",
+    "svds",
     "trace",
 ]

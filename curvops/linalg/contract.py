@@ -18,9 +18,11 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
+from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
-from curvops.linalg.results import Estimate, Solution
+from curvops.linalg.results import Eigenpairs, Estimate, SingularTriplets, Solution
+from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
 
 DENSE_SIZE = 256
@@ -39,6 +41,14 @@ class SolverContract:
         """Lanczos tridiagonalisation, see `co.linalg.lanczos`."""
         return lanczos(self, steps, **options)
 
+    def eigsh(self, k: int, which: str = "largest", **options: Any) -> Eigenpairs:
+        """A few eigenpairs, see `co.linalg.eigsh`."""
+        return eigsh(self, k, which, **options)
+
+    def svds(self, k: int, which: str = "largest", **options: Any) -> SingularTriplets:
+        """A few singular triplets, see `co.linalg.svds`."""
+        return svds(self, k, which, **options)
+
     def trace(self, **options: Any) -> Estimate:
         """Stochastic trace, see `co.linalg.trace`."""
         return trace(self, **options)
@@ -49,12 +59,12 @@ class SolverContract:
 
     # linear_operator's entries
 
-    def require_small(self: Any, purpose: str) -> None:
-        """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` rows."""
+    def require_small(self: Any, purpose: str, instead: str = "") -> None:
+        """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
         if self.shape[-1] > DENSE_SIZE:
             raise ValueError(
-                f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; call .to_dense() "
-                "yourself if it fits in memory."
+                f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; {instead}call "
+                ".to_dense() yourself if it fits in memory."
             )
 
     @property
@@ -153,18 +163,29 @@ class SolverContract:
         return left @ rhs, left.square().sum(-1)
 
     def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
-        """Eigenvalues (m,) and vectors (n, m): all of them where A is small, else the Ritz pairs of Lanczos."""
-        if self._is_small:
+        """Eigenvalues (m,) and vectors (n, m): all of them where A is small or `method` is "symeig".
+
+        Else the m = `_root_decomposition_size()` (at most n) of largest absolute value, by `eigsh`; a RuntimeError
+        says which did not converge.
+        """
+        if self._is_small or method == "symeig":
             return self._symeig(eigenvectors=True)
-        values, vectors = self._ritz_pairs()
-        return values, to_linear_operator(vectors)
+        m = min(self.shape[-1], self._root_decomposition_size())
+        pairs = eigsh(self, m, "magnitude", rtol=default_rtol(self.dtype)).raise_if_failed()
+        return pairs.values.to(self.dtype), to_linear_operator(pairs.vectors)
 
     def _symeig(
         self: Any, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
     ) -> tuple[Tensor, LinearOperator | None]:
-        self.require_small("the eigendecomposition")
+        self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
         values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
         return values, to_linear_operator(vectors) if eigenvectors else None
+
+    def _svd(self: Any) -> tuple[LinearOperator, Tensor, LinearOperator]:
+        longer = self if self.shape[-1] >= self.shape[-2] else self.mT
+        longer.require_small("the singular value decomposition", "use .svds(k) for some of it, or ")
+        U, values, Vt = torch.linalg.svd(self.to_dense(), full_matrices=False)
+        return to_linear_operator(U), values, to_linear_operator(Vt.mT)
 
     def _choose_root_method(self) -> str:
         return "cholesky" if self._is_small else "lanczos"

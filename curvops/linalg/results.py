@@ -50,6 +50,10 @@ class Reason(Enum):
         "The rank or depth was capped by the memory or product budget before the aim was reached. "
         "Raise memory_budget, max_rank or max_matvecs, or accept the smaller basis."
     )
+    UNVERIFIED = (
+        "The residual is within the tolerance, but the budget ended before a fresh random start had shown that no "
+        "better eigenpair was missed. Raise maxiter or max_matvecs, or use a larger block_size."
+    )
 
 
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
@@ -173,6 +177,33 @@ class Eigenpairs:
 
     values: Float[Tensor, " k"]
     vectors: Float[Tensor, "n k"]
+    residuals: Float[Tensor, " k"]
+    reasons: tuple[Reason, ...]
+    matvecs: int
+
+    def raise_if_failed(self) -> Eigenpairs:
+        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
+        failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
+        if not failed:
+            return self
+        worst = max(_sortable(float(self.residuals[j])) for j in failed)
+        kinds = dict.fromkeys(self.reasons[j] for j in failed)
+        raise RuntimeError(
+            f"{len(failed)} of {len(self.reasons)} eigenpairs did not converge; worst true residual {worst:.2e}.\n"
+            + "\n".join(f"{reason.name}: {reason.value}" for reason in kinds)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SingularTriplets:
+    """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
+
+    ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
+    """
+
+    U: Float[Tensor, "m k"]
+    values: Float[Tensor, " k"]
+    V: Float[Tensor, "n k"]
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int

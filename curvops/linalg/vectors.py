@@ -73,6 +73,24 @@ def empty_block(n: int, k: int, like: Tensor) -> Float[Tensor, "n k"]:
     return torch.empty(k, n, dtype=like.dtype, device=like.device).mT
 
 
+def part(X: Float[Tensor, "n k"], start: int, stop: int) -> Float[Tensor, "n j"]:
+    """Columns start..stop of X, sharing its memory."""
+    return X[:, start:stop]
+
+
+def put(X: Float[Tensor, "n k"], start: int, V: Float[Tensor, "n j"]) -> None:
+    """Write V over the columns of X that begin at start."""
+    X[:, start : start + V.shape[1]] = V
+
+
+def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
+    """Write X C over the first k ≤ j columns of X, with little memory of its own."""
+    small = C.to(X)
+    rows = max(1, CHUNK // max(1, X.shape[1]))
+    for i in range(0, len(X), rows):
+        X[i : i + rows, : C.shape[1]] = combine(X[i : i + rows], small)
+
+
 def as_block(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """A copy of X with contiguous columns."""
     return empty_block(X.shape[0], X.shape[1], X).copy_(X)

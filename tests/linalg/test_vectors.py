@@ -35,6 +35,17 @@ def test_axpy_is_in_place():
     torch.testing.assert_close(Y, expected)
 
 
+def test_parts_share_memory_and_are_written_in_place(monkeypatch):
+    monkeypatch.setattr(vectors, "CHUNK", 8)
+    X, V, C = block(9, 5), block(9, 2, seed=1), block(4, 3, seed=2)
+    vectors.put(X, 1, V)
+    assert torch.equal(vectors.part(X, 1, 3), V) and vectors.part(X, 1, 3).data_ptr() == X[:, 1].data_ptr()
+    before = X.clone()
+    vectors.rotate(vectors.part(X, 0, 4), C)
+    torch.testing.assert_close(X[:, :3], before[:, :4] @ C)
+    assert torch.equal(X[:, 3:], before[:, 3:])
+
+
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_random_blocks_follow_their_generator(kind):
     def draw(seed):

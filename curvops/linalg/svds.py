@@ -1,0 +1,108 @@
+"""A few singular triplets of a rectangular matrix by thick-restart block Golub–Kahan bidiagonalisation.
+
+>>> import torch
+>>> from curvops.linalg.svds import svds
+>>> A = torch.zeros(4, 3).double()
+>>> A[0, 0], A[1, 1] = 3.0, 2.0
+>>> triplets = svds(A, 2, generator=torch.Generator().manual_seed(0))
+>>> triplets.values.round(decimals=6).tolist(), triplets.reasons[0].name
+([3.0, 2.0], 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+
+from curvops.linalg.eigsh import MOST_ITERATIONS, ROUNDING, basis_columns, verdicts
+from curvops.linalg.golub_kahan import GolubKahan
+from curvops.linalg.projection import Counted
+from curvops.linalg.results import Reason, SingularTriplets
+from curvops.linalg.thick_restart import Callback, Search, Which
+from curvops.linalg.vectors import Matrix, columns, describe, inner, norm, product, random_block
+
+
+def svds(
+    A: Matrix,
+    k: int,
+    which: str = "largest",
+    *,
+    rtol: float | int = 1e-6,
+    block_size: int = 2,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+) -> SingularTriplets:
+    """The k largest (or smallest) singular triplets of A (m, n), multiple ones as often as they occur.
+
+    A is not squared, so that small singular values are as accurate as large ones: to rounding of ‖A‖. A triplet is
+    CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options are its
+    options, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in ``max_matvecs``.
+    One iteration is a block product of each.
+
+    Raises:
+        ValueError: k not in 1..min(m, n), an unknown ``which``, or a budget too small for k triplets.
+
+    Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
+    """
+    facts = describe(A)
+    rows, n = max(facts.rows, facts.columns), min(facts.rows, facts.columns)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
+    if which not in ("largest", "smallest"):
+        raise ValueError(f'which must be "largest" or "smallest", got {which!r}.')
+    if not rtol >= 0:
+        raise ValueError(f"rtol must not be negative, got {rtol}.")
+    if maxiter is not None and maxiter < 0:
+        raise ValueError(f"maxiter must not be negative, got {maxiter}.")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}.")
+    capacity, b, capped = basis_columns(facts, n, facts.rows + facts.columns, k, min(n, block_size), 1, memory_budget)
+    most = math.inf if max_matvecs is None else max_matvecs - 2 * k
+    if most < 2 * (k + b):
+        raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
+    tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
+    multiply, adjoint = Counted(product(tall)), Counted(product(wide))
+    start = random_block(n, b, "gaussian", dtype=facts.dtype, device=facts.device, generator=generator)
+    process = GolubKahan(multiply, adjoint, rows, start, capacity, generator)
+    search = Search(
+        process,
+        cast(Which, which),
+        k,
+        rtol=float(rtol),
+        capacity=capacity,
+        maxiter=min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter,
+        most_matvecs=most,
+        callback=callback,
+    )
+    with torch.no_grad():
+        reason = search.run(True)
+        reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
+        found = _certified(process, k, which, float(rtol), reason)
+    swapped = facts.rows < facts.columns
+    return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
+
+
+def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int]:
+    return found.residuals, found.reasons, found.matvecs
+
+
+def _certified(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason) -> SingularTriplets:
+    """Singular values, true residuals and reasons, in order; NaN where a product was not finite."""
+    U, V = process.settled_left, process.settled
+    if reason is Reason.NON_FINITE:
+        U, V = (torch.full((k, len(X)), math.nan, dtype=X.dtype, device=X.device).mT for X in (U, V))
+        nothing = norm(V)
+        return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs)
+    images, coimages = process.multiply(V), process.adjoint(U)
+    values = inner(U, images).abs()
+    order = values.argsort(descending=which == "largest")
+    right, left = norm(images - U * values.to(U)), norm(coimages - V * values.to(V))
+    residuals, values = (right.square() + left.square()).sqrt()[order], values[order]
+    noise = ROUNDING * torch.finfo(V.dtype).eps * max(process.size * process.scale, float(values.amax()))
+    reasons = verdicts(residuals, rtol * values, noise, reason)
+    return SingularTriplets(columns(U, order), values, columns(V, order), residuals, reasons, process.matvecs)
