@@ -65,15 +65,16 @@ def apply_function(
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.ritz`.
     """
-    _check(A, B, float(rtol), maxiter, max_matvecs)
+    check(A, B, float(rtol), maxiter, max_matvecs)
     wide = B.reshape(B.shape[0], -1)
     with torch.no_grad():
         job = _Run(A, f, wide, None if lower_bound is None else float(lower_bound), memory_budget, maxiter)
-        job.solve(float(rtol), math.inf if max_matvecs is None else max_matvecs, callback)
+        job.solve(float(rtol), max_matvecs, callback)
         return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
-def _check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, max_matvecs: int | None) -> None:
+def check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, max_matvecs: int | None) -> int:
+    """The number of rows, once the arguments of a function of a matrix fit each other."""
     n, _, dtype, device = describe_square(A)
     if B.dtype != dtype:
         raise TypeError(f"B must have A's dtype {dtype}, got {B.dtype}.")
@@ -86,6 +87,7 @@ def _check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, max_matvecs: 
     for name, limit in (("maxiter", maxiter), ("max_matvecs", max_matvecs)):
         if limit is not None and limit < 1:
             raise ValueError(f"{name} must be at least 1, got {limit}.")
+    return n
 
 
 def usable_columns(B: Tensor) -> tuple[Tensor, Tensor, list[Reason | None]]:
@@ -128,9 +130,9 @@ class _Run:
     def matvecs(self) -> int:
         return self.run.matvecs
 
-    def solve(self, rtol: float, budget: float, callback: Callback | None) -> None:
+    def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
-            affordable = (budget - self.matvecs) // len(self.active)
+            affordable = self.limit if budget is None else (budget - self.matvecs) // len(self.active)
             target = min(self.limit, self.depth + max(1, min(self.depth // 8, affordable)))
             if target == self.depth or affordable < 1:
                 self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
@@ -172,7 +174,7 @@ class _Run:
         return True
 
     def value(self) -> Tensor:
-        X = empty_block(*self.B.shape, self.B).zero_()
+        X = empty_block(self.B.shape[0], self.B.shape[1], self.B).zero_()
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]
             if found is not None:

@@ -97,7 +97,7 @@ def approximant(T: Float[Tensor, "m m"], beta: float, f: SpectralFunction, size:
     if values is None:
         return None
     y = V @ (values * V[0])
-    return Approximant(y, _truncation(nodes, V, values, beta, f), _rounding(T, y, f, size))
+    return Approximant(y, _truncation(nodes, V, values, beta, f), _rounding(T, nodes, y, f, size))
 
 
 def _truncation(nodes: Tensor, V: Tensor, values: Tensor, beta: float, f: SpectralFunction) -> float:
@@ -128,10 +128,15 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Tenso
     return torch.cat(points)
 
 
-def _rounding(T: Tensor, y: Tensor, f: SpectralFunction, size: float) -> float:
-    """‖f(T + E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E."""
+def _rounding(T: Tensor, nodes: Tensor, y: Tensor, f: SpectralFunction, size: float) -> float:
+    """‖f(T + E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E.
+
+    Infinite where a Ritz value could as well be zero, and f has no value there.
+    """
     m, level = len(T), ROUNDING * f.eps * size
-    signs = 2.0 * torch.randint(0, 2, (2, m), generator=torch.Generator().manual_seed(m)).to(T) - 1
+    if float(nodes.abs().amin()) <= 2 * level and not bool(torch.isfinite(f.quietly(torch.zeros_like(nodes))).all()):
+        return math.inf
+    signs = random_signs(m)
     off = signs[1, : m - 1]
     E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
     nodes, V = torch.linalg.eigh(T + E)
@@ -141,3 +146,8 @@ def _rounding(T: Tensor, y: Tensor, f: SpectralFunction, size: float) -> float:
         moved = torch.where(torch.isfinite(moved) | ~near, moved, f.quietly(torch.zeros_like(nodes)))
     change = float((V @ (moved * V[0]) - y).norm())
     return change + f.eps * float(y.norm()) if math.isfinite(change) else math.inf
+
+
+def random_signs(m: int) -> Float[Tensor, "2 m"]:
+    """Two rows of signs, the same for every m whenever asked."""
+    return 2.0 * torch.randint(0, 2, (2, m), generator=torch.Generator().manual_seed(m)).double() - 1
