@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.results import FunctionProduct, Reason
-from curvops.linalg.ritz import Approximant, Function, SpectralFunction, approximant
+from curvops.linalg.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.vectors import Matrix, columns, describe_square, empty_block, largest, product
 
 MOST_ITERATIONS = 1000
@@ -119,7 +119,8 @@ class _Run:
         self.limit = depth_within(self.wanted, len(B), B.element_size(), max(1, len(self.live)), memory_budget)
         unit = columns(B, self.live) / self.heights[self.live].to(B)
         self.run = LockStep(product(A), unit, min(self.limit, FIRST_CAPACITY))
-        self.best: list[Approximant | None] = [None] * len(self.live)
+        self.best: list[Tensor | None] = [None] * len(self.live)
+        self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))
 
     @property
@@ -140,7 +141,8 @@ class _Run:
             if target >= self.run.basis.shape[1]:
                 self.run.reserve(min(self.limit, 2 * target))
             self.run.extend(target)
-            self.active = [k for k in self.active if not self._judge(k, rtol)]
+            self._judge(rtol)
+            self.active = [k for k in self.active if not self.stopped[k]]
             if callback is not None:
                 callback(self.depth, self.errors.clone())
 
@@ -148,37 +150,51 @@ class _Run:
         for k in self.active:
             self.reasons[int(self.live[k])] = reason
 
-    def _judge(self, k: int, rtol: float) -> bool:
-        """Estimate the error of column k and say whether it is done, and why."""
-        j, m = int(self.live[k]), int(self.run.depths[k])
-        beta = float(self.run.betas[k, m - 1])
-        if not (math.isfinite(beta) and bool(torch.isfinite(self.run.alphas[k, :m]).all())):
-            return self._stop(k, Reason.NON_FINITE)
-        found = approximant(self.run.tridiagonal(k), beta, self.f, self.run.scale)
-        if found is None:
-            return self._stop(k, Reason.SINGULAR) if beta == 0 else False
-        self.best[k] = found
-        truncation, rounding = found.relative
-        self.errors[j] = truncation + rounding
-        if truncation + rounding <= rtol:
-            return self._stop(k, Reason.CONVERGED)
-        if not math.isfinite(rounding):
-            return self._stop(k, Reason.SINGULAR) if beta == 0 or truncation <= rtol else False
-        if beta == 0 or truncation <= 0.1 * rounding:
-            return self._stop(k, Reason.PRECISION_LIMIT)
-        return False
+    def _judge(self, rtol: float) -> None:
+        """Estimate the errors of the active columns, and say which are done, and why."""
+        by_depth: dict[int, list[int]] = {}
+        for k in self.active:
+            m = int(self.run.depths[k])
+            finite = torch.isfinite(self.run.alphas[k, :m]).all() & torch.isfinite(self.run.betas[k, :m]).all()
+            if bool(finite):
+                by_depth.setdefault(m, []).append(k)
+            else:
+                self._stop(k, Reason.NON_FINITE)
+        for m, together in by_depth.items():
+            T = torch.stack([self.run.tridiagonal(k) for k in together])
+            beta = self.run.betas[together, m - 1]
+            found = approximants(T, beta, self.f, self.run.scale)
+            truncation, rounding = found.relative()
+            for i, k in enumerate(together):
+                complete = float(beta[i]) == 0
+                if not bool(found.known[i]):
+                    if complete:
+                        self._stop(k, Reason.SINGULAR)
+                    continue
+                self.best[k] = found.coefficients[i]
+                self.errors[int(self.live[k])] = truncation[i] + rounding[i]
+                reason = self._reason(float(truncation[i]), float(rounding[i]), complete, rtol)
+                if reason is not None:
+                    self._stop(k, reason)
 
-    def _stop(self, k: int, reason: Reason) -> bool:
+    def _reason(self, truncation: float, rounding: float, complete: bool, rtol: float) -> Reason | None:
+        if truncation + rounding <= rtol:
+            return Reason.CONVERGED
+        if not math.isfinite(rounding):
+            return Reason.SINGULAR if complete or truncation <= rtol else None
+        return Reason.PRECISION_LIMIT if complete or truncation <= 0.1 * rounding else None
+
+    def _stop(self, k: int, reason: Reason) -> None:
         self.reasons[int(self.live[k])] = reason
+        self.stopped[k] = True
         self.run.done[k] = True  # no more products for this column
-        return True
 
     def value(self) -> Tensor:
         X = empty_block(self.B.shape[0], self.B.shape[1], self.B).zero_()
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]
             if found is not None:
-                X[:, j] = self.run.expand(k, found.coefficients * (self.run.sizes[k].cpu() * self.heights[j]))
+                X[:, j] = self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j]))
         for j in range(X.shape[1]):
             if self.reasons[j] is Reason.NON_FINITE and not math.isfinite(float(self.heights[j])):
                 X[:, j] = math.nan

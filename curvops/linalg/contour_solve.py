@@ -20,6 +20,7 @@ from curvops.linalg.vectors import Matrix, columns, combine, empty_block, larges
 MOST_ITERATIONS = 10_000
 PILOT_DEPTH = 12
 CHECK_EVERY = 4
+GRADIENT_FACTOR = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,8 @@ def contour(
     n = check(A, B, float(rtol), maxiter, max_matvecs)
     most = min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
     budget = math.inf if max_matvecs is None else max_matvecs
+    # What a gradient multiplies with each other has to be known better than its sum.
+    aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
     with torch.no_grad():
         wide = B.reshape(n, -1)
         heights, live, found = usable_columns(wide)
@@ -62,11 +65,11 @@ def contour(
         rule, spent = None, 0
         if len(live):
             size, spent = _size(A, unit)
-            rule = _rule(size, lower_bound, inverse, float(rtol), torch.finfo(B.dtype).eps)
+            rule = _rule(size, lower_bound, inverse, aim, torch.finfo(B.dtype).eps)
             width = _width(unit, len(rule.shifts) * (2 if keep else 1), memory_budget)
             for block in unit.split(width, dim=1):
                 job = _Part(A, block, rule, size, lower_bound, inverse, keep)
-                job.solve(float(rtol), most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)
+                job.solve(float(rtol), aim, most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)
                 spent += job.matvecs
                 parts.append(job)
         scale = sizes.cpu() * heights[live]
@@ -157,7 +160,7 @@ class _Part:
         self.resolved = torch.zeros(K, dtype=torch.bool)  # whether a column has seen the lower end of the spectrum
         self.matvecs = 0
 
-    def solve(self, rtol: float, maxiter: int, budget: float, callback: Callback | None) -> None:
+    def solve(self, rtol: float, aim: float, maxiter: int, budget: float, callback: Callback | None) -> None:
         run, K = self.run, self.B.shape[1]
         limit, next_check = Reason.ITERATION_LIMIT, CHECK_EVERY
         while bool(run.active.any()) and run.iteration < maxiter:
@@ -169,7 +172,7 @@ class _Part:
                 next_check = run.iteration + max(CHECK_EVERY, run.iteration // 10)
                 truncation, quadrature = self._estimates()
                 self.errors = truncation + quadrature
-                run.active &= (truncation > rtol / 2) | (quadrature > rtol / 2) & ~self.resolved
+                run.active &= (truncation > aim / 2) | (quadrature > rtol / 2) & ~self.resolved
                 if callback is not None:
                     callback(run.iteration, self.errors.clone())
         truncation, quadrature = self._estimates()

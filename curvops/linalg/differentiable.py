@@ -79,7 +79,7 @@ class _InverseRootProduct(Function):
 
 
 def _contour(operator: LinearOperator, rhs: Tensor, lower_bound: float | None, keep: bool = False) -> ContourProduct:
-    rtol = min(1e-6, torch.finfo(rhs.dtype).eps ** 0.6)
+    rtol = min(1e-6, torch.finfo(rhs.dtype).eps ** 0.7)
     found = contour(operator, rhs, inverse=True, lower_bound=lower_bound, rtol=rtol, keep=keep)
     if Reason.PRECISION_LIMIT in found.product.reasons:
         warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)

@@ -270,6 +270,7 @@ class _Probes:
             x, width = view.grid(*now)
         except ValueError:
             return False  # what is wrong with the grid is said at the end
+        x = x[:: max(1, int(width / float(x[1] - x[0])))]  # nothing is finer than the bandwidth
         each = view.density(*now, x, width)
         change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
         half = _half_width(each, level) * math.sqrt(run.K / self.probes)
