@@ -4,6 +4,7 @@ from curvops.linalg.base import Operator  # first: importing it closes the cycle
 
 # isort: split
 from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.apply_function import apply_function
 from curvops.linalg.block_diagonal import BlockDiagonal
 from curvops.linalg.block_lanczos import block_lanczos
 from curvops.linalg.cg import cg
@@ -18,12 +19,16 @@ from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
     Eigenpairs,
     Estimate,
+    FunctionNotConverged,
+    FunctionProduct,
     NotConverged,
     NotPositiveDefinite,
     Reason,
     SingularTriplets,
     Solution,
 )
+from curvops.linalg.roots import inverse_sqrt, sqrt
+from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
@@ -36,6 +41,8 @@ __all__ = [
     "Eigenpairs",
     "EigenKronecker",
     "Estimate",
+    "FunctionNotConverged",
+    "FunctionProduct",
     "Inverse",
     "Kronecker",
     "LowRank",
@@ -50,18 +57,23 @@ __all__ = [
     "SingularTriplets",
     "Sliced",
     "Solution",
+    "SpectralDensity",
     "SpectralQuadrature",
     "Sum",
     "Transposed",
+    "apply_function",
     "block_lanczos",
     "cg",
     "draw",
     "eigsh",
+    "inverse_sqrt",
     "lanczos",
     "logdet",
     "low_rank",
     "nystrom",
+    "spectral_density",
     "spectral_quadrature",
+    "sqrt",
     "svds",
     "trace",
 ]

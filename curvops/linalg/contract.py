@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import Eigenpairs, Estimate, SingularTriplets, Solution
+from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
 
@@ -56,6 +58,10 @@ class SolverContract:
     def stochastic_logdet(self, **options: Any) -> Estimate:
         """Stochastic log-determinant in nats, see `co.linalg.logdet`."""
         return logdet(self, **options)
+
+    def spectral_density(self, **options: Any) -> SpectralDensity:
+        """The density of eigenvalues with its band, see `co.linalg.spectral_density`."""
+        return spectral_density(self, **options)
 
     # linear_operator's entries
 
@@ -148,19 +154,27 @@ class SolverContract:
         return (root @ noise).movedim(-1, 0)
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
-        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), dense where A is small, else by the closed form."""
+        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root; differentiable in A, B and L.
+
+        Dense where A is small, else by the closed form, else by contour quadrature (`co.linalg.inverse_sqrt`), which
+        raises `FunctionNotConverged` where the tolerance was not reached and `NotPositiveSemidefinite` where A is not.
+        """
         form = None if self._is_small else self._closed_form()
-        if form is None:
-            self.require_small("the inverse square root")
-            inverse_root = differentiable.inverse_root(self._dense())
-            if lhs is None:
-                return inverse_root @ rhs
-            left = lhs @ inverse_root
+        if form is not None:
+            root = form.inverse_root
+        elif self._is_small:
+            dense_root = differentiable.inverse_root(self._dense())
+            root = dense_root.matmul
         else:
-            if lhs is None:
-                return _by_vector(form.inverse_root, rhs)
-            left = _by_vector(form.inverse_root, lhs.mT if lhs.ndim == 2 else lhs).mT
+            root = partial(differentiable.inverse_root_product, self, lower_bound=self._lower_bound())
+        if lhs is None:
+            return _by_vector(root, rhs)
+        left = root(lhs.mT).mT
         return left @ rhs, left.square().sum(-1)
+
+    def _lower_bound(self) -> float | None:
+        """A positive number that no eigenvalue of A is below, where one is known."""
+        return None
 
     def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
         """Eigenvalues (m,) and vectors (n, m): all of them where A is small or `method` is "symeig".

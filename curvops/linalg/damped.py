@@ -179,6 +179,10 @@ class Damped(Operator):
         ]
         return torch.cat([part.mT for part in parts]).mT
 
+    def _lower_bound(self) -> float | None:
+        least = float(self.shift.detach().min())
+        return least if least > 0 and is_psd(self.base) else None
+
     def _logdet_estimate(self) -> Estimate:
         parts = self.shifted_form()
         if parts is None:

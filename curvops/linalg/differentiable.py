@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from curvops.linalg.contour_solve import ContourProduct, contour
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.vectors import random_block
 
@@ -40,6 +41,50 @@ def logdet(operator: LinearOperator) -> Tensor:
 def inverse_root(dense: Tensor) -> Tensor:
     """A^-½ of a symmetric positive definite tensor (..., n, n), its gradient finite where eigenvalues coincide."""
     return _InverseRoot.apply(dense)  # type: ignore[no-untyped-call]
+
+
+def inverse_root_product(operator: LinearOperator, rhs: Tensor, lower_bound: float | None) -> Tensor:
+    """A^-½ B for B (n, K) by contour quadrature, with gradients in B and in the tensors inside A."""
+    return _InverseRootProduct.apply(  # type: ignore[no-untyped-call]
+        operator.representation_tree(), lower_bound, rhs, *operator.representation()
+    )
+
+
+class _InverseRootProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, tree: Any, lower_bound: float | None, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.lower_bound = tree, lower_bound
+        ctx.save_for_backward(rhs, *tensors)
+        return _contour(tree(*tensors), rhs, lower_bound).product.value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rhs, *tensors = ctx.saved_tensors
+        operator = ctx.tree(*tensors)
+        inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
+        if not any(ctx.needs_input_grad[3:]):
+            return (None, None, _contour(operator, gradient, ctx.lower_bound).product.value, *inside)
+        # dA^-½ = −Σ w (A + σ)⁻¹ dA (A + σ)⁻¹: both sides under one rule, as their columns run together.
+        both = _contour(operator, torch.cat([gradient.mT, rhs.mT]).mT, ctx.lower_bound, keep=True)
+        K = rhs.shape[1]
+        if both.rule is not None:
+            weights = both.rule.weights.tolist()
+            left = torch.cat([-w * x[:, :K].mT for w, x in zip(weights, both.solutions)]).mT
+            right = torch.cat([x[:, K:].mT for x in both.solutions]).mT
+            inside = operator._bilinear_derivative(
+                torch.cat([left.mT, right.mT]).mT / 2, torch.cat([right.mT, left.mT]).mT
+            )
+        return (None, None, both.product.value[:, :K], *inside)
+
+
+def _contour(operator: LinearOperator, rhs: Tensor, lower_bound: float | None, keep: bool = False) -> ContourProduct:
+    rtol = min(1e-6, torch.finfo(rhs.dtype).eps ** 0.7)
+    found = contour(operator, rhs, inverse=True, lower_bound=lower_bound, rtol=rtol, keep=keep)
+    if Reason.PRECISION_LIMIT in found.product.reasons:
+        warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
+    found.product.raise_if_failed(rtol)
+    return found
 
 
 class _InverseRoot(Function):

@@ -10,7 +10,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import Matrix, describe_square, largest, norm, orthogonalize, product, random_block
+from curvops.linalg.vectors import (
+    Matrix,
+    combine,
+    describe_square,
+    largest,
+    norm,
+    orthogonalize,
+    product,
+    random_block,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +127,10 @@ class LockStep:
         m = int(self.depths[k])
         off = self.betas[k, : m - 1]
         return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
+
+    def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
+        """The combination of the first m vectors of start vector k's basis."""
+        return combine(self.basis[k, : len(coefficients)].mT, coefficients[:, None].to(self.basis.device))[:, 0]
 
     def reserve(self, capacity: int) -> None:
         """Room for ``capacity`` steps, keeping those done."""

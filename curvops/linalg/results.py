@@ -207,3 +207,51 @@ class SingularTriplets:
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionProduct:
+    """f(A) b for each column b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖.
+
+    ``error_estimates`` holds what the method left out and what rounding in A's dtype may have done; ``inf`` where
+    nothing can be said. ``reasons`` is one a column; ``matvecs`` counts products of A with one vector.
+    """
+
+    value: Tensor
+    error_estimates: Float[Tensor, " K"]
+    reasons: tuple[Reason, ...]
+    iterations: int
+    matvecs: int
+
+    @property
+    def converged(self) -> Bool[Tensor, " K"]:
+        """Which columns reached the tolerance."""
+        return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in self.reasons])
+
+    @property
+    def accepted(self) -> bool:
+        """Whether each column either converged or gave all that the dtype can give."""
+        return all(reason in ACCEPTED for reason in self.reasons)
+
+    def raise_if_failed(self, rtol: float) -> FunctionProduct:
+        """Return self if every column is accepted, else raise FunctionNotConverged."""
+        if self.accepted:
+            return self
+        raise FunctionNotConverged(self, rtol)
+
+
+class FunctionNotConverged(RuntimeError):
+    """A function of a matrix was not reached; ``product`` holds what was."""
+
+    def __init__(self, product: FunctionProduct, rtol: float) -> None:
+        self.product = product
+        self.rtol = rtol
+        failed = [j for j, reason in enumerate(product.reasons) if reason not in ACCEPTED]
+        worst = max((_sortable(float(product.error_estimates[j])) for j in failed), default=0.0)
+        parts = [
+            f"{len(failed)} of {len(product.reasons)} columns did not converge; "
+            f"worst estimate of the relative error {worst:.2e}, asked for {rtol:.2e}."
+        ]
+        for reason in dict.fromkeys(product.reasons[j] for j in failed):
+            parts.append(f"{reason.name} at iteration {product.iterations}: {reason.value}")
+        super().__init__("\n".join(parts))

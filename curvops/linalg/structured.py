@@ -10,11 +10,16 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum, is_psd
+from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum
 from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.results import Estimate
+from curvops.linalg.roots import sqrt
 from curvops.linalg.vectors import random_block
+
+# Draws of an operator without a root: columns that run together, and their relative error.
+DRAW_BLOCK = 32
+DRAW_RTOL = 1e-5
 
 
 class Diagonal(Operator):
@@ -203,10 +208,11 @@ class LowRank(Operator):
 
 
 def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """k exact draws of N(0, A) as columns, (n, k), from the square roots that the parts of A have.
+    """k draws of N(0, A) as columns, (n, k), exact from the square roots that the parts of A have.
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a `_draw` of their
-    own; a small matrix is factorised. Raises ValueError for a large operator with no known root.
+    own; a small matrix is factorised; a large one known to be positive semidefinite is multiplied by its square root
+    (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError for any other large operator.
     """
     own = getattr(operator, "_draw", None)
     if own is not None:
@@ -239,15 +245,28 @@ def _require_not_negative(values: Tensor) -> None:
 def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
     formed = isinstance(operator, Dense)
     if isinstance(operator, Operator) and not formed and operator.shape[-1] > DENSE_SIZE:
+        if operator.psd and not operator.batch_shape:
+            return _draw_by_products(operator, k, generator)
         raise ValueError(
-            f"no exact square root of this {type(operator).__name__} of shape {tuple(operator.shape)} is known "
-            f"(psd known: {is_psd(operator)}); draw from its parts, or from operator.inverse() of a Damped one."
+            f"this {type(operator).__name__} of shape {tuple(operator.shape)} is not known to be positive "
+            "semidefinite, and no exact square root of it is known; draw from its parts, or from operator.inverse() "
+            "of a Damped one."
         )
     values, vectors = torch.linalg.eigh(operator.to_dense())
     floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     if bool((values < floor).any()):
         raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
     return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * normal(len(values), k, values, generator))
+
+
+def _draw_by_products(operator: Operator, k: int, generator: torch.Generator | None) -> Tensor:
+    """A^½ z, whose relative error is far below what any number of draws could tell."""
+    like = torch.empty(0, dtype=operator.dtype, device=operator.device)
+    parts = [
+        sqrt(operator, normal(operator.shape[-1], count, like, generator), rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL)
+        for count in [DRAW_BLOCK] * (k // DRAW_BLOCK) + [k % DRAW_BLOCK] * bool(k % DRAW_BLOCK)
+    ]
+    return torch.cat([part.value.mT for part in parts]).mT if parts else operator.new_empty(operator.shape[-1], 0)
 
 
 def normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:

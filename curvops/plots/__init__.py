@@ -15,6 +15,7 @@ from curvops.plots.heatmap import covariance
 from curvops.plots.regression import regression
 from curvops.plots.reliability import reliability
 from curvops.plots.rotation import rotation
+from curvops.plots.spectral_density import spectral_density
 from curvops.plots.style import save
 
-__all__ = ["convergence", "covariance", "evidence", "regression", "reliability", "rotation", "save"]
+__all__ = ["convergence", "covariance", "evidence", "regression", "reliability", "rotation", "save", "spectral_density"]

@@ -23,7 +23,7 @@ TINY = demo.Settings(
     grid=3,
     columns=2,
 )
-FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "covariance")
+FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "covariance", "spectral_density")
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ def no_foreign_solvers():
         "linear_operator.utils.stochastic_lq.StochasticLQ.evaluate",
         "linear_operator.utils.minres.minres",
         "linear_operator.utils.contour_integral_quad.contour_integral_quad",
+        "linear_operator.functions._sqrt_inv_matmul.SqrtInvMatmul.forward",
     ]
     patches = []
     for name in names:
@@ -141,6 +142,7 @@ def test_no_solve_logdet_or_sample_reaches_linear_operators_solvers(name, no_for
         inv_quad, logdet = P.inv_quad_logdet(b, logdet=True)
         torch.testing.assert_close(inv_quad, (b * torch.linalg.solve(expected, b)).sum(), rtol=1e-6, atol=0)
         assert abs(logdet - expected.logdet()) < 0.05 * (expected.logdet().abs() + 10)
+        torch.testing.assert_close(P.sqrt_inv_matmul(P.sqrt_inv_matmul(b)), P.solve(b), rtol=1e-6, atol=1e-6)
         assert P.zero_mean_mvn_samples(3).shape == (3, N)
         normal = MultivariateNormal(torch.zeros(N, dtype=torch.float64), P)
         assert normal.rsample(torch.Size([2])).shape == (2, N)

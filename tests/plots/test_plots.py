@@ -77,6 +77,14 @@ def covariance() -> Figure:
     return plots.covariance(factor @ factor.T / 15, ["7", "7, 45°", "3", "8"])
 
 
+def spectral_density() -> Figure:
+    grid = np.linspace(-0.5, 20, 400)
+    bells = np.exp(-0.5 * ((grid[:, None] - np.array([0, 5, 12, 19])) / 0.2) ** 2) @ np.array([0.97, 0.01, 0.01, 0.01])
+    density = bells / (0.2 * np.sqrt(2 * np.pi))
+    top = np.array([19.0, 12.0, 5.0])
+    return plots.spectral_density(grid, density, 0.5 * density, 2 * density, 0.2, top, 1000, title="Eigenvalues")
+
+
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
@@ -85,6 +93,7 @@ FIGURES = [
     (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
     (regression, 1, 2 + 2, ["input x", "target y", "arbitrary units"]),
     (covariance, 2, 2 * 3, ["outputs 0 … 9", "squared logits"]),
+    (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
 ]
 
 
@@ -126,3 +135,19 @@ def test_bins_without_points_leave_no_marker():
 def test_covariance_with_a_wrong_number_of_labels():
     with pytest.raises(ValueError, match="9 rows are no whole number of outputs for 2 labels"):
         plots.covariance(np.eye(9), ["a", "b"])
+
+
+def test_a_log_spectrum_says_its_unit_and_what_counts_as_zero():
+    grid = np.logspace(-3, 2, 300)
+    density = np.exp(-0.5 * np.log(grid) ** 2)
+    figure = plots.spectral_density(grid, density, 0 * density, 2 * density, 0.1, scale="log", zero_mass=0.25)
+    axes = figure.axes[0]
+    assert axes.get_xscale() == "log" and "log λ" in axes.get_ylabel() and "25.0 %" in axes.get_title()
+
+
+def test_eigenvalues_of_both_signs_on_a_symlog_axis():
+    grid = np.linspace(-20, 1000, 300)
+    density = np.exp(-np.abs(grid) / 10)
+    axes = plots.spectral_density(grid, density, 0 * density, 2 * density, 5.0, scale="symlog").axes[0]
+    assert axes.get_xscale() == "symlog" and axes.get_xlim() == (-20, 1000)
+    assert np.isnan(axes.lines[0].get_ydata()).any()

@@ -18,6 +18,8 @@ from curvops.linalg import Estimate, draw
 from curvops.posterior import metrics
 
 CG_RTOL = 1e-5
+TOP = 10
+"""Eigenvalues shown one by one."""
 NOISE = 0.1
 
 
@@ -131,3 +133,19 @@ def covariance(post: co.Laplace, x: Tensor, labels: Sequence[str], path: Path) -
     """The joint covariance of a few points' logits."""
     matrix = post.predict(x, joint=True).covariance_matrix.detach().numpy()
     plots.save(plots.covariance(matrix, labels), path)
+
+
+def spectrum(curvature: co.linalg.Operator, generator: torch.Generator, path: Path) -> dict[str, Any]:
+    """The curvature's spectral density and its largest eigenvalues; returns what they cost and found."""
+    found = curvature.spectral_density(probes=4, steps=40, generator=generator)
+    top = _largest(curvature, generator)
+    grid, density, low, high = (t.numpy() for t in (found.grid, found.density, found.lower, found.upper))
+    rows = curvature.shape[-1]
+    title = "Eigenvalues of the GGN"
+    plots.save(plots.spectral_density(grid, density, low, high, found.bandwidth, top.numpy(), rows, title=title), path)
+    return {"products": found.matvecs, "depth": found.nodes.shape[1], "largest": top.tolist()}
+
+
+def _largest(curvature: co.linalg.Operator, generator: torch.Generator) -> Tensor:
+    """The largest eigenvalues, in falling order."""
+    return torch.linalg.eigvalsh(curvature.lanczos(3 * TOP, generator=generator).T).flip(0)[:TOP]

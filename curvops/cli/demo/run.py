@@ -197,6 +197,8 @@ def _figures(
         figures.evidence(grid, estimates, nll, chosen, output / "evidence.png")
     with stages.stage("figure: conjugate gradients"):
         solves = figures.convergence(post, settings.columns, generator, output / "convergence.png")
+    with stages.stage("figure: spectrum of the GGN"):
+        spectrum = figures.spectrum(post.curvature, generator, output / "spectral_density.png")
     with stages.stage("figures: regression, covariance"):
         figures.regression(generator, output / "regression.png")
         labels = [str(int(digit)) for digit in test.y[:4]]
@@ -210,7 +212,7 @@ def _figures(
         }
         for value, e, loss in zip(grid, estimates, nll)
     ]
-    return {"evidence_curve": curve, "conjugate_gradients": solves}
+    return {"evidence_curve": curve, "conjugate_gradients": solves, "spectrum": spectrum}
 
 
 def _joined(parts: list[scores.Predicted]) -> scores.Predicted:

@@ -1,0 +1,204 @@
+"""f(A) B for a symmetric matrix A known by its products, by Lanczos.
+
+>>> import torch
+>>> from curvops.linalg.apply_function import apply_function
+>>> result = apply_function(torch.diag(torch.tensor([1.0, 4.0, 9.0])), torch.sqrt, torch.ones(3))
+>>> result.value.round(decimals=4), result.reasons[0].name
+(tensor([1., 2., 3.]), 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from curvops.linalg.lanczos import LockStep, depth_within
+from curvops.linalg.results import FunctionProduct, Reason
+from curvops.linalg.ritz import Function, SpectralFunction, approximants
+from curvops.linalg.vectors import Matrix, columns, describe_square, empty_block, largest, product
+
+MOST_ITERATIONS = 1000
+FIRST_CAPACITY = 32
+
+Callback: TypeAlias = Callable[[int, Tensor], object]
+
+
+def apply_function(
+    A: Matrix,
+    f: Function,
+    B: Shaped[Tensor, "n *K"],
+    *,
+    rtol: float | int = 1e-6,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    lower_bound: float | int | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+) -> FunctionProduct:
+    """f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
+
+    Args:
+        A: (n, n), symmetric.
+        f: a function of eigenvalues, float64 tensor to float64 tensor on the host.
+        B: (n,) or (n, K).
+        rtol: a column has converged when its estimated error is at most rtol ‖f(A) b‖.
+        maxiter: the deepest basis, min(n, 1000) by default. max_matvecs: the budget in products, of all columns.
+        lower_bound: a known lower bound of A's spectrum, such as its prior precision. Sharper estimates, hence fewer
+            products, for f with a singularity at 0; it is trusted.
+        memory_budget: bytes for the bases, which hold depth × n numbers a column.
+        callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
+
+    Returns:
+        A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
+        budgets. PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
+        that is zero to working precision; what stands there is the last approximant that had one, or zero.
+
+    Raises:
+        TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
+        NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
+            100 eps ‖A‖ of 0 counts as 0.
+
+    Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.ritz`.
+    """
+    check(A, B, float(rtol), maxiter, max_matvecs)
+    wide = B.reshape(B.shape[0], -1)
+    with torch.no_grad():
+        job = _Run(A, f, wide, None if lower_bound is None else float(lower_bound), memory_budget, maxiter)
+        job.solve(float(rtol), max_matvecs, callback)
+        return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
+
+
+def check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, max_matvecs: int | None) -> int:
+    """The number of rows, once the arguments of a function of a matrix fit each other."""
+    n, _, dtype, device = describe_square(A)
+    if B.dtype != dtype:
+        raise TypeError(f"B must have A's dtype {dtype}, got {B.dtype}.")
+    if B.device != device:
+        raise ValueError(f"B must be on A's device {device}, got {B.device}.")
+    if B.ndim not in (1, 2) or B.shape[0] != n:
+        raise ValueError(f"B must have shape ({n},) or ({n}, K) for A of {n} x {n}, got {tuple(B.shape)}.")
+    if not rtol >= 0:
+        raise ValueError(f"rtol must not be negative, got {rtol}.")
+    for name, limit in (("maxiter", maxiter), ("max_matvecs", max_matvecs)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}.")
+    return n
+
+
+def usable_columns(B: Tensor) -> tuple[Tensor, Tensor, list[Reason | None]]:
+    """The largest entries of the columns, the indices of those to work on, and the reasons of the others."""
+    heights = largest(B).cpu()
+    reasons: list[Reason | None] = [None] * B.shape[1]
+    for j, height in enumerate(heights.tolist()):
+        if not math.isfinite(height):
+            reasons[j] = Reason.NON_FINITE
+        elif height == 0:
+            reasons[j] = Reason.ZERO_RIGHT_HAND_SIDE
+    live = [j for j, reason in enumerate(reasons) if reason is None]
+    return heights, torch.tensor(live, dtype=torch.long), reasons
+
+
+class _Run:
+    """Lanczos in lock-step on the columns that need it, each until its own end."""
+
+    def __init__(
+        self, A: Matrix, f: Function, B: Tensor, bound: float | None, memory_budget: int | None, maxiter: int | None
+    ) -> None:
+        self.B = B
+        self.heights, self.live, found = usable_columns(B)
+        self.reasons = [Reason.ITERATION_LIMIT if reason is None else reason for reason in found]
+        self.errors = torch.zeros(B.shape[1], dtype=torch.float64)
+        self.errors[[reason is not Reason.ZERO_RIGHT_HAND_SIDE for reason in found]] = math.inf
+        self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
+        self.wanted = min(len(B), MOST_ITERATIONS if maxiter is None else maxiter)
+        self.limit = depth_within(self.wanted, len(B), B.element_size(), max(1, len(self.live)), memory_budget)
+        unit = columns(B, self.live) / self.heights[self.live].to(B)
+        self.run = LockStep(product(A), unit, min(self.limit, FIRST_CAPACITY))
+        self.best: list[Tensor | None] = [None] * len(self.live)
+        self.stopped = [False] * len(self.live)
+        self.active = list(range(len(self.live)))
+
+    @property
+    def depth(self) -> int:
+        return self.run.alphas.shape[1]
+
+    @property
+    def matvecs(self) -> int:
+        return self.run.matvecs
+
+    def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
+        while self.active:
+            affordable = self.limit if budget is None else (budget - self.matvecs) // len(self.active)
+            target = min(self.limit, self.depth + max(1, min(self.depth // 8, affordable)))
+            if target == self.depth or affordable < 1:
+                self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
+                return
+            if target >= self.run.basis.shape[1]:
+                self.run.reserve(min(self.limit, 2 * target))
+            self.run.extend(target)
+            self._judge(rtol)
+            self.active = [k for k in self.active if not self.stopped[k]]
+            if callback is not None:
+                callback(self.depth, self.errors.clone())
+
+    def _stop_all(self, reason: Reason) -> None:
+        for k in self.active:
+            self.reasons[int(self.live[k])] = reason
+
+    def _judge(self, rtol: float) -> None:
+        """Estimate the errors of the active columns, and say which are done, and why."""
+        by_depth: dict[int, list[int]] = {}
+        for k in self.active:
+            m = int(self.run.depths[k])
+            finite = torch.isfinite(self.run.alphas[k, :m]).all() & torch.isfinite(self.run.betas[k, :m]).all()
+            if bool(finite):
+                by_depth.setdefault(m, []).append(k)
+            else:
+                self._stop(k, Reason.NON_FINITE)
+        for m, together in by_depth.items():
+            T = torch.stack([self.run.tridiagonal(k) for k in together])
+            beta = self.run.betas[together, m - 1]
+            found = approximants(T, beta, self.f, self.run.scale)
+            truncation, rounding = found.relative()
+            for i, k in enumerate(together):
+                complete = float(beta[i]) == 0
+                if not bool(found.known[i]):
+                    if complete:
+                        self._stop(k, Reason.SINGULAR)
+                    continue
+                self.best[k] = found.coefficients[i]
+                self.errors[int(self.live[k])] = truncation[i] + rounding[i]
+                reason = self._reason(float(truncation[i]), float(rounding[i]), complete, rtol)
+                if reason is not None:
+                    self._stop(k, reason)
+
+    def _reason(self, truncation: float, rounding: float, complete: bool, rtol: float) -> Reason | None:
+        if truncation + rounding <= rtol:
+            return Reason.CONVERGED
+        if not math.isfinite(rounding):
+            return Reason.SINGULAR if complete or truncation <= rtol else None
+        return Reason.PRECISION_LIMIT if complete or truncation <= 0.1 * rounding else None
+
+    def _stop(self, k: int, reason: Reason) -> None:
+        self.reasons[int(self.live[k])] = reason
+        self.stopped[k] = True
+        self.run.done[k] = True  # no more products for this column
+
+    def value(self) -> Tensor:
+        X = empty_block(self.B.shape[0], self.B.shape[1], self.B).zero_()
+        for k, j in enumerate(self.live.tolist()):
+            found = self.best[k]
+            if found is not None:
+                X[:, j] = self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j]))
+        for j in range(X.shape[1]):
+            if self.reasons[j] is Reason.NON_FINITE and not math.isfinite(float(self.heights[j])):
+                X[:, j] = math.nan
+        overflowed = ~torch.isfinite(largest(X)).cpu()
+        for j in overflowed.nonzero().flatten().tolist():
+            self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
+        return X

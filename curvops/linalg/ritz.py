@@ -1,0 +1,165 @@
+"""What a Lanczos run of m steps says of f(A) b: the approximant, and how wrong it is.
+
+With T = V diag(θ) Vᵀ the error of x_m = ‖b‖ Q f(T) e₁ is, exactly, ‖b‖ h(A) q_{m+1} for
+h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f: the residual of f = 1/x is a case of it (Ilić, Turner &
+Simpson 2010). Its largest value between and beside the Ritz values bounds the error wherever the run has seen how far
+the spectrum reaches; it needs neither more products nor a change between depths, which stagnates and lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from curvops.linalg.results import NotPositiveSemidefinite
+
+Function: TypeAlias = Callable[[Tensor], Tensor]
+
+# Products in a dtype are those of a matrix this many eps ‖A‖ away; Ritz values within the second multiple count as 0.
+ROUNDING = 4.0
+NEAR_ZERO = 100.0
+POINTS_BELOW = 24
+
+
+class Approximants(NamedTuple):
+    """y ≈ f(T) e₁ for K columns of one depth, with absolute error estimates for start vectors of norm 1.
+
+    ``known`` is False where f has no value on a Ritz value that is zero to working precision; y is 0 there.
+    """
+
+    coefficients: Float[Tensor, "K m"]
+    truncation: Float[Tensor, " K"]
+    rounding: Float[Tensor, " K"]
+    known: Bool[Tensor, " K"]
+
+    def relative(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
+        """Truncation and rounding over ‖y‖; where f(T) e₁ = 0 exactly, no error counts as none."""
+        sizes = self.coefficients.norm(dim=1)
+        return tuple(  # type: ignore[return-value]
+            torch.where(part == 0, 0.0, torch.where(sizes == 0, math.inf, part / sizes))
+            for part in (self.truncation, self.rounding)
+        )
+
+
+class SpectralFunction:
+    """f on Ritz values, with one rule for those at the edge of its domain.
+
+    A Ritz value below a known ``lower_bound`` by no more than rounding counts as the bound. Where f is not finite, a
+    Ritz value within ``NEAR_ZERO`` · eps · ‖A‖ of zero counts as zero (a positive semidefinite A has such by rounding);
+    where f is not finite there either, A is singular to working precision; clearly beside zero it is an error.
+    """
+
+    def __init__(self, f: Function, lower_bound: float | None, eps: float) -> None:
+        self.f, self.lower_bound, self.eps = f, lower_bound, eps
+
+    def quietly(self, x: Tensor) -> Tensor:
+        """f(x) whatever it is, above the lower bound."""
+        flat = x.flatten() if self.lower_bound is None else x.flatten().clamp_min(self.lower_bound)
+        y = self.f(flat.clone())
+        if not isinstance(y, Tensor) or y.shape != flat.shape or y.is_complex():
+            got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(f"f must return a real tensor of the shape it is given, {tuple(flat.shape)}, got {got}.")
+        return y.to(x).reshape(x.shape)
+
+    def at_zero(self) -> float:
+        """f(0), which need not be finite."""
+        return float(self.quietly(torch.zeros(1, dtype=torch.float64))[0])
+
+    def on_ritz_values(self, x: Float[Tensor, "K m"], size: float) -> Float[Tensor, "K m"]:
+        """f(x) by the rule above; not finite where A looks singular and f has no value at 0. ``size`` is ‖A‖.
+
+        Raises:
+            NotPositiveSemidefinite: f is not finite at a negative Ritz value, or one is below ``lower_bound``.
+            ValueError: f is not finite at a positive one.
+        """
+        near, lowest = NEAR_ZERO * self.eps * size, float(x.amin())
+        if self.lower_bound is not None and lowest < self.lower_bound - near:
+            raise NotPositiveSemidefinite(
+                f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
+                "Give a smaller lower_bound, or use the GGN in place of the Hessian."
+            )
+        y = self.quietly(x)
+        bad = ~torch.isfinite(y)
+        if not bool(bad.any()):
+            return y
+        beside = x[bad & (x.abs() > near)]
+        if len(beside) and float(beside.amin()) < 0:
+            raise NotPositiveSemidefinite(
+                f"f is not finite at {float(beside.amin()):.3e}, between eigenvalues of A, which is not positive "
+                "semidefinite. Add a prior (add_diagonal), use the GGN in place of the Hessian, or an f for its range."
+            )
+        if len(beside):
+            raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or take another f.")
+        return torch.where(bad, self.at_zero(), y)
+
+
+def approximants(
+    T: Float[Tensor, "K m m"], beta: Float[Tensor, " K"], f: SpectralFunction, size: float
+) -> Approximants:
+    """f(T) e₁ for each T, and its errors."""
+    nodes, V = torch.linalg.eigh(T)
+    values = f.on_ritz_values(nodes, size)
+    known = torch.isfinite(values).all(1)
+    values = torch.where(known[:, None], values, 0.0)
+    y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
+    truncation = _truncation(nodes, V, values, beta, f)
+    return Approximants(y, truncation, _rounding(T, nodes, y, f, size), known)
+
+
+def _truncation(nodes: Tensor, V: Tensor, values: Tensor, beta: Tensor, f: SpectralFunction) -> Float[Tensor, " K"]:
+    """The largest |h| at points between the Ritz values, and beyond them as far as their residuals reach."""
+    points = _test_points(nodes, beta[:, None] * V[:, -1].abs(), f)
+    at_points = f.quietly(points)
+    found = torch.zeros_like(beta)
+    for k in (beta != 0).nonzero().flatten().tolist():
+        known = torch.isfinite(at_points[k])
+        gaps = points[k, known, None] - nodes[k]
+        # A test point on a Ritz value belongs to a converged one, whose weight V_{mi} is 0 anyway.
+        apart = gaps.abs() > 1e-12 * nodes[k].abs().amax()
+        slopes = torch.where(apart, (at_points[k, known, None] - values[k]) / torch.where(apart, gaps, 1.0), 0.0)
+        h = slopes @ (V[k, -1] * V[k, 0])
+        found[k] = beta[k] * h.abs().amax() if len(h) else math.inf
+    return found
+
+
+def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
+    first, last = nodes[:, :1], nodes[:, -1:]
+    low, high = first - residuals[:, :1], last + residuals[:, -1:]
+    if f.lower_bound is not None:
+        low = low.clamp_min(f.lower_bound)
+    positive = first > 0
+    floor = torch.minimum(torch.maximum(low, f.eps * last), first)
+    steps = torch.linspace(0, 1, POINTS_BELOW, dtype=nodes.dtype)[:-1]
+    below = torch.where(positive, floor.abs() * (first / floor).abs() ** steps, low)
+    middles, products = (nodes[:, 1:] + nodes[:, :-1]) / 2, nodes[:, 1:] * nodes[:, :-1]
+    geometric = torch.where(positive, products.clamp_min(0).sqrt(), middles)
+    return torch.cat([low, high, middles, geometric, below], 1)
+
+
+def _rounding(T: Tensor, nodes: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
+    """‖f(T + E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E.
+
+    Infinite where a Ritz value could as well be zero, and f has no value there.
+    """
+    m, level = T.shape[1], ROUNDING * f.eps * size
+    signs, at_zero = random_signs(m), f.at_zero()
+    off = signs[1, : m - 1]
+    E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
+    moved_nodes, V = torch.linalg.eigh(T + E)
+    moved = f.quietly(moved_nodes)
+    near = moved_nodes.abs() <= NEAR_ZERO * f.eps * size
+    moved = torch.where(~torch.isfinite(moved) & near, at_zero, moved)
+    change = (torch.einsum("kij,kj->ki", V, moved * V[:, 0]) - y).norm(dim=1) + f.eps * y.norm(dim=1)
+    if not math.isfinite(at_zero):
+        change = torch.where(nodes.abs().amin(1) <= 2 * level, math.inf, change)
+    return torch.where(torch.isfinite(change), change, math.inf)
+
+
+def random_signs(m: int) -> Float[Tensor, "2 m"]:
+    """Two rows of signs, the same for every m whenever asked."""
+    return 2.0 * torch.randint(0, 2, (2, m), generator=torch.Generator().manual_seed(m)).double() - 1
