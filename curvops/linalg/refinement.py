@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from curvops.linalg.results import Reason, Solution
+from curvops.linalg.systems import Callback
 from curvops.linalg.vectors import Matrix, columns, largest, norm, product
 
-Callback: TypeAlias = Callable[[int, Tensor], object]
 # A correction good to three digits costs a third of a solve to nine, and float32 can nearly always give it.
 DIGITS_PER_ROUND = 1e-3
 
