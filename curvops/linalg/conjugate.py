@@ -39,7 +39,7 @@ class Run:
     matvecs: int = 0
     reasons: dict[int, Reason] = field(default_factory=dict)
     history: list[list[float]] = field(default_factory=list)
-    normal: list[float] | None = None
+    normal: None = None
 
     def __post_init__(self) -> None:
         n, K = self.B.shape

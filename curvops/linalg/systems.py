@@ -162,10 +162,13 @@ class Outcome(Protocol):
     reasons: dict[int, Reason]
     best: list[float]
     backward: list[float]
-    normal: list[float] | None
     history: list[list[float]]
     iteration: int
     matvecs: int
+
+    @property
+    def normal(self) -> list[float] | None:
+        """‖Aᵀr‖/(‖A‖‖r‖), where least-squares problems are answered."""
 
 
 def converged(reasons: tuple[Reason, ...]) -> Tensor:
