@@ -28,7 +28,8 @@ class Reason(Enum):
     )
     STAGNATION = (
         "The residual stopped shrinking far above the rounding level. "
-        "Check that the operator is symmetric and deterministic; add a preconditioner or a larger prior precision."
+        "Check that the operator is deterministic and symmetric (for lsmr: that its transposed product is the adjoint); "
+        "add a preconditioner or a larger prior precision."
     )
     NOT_POSITIVE_DEFINITE = (
         "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "

@@ -1,8 +1,4 @@
-"""The QLP factorisation of Lanczos' tridiagonal matrices, one number per column, on the host.
-
-Names are those of Choi, Paige & Saunders 2011, table 3.5: ``Q_k T_k = R_k`` by left reflections (cs, sn), and
-``R_k = L_k P_kᵀ`` by two right ones (cr1, sr1), (cr2, sr2). x_k = W_k u_k with orthonormal W_k = V_k P_k.
-"""
+"""The small factorisations behind MINRES-QLP and LSMR: a few numbers per column, on the host."""
 
 from __future__ import annotations
 
@@ -27,8 +23,10 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class QLP:
-    """The state between two steps; every field has one float64 number per column.
+    """The QLP factorisation of Lanczos' tridiagonal matrices between two steps; a float64 number per column each.
 
+    Names are those of Choi, Paige & Saunders 2011: Q_k T_k = R_k by left reflections (cs, sn), R_k = L_k P_kᵀ by two
+    right ones (cr1, sr1), (cr2, sr2). x_k = W_k u_k with orthonormal W_k = V_k P_k.
     ``rootl`` is ‖A r‖/‖r‖ of the residual before the last step; ``begun`` is 0 before the first step, then 1, and
     ``looked`` is 1 once the residual was nearly a null vector.
     """
@@ -111,3 +109,68 @@ class QLP:
         self.dltan, self.gama, self.gamal = dltan, gama, gamal
         self.beta, self.begun = betan, torch.ones_like(betan)
         return coefficients, singular | (betan <= eps * norm_A)
+
+
+@dataclass(eq=False)
+class Bidiagonal:
+    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; as `QLP` otherwise."""
+
+    alpha: Tensor
+    alphabar: Tensor
+    rho: Tensor
+    rhobar: Tensor
+    cbar: Tensor
+    sbar: Tensor
+    zeta: Tensor
+    zetabar: Tensor
+    betadd: Tensor
+    betad: Tensor
+    rhodold: Tensor
+    tautilde: Tensor
+    thetatilde: Tensor
+    normr: Tensor
+
+    @classmethod
+    def start(cls, alpha: Float[Tensor, " k"], beta: Float[Tensor, " k"]) -> Bidiagonal:
+        """Before the first step: β u = r, α v = Aᵀu."""
+        begin = {field.name: torch.zeros_like(beta) for field in fields(cls)}
+        ones = {name: torch.ones_like(beta) for name in ("rho", "rhobar", "cbar", "rhodold")}
+        known = {"alpha": alpha, "alphabar": alpha, "zetabar": alpha * beta, "betadd": beta, "normr": beta}
+        return cls(**(begin | ones | {name: value.clone() for name, value in known.items()}))
+
+    def select(self, index: Int[Tensor, " j"]) -> Bidiagonal:
+        """The columns that remain."""
+        return Bidiagonal(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def restart(self, index: Int[Tensor, " j"], alpha: Tensor, beta: Tensor) -> None:
+        """Begin some columns anew."""
+        fresh = Bidiagonal.start(alpha, beta)
+        for field in fields(self):
+            getattr(self, field.name)[index] = getattr(fresh, field.name)
+
+    def advance(self, alpha: Tensor, beta: Tensor) -> Tensor:
+        """Take in β_{k+1} and α_{k+1}: the weights of hbar in itself, of hbar in x, and of h in the next h."""
+        rhoold, rhobarold, zetaold = self.rho, self.rhobar, self.zeta
+        c, s, self.rho = reflection(self.alphabar, beta)
+        thetanew = s * alpha
+        self.alphabar = c * alpha
+        thetabar = self.sbar * self.rho
+        self.cbar, self.sbar, self.rhobar = reflection(self.cbar * self.rho, thetanew)
+        self.zeta, self.zetabar = self.cbar * self.zetabar, -self.sbar * self.zetabar
+
+        betahat, self.betadd = c * self.betadd, -s * self.betadd
+        thetatildeold = self.thetatilde
+        ctilde, stilde, rhotilde = reflection(self.rhodold, thetabar)
+        self.thetatilde, self.rhodold = stilde * self.rhobar, ctilde * self.rhobar
+        self.betad = -stilde * self.betad + ctilde * betahat
+        self.tautilde = ratio(zetaold - thetatildeold * self.tautilde, rhotilde)
+        taud = ratio(self.zeta - self.thetatilde * self.tautilde, self.rhodold)
+        self.normr = torch.hypot(self.betad - taud, self.betadd)
+        self.alpha = alpha
+        return torch.stack(
+            [
+                ratio(thetabar * self.rho, rhoold * rhobarold),
+                ratio(ratio(self.zeta, self.rho), self.rhobar),
+                ratio(thetanew, self.rho),
+            ]
+        )

@@ -62,7 +62,7 @@ class Records:
 
     def judge(self, column: int, residual: float, ended: bool) -> Verdict:
         """``ended`` says that the recurrence itself has no more to give."""
-        if ended and residual <= 0.5 * self.reference[column]:
+        if ended and residual < 0.5 * self.reference[column]:
             self.reference[column] = residual
             return Verdict.RESTART
         if ended or not math.isfinite(residual) or self.iteration - self.gained[column] > self.patience:
@@ -77,6 +77,10 @@ class Records:
             reason = Reason.PRECISION_LIMIT
         elif reason is Reason.STAGNATION and (self.backward[column] <= self.level or self.minimal(column)):
             reason = Reason.SINGULAR
+        self.give(column, reason)
+
+    def give(self, column: int, reason: Reason) -> None:
+        """Write down a reason, and the true residual as the last of the history."""
         self.reasons[column] = reason
         self.current[column] = self.best[column]
 
