@@ -11,6 +11,8 @@ from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.low_rank import RankTooLow, low_rank
+from curvops.linalg.lsmr import lsmr
+from curvops.linalg.minres import minres
 from curvops.linalg.nystrom import Nystrom, nystrom
 from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
@@ -21,6 +23,7 @@ from curvops.linalg.results import (
     Reason,
     Solution,
 )
+from curvops.linalg.solve import method_for, solve
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 from curvops.linalg.trace import trace
 
@@ -53,7 +56,11 @@ __all__ = [
     "lanczos",
     "logdet",
     "low_rank",
+    "lsmr",
+    "method_for",
+    "minres",
     "nystrom",
+    "solve",
     "spectral_quadrature",
     "trace",
 ]

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,8 +19,22 @@ from curvops.linalg.conjugate import Run
 from curvops.linalg.directions import BlockDirections, ColumnDirections
 from curvops.linalg.refinement import refined
 from curvops.linalg.results import Solution
-from curvops.linalg.systems import Callback, Columns, Preconditioner, applied, check, iterations_allowed, shaped_as
+from curvops.linalg.systems import (
+    Block,
+    Callback,
+    Columns,
+    Preconditioner,
+    applied,
+    check,
+    in_groups,
+    iterations_allowed,
+    shaped_as,
+)
 from curvops.linalg.vectors import Matrix, as_block, describe_square, product
+
+VECTORS = 12
+"""Working vectors per right-hand side, temporaries included."""
+
 
 def cg(
     A: Matrix,
@@ -33,7 +46,8 @@ def cg(
     x0: Tensor | None = None,
     callback: Callback | None = None,
     block: bool = True,
-    refine: bool = False,
+    refine: bool | torch.dtype = False,
+    memory_budget: int | None = None,
 ) -> Solution:
     """Solve A x = b for every column b of B; failures come back as reasons, never as answers.
 
@@ -46,36 +60,52 @@ def cg(
         x0: initial guess, shaped as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         block: search all columns' directions together; False gives K textbook recurrences that share the product.
-        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64.
+        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64. True
+            solves for corrections in A's dtype; torch.float32 in ``A.to(torch.float32)``, so that of the products with
+            a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
 
     Returns:
         A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
         recomputed every 50 iterations and at its end, one product each.
 
     Raises:
-        TypeError: A, B or x0 is not of one real floating dtype.
-        ValueError: shapes or devices do not fit, A is not square, or rtol or maxiter is negative.
+        TypeError: A, B or x0 is not of one real dtype, float32 or float64 (half precision is for storage: solve with
+            ``A.to(torch.float32)``, which loses nothing).
+        ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, or refine
+            is a dtype other than these.
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000.
     """
     facts = describe_square(A)
-    check(facts, B, float(rtol), maxiter, x0)
+    check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
+        raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     n, maxiter = facts.rows, iterations_allowed(facts.rows, maxiter)
-    wide = B.reshape(n, -1)
     start = None if x0 is None else x0.reshape(n, -1)
     apply = applied(preconditioner)
+
+    low = facts.dtype if isinstance(refine, bool) else refine
+
+    def solve(part: Tensor, start: Tensor | None) -> Solution:
+        if refine is False:
+            return _solve(A, apply, block, part, start, float(rtol), maxiter, callback)
+        correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
+        return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
+
     with torch.no_grad():
-        if refine:
-            solution = refined(A, wide, start, partial(_solve, A, apply, block), float(rtol), maxiter, callback)
-        else:
-            solution = _solve(A, apply, block, wide, start, float(rtol), maxiter, callback)
-    return shaped_as(solution, B)
+        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+
+
+def _in_dtype(precondition: Block, dtype: torch.dtype) -> Block:
+    """The preconditioner in the dtype it was made for, on blocks of another."""
+    return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
 def _solve(
     A: Matrix,
-    precondition: Callable[[Tensor], Tensor],
+    precondition: Block,
     block: bool,
     B: Tensor,
     X0: Tensor | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,13 @@ from torch import Tensor
 from curvops.linalg.algebra import Product, is_psd, is_symmetric
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache
-from curvops.linalg.cg import cg
 from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
-from curvops.linalg.contract import default_rtol
-from curvops.linalg.differentiable import accept
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate
+from curvops.linalg.solve import Promises
 from curvops.linalg.structured import Diagonal, draw
-
-# Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
-MOST_COLUMNS = 128
 
 
 class Damped(Operator):
@@ -166,18 +162,9 @@ class Damped(Operator):
         tensors = (*self.base.representation(), self.shift)
         return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
 
-    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        if self._closed_form() is not None:
-            return super()._solve_block(block, rtol)
-        rtol = default_rtol(self.dtype) if rtol is None else rtol
-        preconditioner = self.preconditioner(1 if block.ndim == 1 else block.shape[-1])
-        if block.ndim == 1:
-            return accept(cg(self, block, preconditioner=preconditioner, rtol=rtol), rtol)
-        parts = [
-            accept(cg(self, part, preconditioner=preconditioner, rtol=rtol), rtol)
-            for part in block.split(MOST_COLUMNS, dim=1)
-        ]
-        return torch.cat([part.mT for part in parts]).mT
+    def promises(self) -> Promises:
+        known = super().promises()
+        return known._replace(definite=known.symmetric)  # a precision: that it is indefinite must be told
 
     def _logdet_estimate(self) -> Estimate:
         parts = self.shifted_form()
@@ -237,8 +224,8 @@ class Inverse(Operator):
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         return self.base
 
-    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self.base._matmul(block)
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        return lambda block, rtol=None: self.base._matmul(block)
 
     def _diagonal(self) -> Tensor:
         form = self.base._exactly() if isinstance(self.base, Operator) else None

@@ -79,8 +79,8 @@ class Run:
         self.norm_A = self.norm_T = self.asymmetry = 0.0
         self.near: set[int] = set()
         z, beta = self.measured(r)
-        self.vectors = Vectors(*(torch.zeros_like(r) for _ in range(6)), x=as_block(system.X))
-        self.vectors.last, self.vectors.z = r, as_block(z)
+        before, v, wl, w = (torch.zeros_like(r) for _ in range(4))
+        self.vectors = Vectors(before, r, as_block(z), v, wl, w, as_block(system.X))
         self.scalars = QLP.start(beta)
         self.size = torch.ones(K, dtype=torch.float64)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
@@ -175,7 +175,7 @@ class Run:
         image = self.multiply(x)
         self.records.matvecs += len(positions)
         sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if 0 < s and a < math.inf)])
+        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
         r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
         normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near])
         z, measures = self.measured(r)
@@ -216,7 +216,7 @@ class Run:
         image = self.multiply(z)
         self.records.matvecs += len(which)
         sizes, images = torch.stack([norm(z), norm(image)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if 0 < s and a < math.inf)])
+        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
         for i, size, height in zip(which, sizes, images):
             normal[i] = height / (self.norm_A * size) if height else 0.0
         moved = columns(x, index)

@@ -28,7 +28,7 @@ class Reason(Enum):
     )
     STAGNATION = (
         "The residual stopped shrinking far above the rounding level. "
-        "Check that the operator is deterministic and symmetric (for lsmr: that its transposed product is the adjoint); "
+        "Check that the operator is deterministic and symmetric (for lsmr: its transposed product the adjoint); "
         "add a preconditioner or a larger prior precision."
     )
     NOT_POSITIVE_DEFINITE = (

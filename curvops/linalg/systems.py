@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.results import Reason, Solution
-from curvops.linalg.vectors import Description, Matrix, as_block, columns, join, largest, norm, product
+from curvops.linalg.vectors import Description, as_block, columns, join, largest, norm, product
 
 MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
