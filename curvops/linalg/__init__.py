@@ -7,6 +7,7 @@ from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.block_diagonal import BlockDiagonal
 from curvops.linalg.cg import cg
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.dual_descent import dual_descent
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
@@ -53,6 +54,7 @@ __all__ = [
     "Transposed",
     "cg",
     "draw",
+    "dual_descent",
     "lanczos",
     "logdet",
     "low_rank",

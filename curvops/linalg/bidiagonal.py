@@ -45,11 +45,14 @@ class Run:
         self.records.matvecs = K if warm else 0
         self.active = list(range(K))
         self.norm_A = 0.0
+        if warm and K:  # without this ‖A‖ would not be known before the first step
+            moved, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
+            self.norm_A = max([0.0, *(a / s for a, s in zip(moved, sizes) if s and a < math.inf)])
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), torch.zeros_like(self.x)
-        self.slopes: list[float] = self.scalars.zetabar.tolist()
+        self.slopes = [math.inf] * K
         """The least ‖Aᵀr‖ of each column, by true products: its answer is the best."""
-        self.records.reference = list(self.slopes)
+        self.records.reference = self.scalars.zetabar.tolist()
 
     def begin(self, r: Stacked) -> tuple[Stacked, Tensor, Bidiagonal]:
         """The first pair of vectors from a residual: one transposed product."""
@@ -152,8 +155,7 @@ class Run:
 
     def keep(self, column: int, x: Tensor, residual: float, total: float, slope: float, backward: float) -> None:
         records = self.records
-        if slope < 0.99 * self.slopes[column]:
-            records.gained[column] = records.iteration
+        records.measure(column, slope)
         if slope <= self.slopes[column] or residual <= records.rtol:
             self.slopes[column] = min(slope, self.slopes[column])
             records.normal[column] = slope / (self.norm_A * total) if slope else 0.0
@@ -176,7 +178,7 @@ class Run:
             return reason
         if records.backward[column] <= records.level and records.best[column] <= 0.1:
             return Reason.PRECISION_LIMIT
-        if records.minimal(column):
+        if records.normal[column] <= records.vanishing:
             return Reason.SINGULAR if self.consistent else Reason.PRECISION_LIMIT
         return reason
 

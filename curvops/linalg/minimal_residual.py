@@ -152,9 +152,10 @@ class Run:
         c = coefficients.to(self.B)
         V.turn(v, c)
         V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
-        # Near a null vector x gains errors of eps/rootl along it: the answer before that is kept.
-        near = (self.scalars.rootl <= math.sqrt(self.eps) * self.norm_T) & (self.scalars.looked == 0)
-        self.scalars.looked[near] = 1.0
+        # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be looked at.
+        rootl, looked = self.scalars.rootl, self.scalars.looked
+        near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * looked)
+        looked[near] = rootl[near]
         self.near = set(near.nonzero().squeeze(1).tolist())
         ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
         return set(ended.nonzero().squeeze(1).tolist()), set()
@@ -177,7 +178,8 @@ class Run:
         sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
         self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
         r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
-        normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near])
+        stalled = {j for j in positions if self.records.idle(self.active[j]) >= CHECK_EVERY}
+        normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
         z, measures = self.measured(r)
         residuals, sizes = torch.stack([norm(r), norm(x)]).cpu().tolist()
         stopped: dict[int, Reason] = {}
@@ -222,7 +224,7 @@ class Run:
         moved = columns(x, index)
         if self.origin is not None:
             moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
-        null = torch.tensor([normal[i] <= math.sqrt(self.eps) for i in which]) & (square > 0)
+        null = torch.tensor([normal[i] <= self.records.vanishing for i in which]) & (square > 0)
         share = torch.where(null, inner(left, moved).cpu() / torch.where(null, square.square(), 1.0), 0.0).to(x)
         where = index.to(x.device)
         x.mT[where] = torch.addcmul(columns(x, index), z, share, value=-1).mT

@@ -28,7 +28,7 @@ class QLP:
     Names are those of Choi, Paige & Saunders 2011: Q_k T_k = R_k by left reflections (cs, sn), R_k = L_k P_kᵀ by two
     right ones (cr1, sr1), (cr2, sr2). x_k = W_k u_k with orthonormal W_k = V_k P_k.
     ``rootl`` is ‖A r‖/‖r‖ of the residual before the last step; ``begun`` is 0 before the first step, then 1, and
-    ``looked`` is 1 once the residual was nearly a null vector.
+    ``looked`` is the value of rootl at which the residual was last seen to be nearly a null vector.
     """
 
     beta: Tensor
@@ -61,7 +61,8 @@ class QLP:
         """Before the first step, the residuals being of norm beta."""
         begin = {field.name: torch.zeros_like(beta) for field in fields(cls)}
         minus = {name: torch.full_like(beta, -1.0) for name in ("cs", "cr1", "cr2")}
-        return cls(**(begin | minus | {"beta": beta.clone(), "phi": beta.clone()}))
+        known = {"beta": beta.clone(), "phi": beta.clone(), "looked": torch.full_like(beta, torch.inf)}
+        return cls(**(begin | minus | known))
 
     def select(self, index: Int[Tensor, " j"]) -> QLP:
         """The columns that remain."""

@@ -40,6 +40,7 @@ class Records:
     normal: list[float] = field(init=False)
     current: list[float] = field(init=False)
     gained: list[int] = field(init=False)
+    mark: list[float] = field(init=False)
     reference: list[float] = field(init=False)
     reasons: dict[int, Reason] = field(default_factory=dict)
     history: list[list[float]] = field(default_factory=list)
@@ -49,33 +50,56 @@ class Records:
     def __post_init__(self) -> None:
         K = len(self.best)
         self.backward, self.current, self.reference = list(self.best), list(self.best), list(self.best)
-        self.normal, self.gained = [math.nan] * K, [0] * K
+        self.normal, self.gained, self.mark = [math.nan] * K, [0] * K, [math.inf] * K
+
+    @property
+    def vanishing(self) -> float:
+        """The ‖Aᵀr‖/(‖A‖‖r‖) below which r is a null vector, as far as a difference can show it."""
+        return 8 * math.sqrt(torch.finfo(self.X.dtype).eps)
+
+    def idle(self, column: int) -> int:
+        """Iterations since the residual last fell by a hundredth."""
+        return self.iteration - self.gained[column]
 
     def keep(self, column: int, x: Tensor, residual: float, backward: float, normal: float) -> None:
-        """Remember the answer if it is the best, by its true residual; of equals, the one of the least ‖Aᵀr‖."""
-        if residual < 0.99 * self.best[column]:
-            self.gained[column] = self.iteration
-        closer = normal < self.normal[column] or (math.isnan(self.normal[column]) and not math.isnan(normal))
-        if residual <= self.best[column] or (closer and residual <= (1 + self.level) * self.best[column]):
+        """Remember the answer if it is the best, by its true residual.
+
+        Where that is a null vector, which no answer lowers but by errors along it, the least ‖Aᵀr‖ decides.
+        """
+        self.measure(column, residual)
+        better = residual <= self.best[column]
+        if self.normal[column] <= self.vanishing:
+            closer = normal < self.normal[column] and residual <= 1.1 * self.best[column]
+            better = closer or residual < 0.9 * self.best[column]
+        elif normal <= self.vanishing:
+            better = residual <= 1.1 * self.best[column]
+        if better:
             self.best[column], self.backward[column], self.normal[column] = residual, backward, normal
             self.X[:, column] = x
+
+    def measure(self, column: int, size: float) -> None:
+        """Note a gain of a hundredth since the last one; slow progress adds up to it."""
+        if size < 0.99 * self.mark[column]:
+            self.mark[column], self.gained[column] = size, self.iteration
 
     def judge(self, column: int, residual: float, ended: bool) -> Verdict:
         """``ended`` says that the recurrence itself has no more to give."""
         if ended and residual < 0.5 * self.reference[column]:
             self.reference[column] = residual
             return Verdict.RESTART
-        if ended or not math.isfinite(residual) or self.iteration - self.gained[column] > self.patience:
+        most = 3 * CHECK_EVERY if self.normal[column] <= self.vanishing else self.patience
+        if ended or not math.isfinite(residual) or self.idle(column) > most:
             return Verdict.STOP
         return Verdict.CONTINUE
 
     def stop(self, column: int, reason: Reason) -> None:
         """Give a column its reason: the honest name of a stop, from the best answer and its backward error."""
+        at_level = self.backward[column] <= self.level
         if self.best[column] <= self.rtol:
             reason = Reason.CONVERGED
-        elif reason is Reason.STAGNATION and self.backward[column] <= self.level and self.best[column] <= 0.1:
+        elif reason is Reason.STAGNATION and at_level and self.best[column] <= 0.1:
             reason = Reason.PRECISION_LIMIT
-        elif reason is Reason.STAGNATION and (self.backward[column] <= self.level or self.minimal(column)):
+        elif reason is Reason.STAGNATION and (at_level or self.normal[column] <= self.vanishing):
             reason = Reason.SINGULAR
         self.give(column, reason)
 
@@ -83,10 +107,6 @@ class Records:
         """Write down a reason, and the true residual as the last of the history."""
         self.reasons[column] = reason
         self.current[column] = self.best[column]
-
-    def minimal(self, column: int) -> bool:
-        """Whether Aᵀr vanishes, as far as r, a difference, can show it."""
-        return self.normal[column] <= math.sqrt(torch.finfo(self.X.dtype).eps)
 
     def record(self, active: list[int], estimates: list[float]) -> Tensor:
         """A row of the history, as a tensor for the callback."""

@@ -1,8 +1,7 @@
 """Every structured operand, alone and damped, against its dense matrix."""
 
-from unittest.mock import patch
-
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
