@@ -157,11 +157,13 @@ class Run:
             residual, drift, size, norm_A, gap_here = facts[:, i].tolist()
             column = self.active[j]
             backward = residual / (norm_A * size + 1)
+            skewed = gap_here > math.sqrt(self.eps) * norm_A * size
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
+            if stopped is None and skewed and residual >= self.best[column]:
+                stopped = Reason.STAGNATION
             self.keep_best(column, x[:, i], residual, backward)
             if stopped is not None:
                 reason = self.classify(column, stopped)
-                skewed = gap_here > math.sqrt(self.eps) * norm_A * size
                 unsolved = reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT)
                 self.reasons[column] = Reason.NOT_SYMMETRIC if unsolved and skewed else reason
                 self.current[column] = self.best[column]

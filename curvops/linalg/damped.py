@@ -17,7 +17,7 @@ from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import nystrom
-from curvops.linalg.results import Estimate
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
 from curvops.linalg.structured import Diagonal, draw
 
@@ -127,7 +127,7 @@ class Damped(Operator):
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
-            if cache.preconditioner is None or columns > 4 * cache.columns:
+            if not cache.columns or columns > 4 * cache.columns:
                 cache.preconditioner, cache.columns = self._build_preconditioner(columns, generator), columns
             return cache.preconditioner
 
@@ -136,7 +136,10 @@ class Damped(Operator):
         if not bool((shift > 0).all()):
             return None
         base, level, scale = self._whitened(shift)
-        sketch = nystrom(base, rank=None, shift=level, rhs=columns, generator=generator)
+        try:
+            sketch = nystrom(base, rank=None, shift=level, rhs=columns, generator=generator)
+        except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
+            return None
         inner = sketch.preconditioner(level)
         return inner if scale is None else _Scaled(scale, inner)
 

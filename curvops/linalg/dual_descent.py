@@ -27,8 +27,8 @@ EPOCHS = 200
 POWER_STEPS = 12
 MOMENTUM = 0.9
 MOST_HALVINGS = 20
-PATIENCE = 20
-"""Epochs without a residual that is lower by a hundredth, after which the descent ends."""
+PATIENCE = 20, 400
+"""Epochs, and steps, without a residual that is lower by a hundredth, after which the descent ends."""
 
 
 def dual_descent(
@@ -125,7 +125,7 @@ class Descent:
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
             self.beta = self.options.step_size or self.default_step()
-        halvings = 0
+        halvings, patience = 0, max(PATIENCE[0], PATIENCE[1] * self.options.batch // self.n)
         while k and finite and not self.done() and records.iteration < self.options.epochs:
             self.epoch()
             records.iteration += 1
@@ -137,7 +137,7 @@ class Descent:
                 self.alpha, self.average = (records.X.mT.clone().mT for _ in range(2))
                 self.velocity.zero_()
             finite = halvings <= MOST_HALVINGS
-            if records.iteration - max(records.gained) > PATIENCE:
+            if records.iteration - max(records.gained) > patience:
                 break
         for column in range(k):
             if not finite:

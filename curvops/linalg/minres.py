@@ -57,10 +57,11 @@ def minres(
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
 
     Returns:
-        A Solution. Of all solutions (CONVERGED) or minimisers of the residual (SINGULAR: b leaves the range), x is the
-        one nearest to x0, the shortest without one, up to the preconditioner's metric. NOT_SYMMETRIC says that
-        ⟨u, Av⟩ = ⟨Au, v⟩ does not hold. One iteration costs one product per active column; true residuals are looked
-        at every 50 iterations and at the end, which costs one product each, and A r of an inconsistent system another.
+        A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b leaves the range), x
+        is the one nearest to x0, the shortest without one, in the preconditioner's metric; a minimiser to a third of
+        the digits or more, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩ does not hold.
+        An iteration costs one product per active column, a look at the true residual, every 50 iterations and at the
+        end, one more, and one on A r where the residual stays.
 
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64.

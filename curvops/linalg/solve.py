@@ -212,8 +212,9 @@ def dense(operator: LinearOperator, columns: Tensor, rtol: float) -> Tensor:
 
 def _certified(matrix: Tensor, x: Tensor, columns: Tensor, info: Tensor, rtol: float) -> Solution:
     r = columns - matrix @ x
-    residual, size, length = (torch.linalg.vector_norm(V, dim=-2).double() for V in (r, x, columns.expand_as(r)))
-    scale = torch.linalg.matrix_norm(matrix).double().unsqueeze(-1) * size + length
+    sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, columns.expand_as(r)))
+    residual, size, length = sizes
+    scale = torch.linalg.vector_norm(matrix, dim=(-2, -1), dtype=torch.float64).unsqueeze(-1) * size + length
     backward = torch.where(scale > 0, residual / scale, 0.0).flatten().cpu()
     relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
     level = 10 * torch.finfo(x.dtype).eps * math.sqrt(x.shape[-2])
