@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import cores, facts
 from benchmarks.operators_tables import part_tables
-from benchmarks.parts import diagonal, kernel, kfac, last_layer, peaks, products, scaling, transformers
+from benchmarks.parts import diagonal, kernel, kfac, last_layer, peaks, products, scaling, solvers, transformers
 from benchmarks.parts.figures import Figures, Settings
 
 PARTS: dict[str, Callable[[Figures], None]] = {
@@ -31,6 +31,7 @@ PARTS: dict[str, Callable[[Figures], None]] = {
     "last_layer": last_layer.measure,
     "transformer": transformers.measure,
     "scaling": scaling.measure,
+    "solvers": solvers.measure,
 }
 
 

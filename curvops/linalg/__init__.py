@@ -9,11 +9,14 @@ from curvops.linalg.block_diagonal import BlockDiagonal
 from curvops.linalg.block_lanczos import block_lanczos
 from curvops.linalg.cg import cg
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.dual_descent import dual_descent
 from curvops.linalg.eigsh import eigsh
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.low_rank import RankTooLow, low_rank
+from curvops.linalg.lsmr import lsmr
+from curvops.linalg.minres import minres
 from curvops.linalg.nystrom import Nystrom, nystrom
 from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
@@ -28,6 +31,7 @@ from curvops.linalg.results import (
     Solution,
 )
 from curvops.linalg.roots import inverse_sqrt, sqrt
+from curvops.linalg.solve import method_for, solve
 from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 from curvops.linalg.svds import svds
@@ -65,12 +69,17 @@ __all__ = [
     "block_lanczos",
     "cg",
     "draw",
+    "dual_descent",
     "eigsh",
     "inverse_sqrt",
     "lanczos",
     "logdet",
     "low_rank",
+    "lsmr",
+    "method_for",
+    "minres",
     "nystrom",
+    "solve",
     "spectral_density",
     "spectral_quadrature",
     "sqrt",

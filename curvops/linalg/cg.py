@@ -9,35 +9,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
-from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.conjugate import Run
 from curvops.linalg.directions import BlockDirections, ColumnDirections
-from curvops.linalg.refinement import Callback, refined
-from curvops.linalg.results import Reason, Solution
-from curvops.linalg.vectors import Matrix, as_block, columns, describe_square, largest, norm, product
+from curvops.linalg.refinement import refined
+from curvops.linalg.results import Solution
+from curvops.linalg.systems import (
+    Block,
+    Callback,
+    Columns,
+    Preconditioner,
+    applied,
+    check,
+    in_groups,
+    iterations_allowed,
+    shaped_as,
+)
+from curvops.linalg.vectors import Matrix, as_block, describe_square, product
 
-MOST_ITERATIONS = 10_000
-
-
-@runtime_checkable
-class Multiplies(Protocol):
-    """Anything that a block of vectors can be multiplied by with ``@``."""
-
-    def __matmul__(self, other: Tensor, /) -> Tensor:
-        """The product with a block."""
-
-
-Preconditioner: TypeAlias = Multiplies | Callable[[Tensor], Tensor] | Tensor | LinearOperator
+VECTORS = 12
+"""Working vectors per right-hand side, temporaries included."""
 
 
 def cg(
@@ -50,7 +46,8 @@ def cg(
     x0: Tensor | None = None,
     callback: Callback | None = None,
     block: bool = True,
-    refine: bool = False,
+    refine: bool | torch.dtype = False,
+    memory_budget: int | None = None,
 ) -> Solution:
     """Solve A x = b for every column b of B; failures come back as reasons, never as answers.
 
@@ -63,69 +60,52 @@ def cg(
         x0: initial guess, shaped as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         block: search all columns' directions together; False gives K textbook recurrences that share the product.
-        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64.
+        refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64. True
+            solves for corrections in A's dtype; torch.float32 in ``A.to(torch.float32)``, so that of the products with
+            a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
 
     Returns:
         A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
         recomputed every 50 iterations and at its end, one product each.
 
     Raises:
-        TypeError: A, B or x0 is not of one real floating dtype.
-        ValueError: shapes or devices do not fit, A is not square, or rtol or maxiter is negative.
+        TypeError: A, B or x0 is not of one real dtype, float32 or float64 (half precision is for storage: solve with
+            ``A.to(torch.float32)``, which loses nothing).
+        ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, or refine
+            is a dtype other than these.
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000.
     """
-    n = _check(A, B, float(rtol), maxiter, x0)
-    maxiter = min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
-    wide = B.reshape(n, -1)
+    facts = describe_square(A)
+    check(facts, B, float(rtol), maxiter, x0, memory_budget)
+    if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
+        raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
+    n, maxiter = facts.rows, iterations_allowed(facts.rows, maxiter)
     start = None if x0 is None else x0.reshape(n, -1)
-    apply = _applied(preconditioner)
+    apply = applied(preconditioner)
+
+    low = facts.dtype if isinstance(refine, bool) else refine
+
+    def solve(part: Tensor, start: Tensor | None) -> Solution:
+        if refine is False:
+            return _solve(A, apply, block, part, start, float(rtol), maxiter, callback)
+        correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
+        return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
+
     with torch.no_grad():
-        if refine:
-            solution = refined(A, wide, start, partial(_solve, A, apply, block), float(rtol), maxiter, callback)
-        else:
-            solution = _solve(A, apply, block, wide, start, float(rtol), maxiter, callback)
-    return solution if B.ndim == 2 else replace(solution, x=solution.x.squeeze(1))
+        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
 
 
-def _check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, x0: Tensor | None) -> int:
-    n, _, dtype, device = describe_square(A)
-    for name, V in (("B", B), ("x0", x0)):
-        if V is None:
-            continue
-        if V.dtype != dtype:
-            raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
-        if V.device != device:
-            raise ValueError(f"{name} must be on A's device {device}, got {V.device}.")
-    if B.ndim not in (1, 2) or B.shape[0] != n:
-        raise ValueError(f"B must have shape ({n},) or ({n}, K) for A of {n} x {n}, got {tuple(B.shape)}.")
-    if x0 is not None and x0.shape != B.shape:
-        raise ValueError(f"x0 must be shaped as B, {tuple(B.shape)}, got {tuple(x0.shape)}.")
-    if not rtol >= 0:
-        raise ValueError(f"rtol must not be negative, got {rtol}.")
-    if maxiter is not None and maxiter < 0:
-        raise ValueError(f"maxiter must not be negative, got {maxiter}.")
-    return n
-
-
-def _applied(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
-    if preconditioner is None:
-        return lambda V: V
-    if isinstance(preconditioner, (Tensor, LinearOperator)):
-        return product(preconditioner)
-    if isinstance(preconditioner, Multiplies):
-        known = preconditioner
-        return lambda V: known @ V
-    if callable(preconditioner):
-        return preconditioner
-    kind = type(preconditioner).__name__
-    raise TypeError(f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {kind}.")
+def _in_dtype(precondition: Block, dtype: torch.dtype) -> Block:
+    """The preconditioner in the dtype it was made for, on blocks of another."""
+    return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
 def _solve(
     A: Matrix,
-    precondition: Callable[[Tensor], Tensor],
+    precondition: Block,
     block: bool,
     B: Tensor,
     X0: Tensor | None,
@@ -135,51 +115,13 @@ def _solve(
 ) -> Solution:
     """Scale each column to unit norm, leave out those that need no solve, run, and put all together."""
     multiply = product(A)
-    heights = largest(B).cpu()
-    reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
-    reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
-    live = torch.tensor([j for j in range(B.shape[1]) if j not in reasons], dtype=torch.long)
-    height = heights[live].to(B)
-    unit = columns(B, live) / height
-    lengths = norm(unit).to(B)
-    unit = unit / lengths
-    X = torch.zeros_like(unit) if X0 is None else as_block(columns(X0, live) / height / lengths)
-    R = as_block(unit)
-    if X0 is not None and len(live):
-        R -= multiply(X)
-    eps = torch.finfo(B.dtype).eps
-    directions = (BlockDirections if block else ColumnDirections)(20 * eps)
-    run = Run(multiply, precondition, directions, unit, X, R, rtol, maxiter, _spread(callback, live, B.shape[1]))
-    run.matvecs = 0 if X0 is None else len(live)
+    system = Columns.of(B, X0, len(B))
+    R = as_block(system.unit)
+    if X0 is not None and len(system.live):
+        R -= multiply(system.X)
+    directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
+    callback = system.spread(callback)
+    run = Run(multiply, precondition, directions, system.unit, system.X, R, rtol, maxiter, callback)
+    run.matvecs = 0 if X0 is None else len(system.live)
     run.solve()
-    return _assemble(run, B, X * lengths * height, live, reasons)
-
-
-def _spread(callback: Callback | None, live: Tensor, K: int) -> Callback | None:
-    """The callback on all columns, those without a solve showing 0."""
-    if callback is None:
-        return None
-    return lambda iteration, residuals: callback(iteration, torch.zeros(K).double().index_copy(0, live, residuals))
-
-
-def _assemble(run: Run, B: Tensor, X: Tensor, live: Tensor, known: dict[int, Reason]) -> Solution:
-    K = B.shape[1]
-    reasons = known | {column: run.reasons[j] for j, column in enumerate(live.tolist())}
-    residuals, backward = torch.zeros(2, K, dtype=torch.float64)
-    residuals[live] = torch.tensor(run.best, dtype=torch.float64)
-    backward[live] = torch.tensor(run.backward, dtype=torch.float64)
-    history = torch.zeros(len(run.history), K, dtype=torch.float64)
-    history[:, live] = torch.tensor(run.history, dtype=torch.float64).reshape(len(run.history), len(live))
-    x = torch.zeros(K, len(B), dtype=B.dtype, device=B.device).mT
-    x[:, live.to(B.device)] = X
-    overflowed = ~torch.isfinite(largest(x)).cpu()
-    for j in range(K):
-        if bool(overflowed[j]):
-            reasons[j] = Reason.NON_FINITE
-        if known.get(j) is Reason.NON_FINITE:
-            x[:, j] = math.nan
-        if reasons[j] is Reason.NON_FINITE and (bool(overflowed[j]) or j in known):
-            residuals[j] = backward[j] = math.inf
-    ordered = tuple(reasons[j] for j in range(K))
-    converged = torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in ordered], dtype=torch.bool)
-    return Solution(x, ordered, converged, residuals, backward, run.iteration, run.matvecs, history)
+    return system.solution(run)

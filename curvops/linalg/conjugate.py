@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.linalg.directions import Directions, Step
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import columns, norm
+from curvops.linalg.vectors import columns, gram, norm
 
 CHECK_EVERY = 50
 Block = Callable[[Tensor], Tensor]
@@ -39,6 +39,8 @@ class Run:
     matvecs: int = 0
     reasons: dict[int, Reason] = field(default_factory=dict)
     history: list[list[float]] = field(default_factory=list)
+    normal: None = None
+    last: Step | None = None
 
     def __post_init__(self) -> None:
         n, K = self.B.shape
@@ -104,7 +106,7 @@ class Run:
         self.iteration += 1
         sizes = norm(AQ)
         self.norm_A = torch.maximum(self.norm_A, torch.where(torch.isfinite(sizes), sizes, 0.0).amax())
-        step = self.directions.step(Q, AQ, self.r, self.norm_A)
+        step = self.last = self.directions.step(Q, AQ, self.r, self.norm_A)
         self.advance(step)
         return step
 
@@ -148,22 +150,34 @@ class Run:
         sizes = norm(x)
         growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()
         self.norm_A = torch.maximum(self.norm_A, growth)
-        facts = torch.stack([norm(true), norm(true - r), sizes, self.norm_A.expand(len(positions))]).cpu()
+        gap = self.asymmetry(x, image)
+        facts = torch.stack([norm(true), norm(true - r), sizes, self.norm_A.expand(len(positions)), gap]).cpu()
         replaced = []
         for i, j in enumerate(positions):
-            residual, drift, size, norm_A = facts[:, i].tolist()
+            residual, drift, size, norm_A, gap_here = facts[:, i].tolist()
             column = self.active[j]
             backward = residual / (norm_A * size + 1)
+            skewed = gap_here > math.sqrt(self.eps) * norm_A * size
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
+            if stopped is None and skewed and residual >= self.best[column]:
+                stopped = Reason.STAGNATION
             self.keep_best(column, x[:, i], residual, backward)
             if stopped is not None:
-                self.reasons[column] = self.classify(column, stopped)
+                reason = self.classify(column, stopped)
+                unsolved = reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT)
+                self.reasons[column] = Reason.NOT_SYMMETRIC if unsolved and skewed else reason
                 self.current[column] = self.best[column]
             elif drift > 0.1 * residual:
                 replaced.append(i)
         if replaced:
             self.r.mT[index[replaced].to(self.r.device)] = true.mT[torch.tensor(replaced, device=self.r.device)]
         return bool(replaced)
+
+    def asymmetry(self, x: Tensor, image: Tensor) -> Tensor:
+        """The largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
+        if self.last is None or not self.last.Q.shape[1]:
+            return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
 
     def keep_best(self, column: int, x: Tensor, residual: float, backward: float) -> None:
         # The residual may first grow by √κ while the error shrinks: the backward error shows progress then.

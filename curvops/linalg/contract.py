@@ -7,7 +7,6 @@ larger ones are only multiplied. Whatever an iteration could not reach is raised
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import Eigenpairs, Estimate, SingularTriplets, Solution
+from curvops.linalg.solve import Options, Promises, default_rtol, solve
 from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
@@ -109,12 +109,8 @@ class SolverContract:
         return solution if left_tensor is None else left_tensor @ solution
 
     def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
-        """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8)."""
-        if self._exactly(rhs) is not None or not self._is_small:
-            return differentiable.solve(self, rhs, rtol)
-        columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs
-        solution = torch.linalg.solve(self._dense(), columns)
-        return solution.squeeze(-1) if rhs.ndim == 1 else solution
+        """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
+        return solve(self, rhs, rtol=rtol)
 
     def inv_quad(self: Any, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
         """bᵀ A⁻¹ b per column (…, K), or summed over columns."""
@@ -140,7 +136,7 @@ class SolverContract:
             return form.logdet()
         if self._is_small:
             return 2 * torch.linalg.cholesky(self._dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return differentiable.logdet(self)
+        return differentiable.logdet(self, Options())
 
     def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
         """`num_samples` draws of N(0, A), (num_samples, ..., n)."""
@@ -233,17 +229,28 @@ class SolverContract:
     def _solve(self: Any, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         if num_tridiag:
             raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
-        return self._solve_block(rhs) if rhs.ndim <= 2 else self.solve(rhs)
+        return solve(self, rhs)
 
     # What a subclass with a closed form replaces
 
-    def _solve_block(self: Any, block: Tensor, rtol: float | None = None) -> Tensor:
-        """A⁻¹ B for B (n,) or (n, K): the closed form, or block CG, which may raise `NotConverged`."""
+    def promises(self: Any) -> Promises:
+        """What `co.linalg.solve` may rely on."""
+        return Promises(self.symmetric, self.psd, self._is_small)
+
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        """The function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""
+        form = self._closed_form()
+        return None if form is None else form.solve
+
+    def require_definite(self) -> None:
+        """Raise NotPositiveSemidefinite (a ValueError) where a closed form shows A to be singular or indefinite."""
         form = self._closed_form()
         if form is not None:
-            return _by_vector(lambda block: form.solve(block, rtol), block)
-        rtol = default_rtol(self.dtype) if rtol is None else rtol
-        return differentiable.accept(cg(self, block, rtol=rtol), rtol)
+            form.require_definite()
+
+    def preconditioner(self, columns: int = 1) -> Any:
+        """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
+        return None
 
     def _logdet_estimate(self: Any) -> Estimate:
         """log det A with its standard error; the default is stochastic Lanczos quadrature."""
@@ -253,8 +260,3 @@ class SolverContract:
 def _by_vector(of_block: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
     """Call a function of blocks (n, K) with a vector (n,) or a block."""
     return of_block(vectors.unsqueeze(-1)).squeeze(-1) if vectors.ndim == 1 else of_block(vectors)
-
-
-def default_rtol(dtype: torch.dtype) -> float:
-    """The relative residual that `solve` promises: 1e-6, tightened towards √eps in float64."""
-    return min(1e-6, math.sqrt(torch.finfo(dtype).eps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,13 @@ from torch import Tensor
 from curvops.linalg.algebra import Product, is_psd, is_symmetric
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache
-from curvops.linalg.cg import cg
 from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
-from curvops.linalg.contract import default_rtol
-from curvops.linalg.differentiable import accept
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import nystrom
-from curvops.linalg.results import Estimate
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.solve import Promises
 from curvops.linalg.structured import Diagonal, draw
-
-# Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
-MOST_COLUMNS = 128
 
 
 class Damped(Operator):
@@ -131,7 +127,7 @@ class Damped(Operator):
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
-            if cache.preconditioner is None or columns > 4 * cache.columns:
+            if not cache.columns or columns > 4 * cache.columns:
                 cache.preconditioner, cache.columns = self._build_preconditioner(columns, generator), columns
             return cache.preconditioner
 
@@ -140,7 +136,10 @@ class Damped(Operator):
         if not bool((shift > 0).all()):
             return None
         base, level, scale = self._whitened(shift)
-        sketch = nystrom(base, rank=None, shift=level, rhs=columns, generator=generator)
+        try:
+            sketch = nystrom(base, rank=None, shift=level, rhs=columns, generator=generator)
+        except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
+            return None
         inner = sketch.preconditioner(level)
         return inner if scale is None else _Scaled(scale, inner)
 
@@ -166,18 +165,9 @@ class Damped(Operator):
         tensors = (*self.base.representation(), self.shift)
         return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
 
-    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        if self._closed_form() is not None:
-            return super()._solve_block(block, rtol)
-        rtol = default_rtol(self.dtype) if rtol is None else rtol
-        preconditioner = self.preconditioner(1 if block.ndim == 1 else block.shape[-1])
-        if block.ndim == 1:
-            return accept(cg(self, block, preconditioner=preconditioner, rtol=rtol), rtol)
-        parts = [
-            accept(cg(self, part, preconditioner=preconditioner, rtol=rtol), rtol)
-            for part in block.split(MOST_COLUMNS, dim=1)
-        ]
-        return torch.cat([part.mT for part in parts]).mT
+    def promises(self) -> Promises:
+        known = super().promises()
+        return known._replace(definite=known.symmetric)  # a precision: that it is indefinite must be told
 
     def _lower_bound(self) -> float | None:
         least = float(self.shift.detach().min())
@@ -241,8 +231,8 @@ class Inverse(Operator):
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         return self.base
 
-    def _solve_block(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self.base._matmul(block)
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        return lambda block, rtol=None: self.base._matmul(block)
 
     def _diagonal(self) -> Tensor:
         form = self.base._exactly() if isinstance(self.base, Operator) else None

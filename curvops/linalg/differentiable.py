@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -12,30 +13,35 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.contour_solve import ContourProduct, contour
-from curvops.linalg.results import Reason, Solution
+from curvops.linalg.results import Reason
 from curvops.linalg.vectors import random_block
 
 # Probes of Hutchinson's estimator of tr(A⁻¹ dA), the gradient of the log-determinant.
 GRADIENT_PROBES = 16
+Solver: TypeAlias = Callable[[LinearOperator, Tensor], Tensor]
 
 
-def accept(solution: Solution, rtol: float) -> Tensor:
-    """The solution's x where every column is accepted, else raise; a precision limit is accepted with a warning."""
-    if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
-    return solution.raise_if_failed(rtol).x
-
-
-def solve(operator: LinearOperator, rhs: Tensor, rtol: float | None = None) -> Tensor:
+def solve(operator: LinearOperator, rhs: Tensor, solver: Solver) -> Tensor:
     """A⁻¹ B for B (n,), (n, K) or (..., n, K), with gradients (Aᵀ y = g once more in the backward pass)."""
     return _Solve.apply(  # type: ignore[no-untyped-call]
-        operator.representation_tree(), rtol, rhs, *operator.representation()
+        operator.representation_tree(), solver, rhs, *operator.representation()
     )
 
 
-def logdet(operator: LinearOperator) -> Tensor:
+def least_squares(operator: LinearOperator, rhs: Tensor, solver: Solver) -> Tensor:
+    """A⁺ B for a single rectangular A (m, n) and B (m,) or (m, K), with gradients where the rank does not change."""
+    if operator.ndim != 2 or rhs.ndim > 2:
+        raise ValueError(f"least squares take one matrix and one block, got {operator.shape} and {tuple(rhs.shape)}.")
+    return _LeastSquares.apply(  # type: ignore[no-untyped-call]
+        operator.representation_tree(), solver, rhs, *operator.representation()
+    )
+
+
+def logdet(operator: LinearOperator, solver: Solver) -> Tensor:
     """log det A in nats (0-d), with the stochastic gradient tr(A⁻¹ dA) ≈ mean_z zᵀ A⁻¹ dA z over Rademacher z."""
-    return _LogDet.apply(operator.representation_tree(), *operator.representation())  # type: ignore[no-untyped-call]
+    return _LogDet.apply(  # type: ignore[no-untyped-call]
+        operator.representation_tree(), solver, *operator.representation()
+    )
 
 
 def inverse_root(dense: Tensor) -> Tensor:
@@ -108,9 +114,9 @@ class _InverseRoot(Function):
 
 class _Solve(Function):
     @staticmethod
-    def forward(ctx: Any, tree: Any, rtol: float | None, rhs: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.tree, ctx.rtol = tree, rtol
-        solution = _solve_any(tree(*tensors), rhs, rtol)
+    def forward(ctx: Any, tree: Any, solver: Solver, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.solver = tree, solver
+        solution = _solve_any(tree(*tensors), rhs, solver)
         ctx.save_for_backward(solution, *tensors)
         return solution
 
@@ -119,7 +125,7 @@ class _Solve(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         solution, *tensors = ctx.saved_tensors
         operator = ctx.tree(*tensors)
-        adjoint = _solve_any(operator.mT, gradient, ctx.rtol)
+        adjoint = _solve_any(operator.mT, gradient, ctx.solver)
         inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
         if any(ctx.needs_input_grad[3:]):
             columns = [t.unsqueeze(-1) if t.ndim == 1 else t for t in (-adjoint, solution)]
@@ -127,10 +133,34 @@ class _Solve(Function):
         return (None, None, adjoint, *inside)
 
 
+class _LeastSquares(Function):
+    @staticmethod
+    def forward(ctx: Any, tree: Any, solver: Solver, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.solver = tree, solver
+        solution = solver(tree(*tensors), rhs)
+        ctx.save_for_backward(rhs, solution, *tensors)
+        return solution
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973)
+        rhs, solution, *tensors = ctx.saved_tensors
+        operator = ctx.tree(*tensors)
+        adjoint = ctx.solver(operator.mT, gradient)
+        inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
+        if any(ctx.needs_input_grad[3:]):
+            B, X, G, Y = (t.unsqueeze(-1) if t.ndim == 1 else t for t in (rhs, solution, gradient, adjoint))
+            left = [-Y, B - operator._matmul(X), ctx.solver(operator.mT, X)]
+            right = [X, ctx.solver(operator, Y), G - operator._t_matmul(Y)]
+            inside = operator._bilinear_derivative(torch.cat(left, 1), torch.cat(right, 1))
+        return (None, None, adjoint, *inside)
+
+
 class _LogDet(Function):
     @staticmethod
-    def forward(ctx: Any, tree: Any, *tensors: Tensor) -> Tensor:
-        ctx.tree = tree
+    def forward(ctx: Any, tree: Any, solver: Solver, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.solver = tree, solver
         ctx.save_for_backward(*tensors)
         return tree(*tensors)._logdet_estimate().value
 
@@ -139,19 +169,19 @@ class _LogDet(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         operator = ctx.tree(*ctx.saved_tensors)
         probes = random_block(operator.shape[-1], GRADIENT_PROBES, dtype=operator.dtype, device=operator.device)
-        solved = _solve_any(operator, probes)
+        solved = _solve_any(operator, probes, ctx.solver)
         inside = operator._bilinear_derivative(solved * (gradient / GRADIENT_PROBES), probes)
-        return (None, *inside)
+        return (None, None, *inside)
 
 
-def _solve_any(operator: LinearOperator, rhs: Tensor, rtol: float | None = None) -> Tensor:
+def _solve_any(operator: LinearOperator, rhs: Tensor, solver: Solver) -> Tensor:
     """Solve for a vector or a block, looping over a batch of different operators."""
     if operator.ndim == 2:
         if rhs.ndim <= 2:
-            return operator._solve_block(rhs, rtol)
+            return solver(operator, rhs)
         columns = rhs.movedim(-2, 0)
-        solved = operator._solve_block(columns.reshape(columns.shape[0], -1), rtol)
+        solved = solver(operator, columns.reshape(columns.shape[0], -1))
         return solved.reshape(columns.shape).movedim(0, -2)
     rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
-    parts = [_solve_any(operator[i], rhs[i], rtol) for i in range(operator.shape[0])]
+    parts = [_solve_any(operator[i], rhs[i], solver) for i in range(operator.shape[0])]
     return torch.stack(parts)

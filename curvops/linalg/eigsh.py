@@ -69,8 +69,8 @@ def eigsh(
         generator: source of the random vectors.
         memory_budget: bytes for the basis. By default it has 2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a
             smaller one needs more products, and the reason is RANK_CAPPED where they did not suffice.
-        solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `cg` by default,
-            which needs σ below the spectrum.
+        solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
+            default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
 
     Returns:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from curvops.linalg.results import Reason, Solution
+from curvops.linalg.systems import Callback, converged
 from curvops.linalg.vectors import Matrix, columns, largest, norm, product
 
-Callback: TypeAlias = Callable[[int, Tensor], object]
-# A correction good to three digits costs a third of a solve to nine, and float32 can nearly always give it.
-DIGITS_PER_ROUND = 1e-3
+# What float32 can give of a well-conditioned system, and what it can nearly always give.
+FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
 
 
 def refined(
-    A: Matrix,
+    exact: Matrix,
+    dtype: torch.dtype,
     B: Tensor,
     X0: Tensor | None,
     solve: Callable[[Tensor, Tensor | None, float, int, Callback | None], Solution],
@@ -26,14 +26,13 @@ def refined(
     maxiter: int,
     callback: Callback | None,
 ) -> Solution:
-    """Solve A X = B with float64 residuals; ``solve(B, X0, rtol, maxiter, callback)`` works in A's dtype.
+    """Solve A X = B with residuals by the float64 matrix; ``solve(B, X0, rtol, maxiter, callback)`` works in dtype.
 
     Raises:
-        ValueError: ``A.to(torch.float64)`` is not a float64 matrix.
+        ValueError: the exact matrix is not of float64, so A has no float64 version.
     """
-    exact = A.double() if isinstance(A, Tensor) else A.to(torch.float64)
     if exact.dtype != torch.float64:
-        raise ValueError(f"refine=True needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
+        raise ValueError(f"refine needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
     multiply, target = product(exact), B.double()
     height = largest(target)
     zero, finite = (height == 0).cpu(), torch.isfinite(height).cpu()
@@ -44,26 +43,32 @@ def refined(
     residual, last = target.clone(), torch.where(zero, 0.0, math.inf).double()
     history = torch.ones(1, B.shape[1], dtype=torch.float64)
     reasons = [Reason.ZERO_RIGHT_HAND_SIDE if z else Reason.NON_FINITE for z in zero.tolist()]
-    iterations = matvecs = 0
+    iterations = matvecs = taken = 0
+    begun, best, digits = X0 is not None, X.clone(), FIRST_DIGITS
     norm_A = torch.zeros((), dtype=torch.float64, device=B.device)
     todo = (~zero & finite).nonzero().squeeze(1)
     while len(todo):
         where = todo.to(B.device)
-        image = multiply(X[:, where])
-        matvecs += len(todo)
-        residual[:, where] = target[:, where] - image
-        norm_A = torch.maximum(norm_A, torch.nan_to_num(norm(image) / norm(X[:, where]), nan=0.0).amax())
+        if begun:
+            image = multiply(X[:, where])
+            taken += len(todo)
+            residual[:, where] = target[:, where] - image
+            norm_A = torch.maximum(norm_A, torch.nan_to_num(norm(image) / norm(X[:, where]), nan=0.0).amax())
+        begun = True
         now = (norm(residual[:, where]) / size[where]).cpu()
-        gained = now < 0.5 * last[todo]
+        gained, better = now < 0.5 * last[todo], todo[now < last[todo]].to(B.device)
+        best[:, better] = X[:, better]
         last[todo] = torch.where(now < last[todo], now, last[todo])
         history[-1] = last.nan_to_num(posinf=1.0)
         todo = todo[(now > rtol) & gained]
         if not len(todo) or iterations >= maxiter:
             break
         where = todo.to(B.device)
-        inner = max(DIGITS_PER_ROUND, 0.5 * rtol / float(last[todo].amax()))
-        part = solve((residual[:, where] / size[where]).to(B.dtype), None, min(inner, 0.5), maxiter - iterations, None)
+        inner = max(digits, 0.5 * rtol / float(last[todo].amax()))
+        part = solve((residual[:, where] / size[where]).to(dtype), None, min(inner, 0.5), maxiter - iterations, None)
         iterations, matvecs = iterations + part.iterations, matvecs + part.matvecs
+        if Reason.PRECISION_LIMIT in part.reasons:
+            digits = FEWER_DIGITS
         rows = history[-1].repeat(len(part.history), 1)
         rows[:, todo] *= part.history
         history = torch.cat([history, rows[1:], rows[-1:]])
@@ -73,8 +78,8 @@ def refined(
         X[:, where] += torch.where(torch.isfinite(step), step, 0.0)
         if callback is not None:
             callback(iterations, history[-1])
-    backward = last / ((norm_A * norm(X) / size).cpu() + 1)
-    X[:, ~finite.to(B.device)] = math.nan
+    backward = last / ((norm_A * norm(best) / size).cpu() + 1)
+    best[:, ~finite.to(B.device)] = math.nan
     level = 10 * torch.finfo(torch.float64).eps * math.sqrt(len(B))
     for j, reason in enumerate(reasons):
         if not zero[j] and bool(last[j] <= rtol):
@@ -84,5 +89,6 @@ def refined(
             reasons[j] = Reason.PRECISION_LIMIT if at_limit else Reason.STAGNATION
             if iterations >= maxiter:
                 reasons[j] = Reason.ITERATION_LIMIT
-    converged = torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
-    return Solution(X, tuple(reasons), converged, last, backward, iterations, matvecs, history)
+    total = matvecs + taken
+    ordered = tuple(reasons)
+    return Solution(best, ordered, converged(ordered), last, backward, iterations, total, history, exact_matvecs=taken)

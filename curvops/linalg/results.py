@@ -28,15 +28,20 @@ class Reason(Enum):
     )
     STAGNATION = (
         "The residual stopped shrinking far above the rounding level. "
-        "Check that the operator is symmetric and deterministic; add a preconditioner or a larger prior precision."
+        "Check that the operator is deterministic and symmetric (for lsmr: its transposed product the adjoint); "
+        "add a preconditioner or a larger prior precision."
     )
     NOT_POSITIVE_DEFINITE = (
         "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "
         "Use minres, or add a prior (add_diagonal) larger than the most negative eigenvalue."
     )
+    NOT_SYMMETRIC = (
+        "The operator is not symmetric: u'Av and v'Au differ by more than rounding explains. "
+        "Use lsmr, or symmetrise the operator."
+    )
     SINGULAR = (
         "The operator is singular to working precision and the right-hand side leaves its range. "
-        "Add a prior (add_diagonal), or project the right-hand side on the range."
+        "Add a prior (add_diagonal) or project the right-hand side; of minres and lsmr, x is a least-squares solution."
     )
     NON_FINITE = (
         "A right-hand side, a product or a solution holds NaN or Inf. "
@@ -66,7 +71,10 @@ class Solution:
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
     ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products seen.
     ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
-    ``matvecs`` counts products of A with one vector, the checks included.
+    ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
+    ``exact_matvecs`` says how many of them iterative refinement took in float64.
+    ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products where a solver answers least-squares problems (lsmr; minres
+    for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
     """
 
     x: Tensor
@@ -77,6 +85,8 @@ class Solution:
     iterations: int
     matvecs: int
     history: Float[Tensor, "steps K"]
+    normal_residuals: Float[Tensor, " K"] | None = None
+    exact_matvecs: int = 0
 
     @property
     def accepted(self) -> bool:

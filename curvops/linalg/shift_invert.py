@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.cg import cg
+from curvops.linalg.minres import minres
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import ACCEPTED, Reason, Solution
 from curvops.linalg.vectors import Matrix, combine, gram, product, tall_qr
@@ -28,7 +28,7 @@ def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float | int, solv
     else:
         shifted = A.add_diagonal(-shift)
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
-    return ShiftInverse(A, shifted, inner, most, cg if solver is None else solver)
+    return ShiftInverse(A, shifted, inner, most, minres if solver is None else solver)
 
 
 class ShiftInverse(Counted):

@@ -68,6 +68,46 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
+    """The map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
+    if isinstance(A, Tensor):
+        return product(A.mT)
+    multiply = A._t_matmul
+
+    def apply(U: Tensor) -> Tensor:
+        if not U.shape[1]:
+            return U.new_empty(A.shape[1], 0)
+        with torch.no_grad():
+            result: Tensor = multiply(U)
+        return result.detach()
+
+    return apply
+
+
+def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
+    """The map index -> A[index, :], dense (b, n).
+
+    A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
+    one transposed product each.
+    """
+    if isinstance(A, Tensor):
+        dense = A.detach()
+        return lambda index: dense[index]
+
+    def take(index: Tensor) -> Tensor:
+        with torch.no_grad():
+            part = A[index, :]
+            result: Tensor = part if isinstance(part, Tensor) else part.to_dense()
+        return result.detach()
+
+    return take
+
+
+def join(parts: list[Tensor]) -> Float[Tensor, "n k"]:
+    """The columns of blocks of one length side by side, each contiguous."""
+    return torch.cat([part.mT for part in parts]).mT
+
+
 def empty_block(n: int, k: int, like: Tensor) -> Float[Tensor, "n k"]:
     """An uninitialised block of k columns, each contiguous."""
     return torch.empty(k, n, dtype=like.dtype, device=like.device).mT

@@ -328,3 +328,68 @@ def test_no_graph_is_recorded():
 def test_rotation_is_orthogonal():
     Q = rotation(20)
     torch.testing.assert_close(Q.mT @ Q, torch.eye(20, dtype=torch.float64))
+
+
+# Memory and precision.
+
+
+def test_memory_budget_solves_in_groups():
+    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 5)
+    operator = Counted(A)
+    s = cg(operator, B, memory_budget=2 * 12 * 120 * 8)
+    assert max(operator.log) == 2 and s.converged.all() and s.matvecs == sum(operator.log)
+    assert s.history.shape == (s.iterations + 1, 5)
+    assert cg(A, B, memory_budget=0).converged.all()  # one column at a time is the least
+    with pytest.raises(ValueError, match="memory_budget"):
+        cg(A, B, memory_budget=-1)
+
+
+class Precise(Counted):
+    """Counts the products in float64 and those in float32 apart."""
+
+    def __init__(self, matrix, counts=None):
+        super().__init__(matrix)
+        self.counts = {} if counts is None else counts
+
+    def to(self, dtype):
+        return Precise(self.matrix.to(dtype), self.counts)
+
+    def _matmul(self, rhs):
+        self.counts[rhs.dtype] = self.counts.get(rhs.dtype, 0) + rhs.shape[1]
+        return super()._matmul(rhs)
+
+
+@pytest.mark.parametrize("name", ["decaying", "clustered", "flat", "kappa 1e4"])
+def test_refinement_in_float32_reaches_ten_digits_with_one_product_in_ten_in_float64(name):
+    A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
+    operator = Precise(A)
+    s = cg(operator, B, rtol=1e-10, refine=torch.float32)
+    assert s.x.dtype == torch.float64 and s.converged.all()
+    assert (true_residuals(A, s.x, B) <= 1.01e-10).all()
+    assert s.exact_matvecs == operator.counts[torch.float64]
+    assert s.matvecs == sum(operator.counts.values())
+    assert s.exact_matvecs <= 0.1 * s.matvecs
+    assert cg(A, B, rtol=1e-10, refine=torch.float32).exact_matvecs == s.exact_matvecs
+
+
+def test_refinement_takes_a_float64_preconditioner_and_names_bad_dtypes():
+    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
+    s = cg(A, B, rtol=1e-10, refine=torch.float32, preconditioner=M)
+    assert s.converged.all() and (true_residuals(A, s.x, B) <= 1.01e-10).all()
+    with pytest.raises(ValueError, match="float32"):
+        cg(A, B, refine=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_says_why_not_and_what_to_do(dtype):
+    with pytest.raises(TypeError, match=r"two or three digits.*A\.to\(torch\.float32\)"):
+        cg(torch.eye(3, dtype=dtype), torch.ones(3, dtype=dtype))
+
+
+def test_non_symmetric_is_named():
+    g = torch.Generator().manual_seed(0)
+    A = torch.eye(50, dtype=torch.float64) + torch.randn(50, 50, generator=g, dtype=torch.float64) / 7
+    s = cg(A, right_hand_sides(50, 1))
+    assert s.reasons[0] in (Reason.NOT_SYMMETRIC, Reason.NOT_POSITIVE_DEFINITE)
+    assert Reason.NOT_SYMMETRIC in cg(A, right_hand_sides(50, 2), block=False).reasons

@@ -5,6 +5,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, eigsh
+from curvops.linalg.cg import cg
 from curvops.linalg.results import Reason, Solution
 from tests.linalg.spectra import SPECTRA, symmetric
 
@@ -265,13 +266,15 @@ def test_interior_pairs_by_shift_and_invert(sigma, lazy):
     assert_honest(A, pairs, 1e-9)
 
 
-def test_interior_by_cg_below_the_spectrum_and_its_failure_inside():
+def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
     values = torch.linspace(0.2, 5, 30, dtype=torch.float64)
     A = Dense(symmetric(values))
-    pairs = A.eigsh(3, "interior", sigma=0.1, generator=generator())
-    torch.testing.assert_close(pairs.values, values[:3], rtol=1e-9, atol=0)
-    assert set(pairs.reasons) == FLAWLESS
-    inside = A.eigsh(3, "interior", sigma=2.01, generator=generator())
+    for sigma, solver in ((0.1, cg), (0.1, None), (2.01, None)):
+        pairs = A.eigsh(3, "interior", sigma=sigma, solver=solver, generator=generator())
+        expected = values[(values - sigma).abs().argsort()][:3]
+        torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=0)
+        assert set(pairs.reasons) == FLAWLESS
+    inside = A.eigsh(3, "interior", sigma=2.01, solver=cg, generator=generator())
     assert set(inside.reasons) <= {Reason.NOT_POSITIVE_DEFINITE, Reason.UNVERIFIED}
 
 

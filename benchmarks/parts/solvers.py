@@ -1,0 +1,139 @@
+"""Solving with the GGN of a network on digits, in products and beside linear_operator's CG; our Python by the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from linear_operator.utils import linear_cg
+from torch import Tensor, nn
+
+import curvops as co
+from benchmarks.machine import peer_version
+from benchmarks.networks import SEED
+from benchmarks.parts.figures import Figures
+from benchmarks.timing import Comparison, Spread, seconds
+from curvops.linalg import Damped, Diagonal, Solution, cg, nystrom
+
+COLUMNS = 8
+RTOL = 1e-6
+MOST_PRODUCTS = {1.0: 296, 0.01: 850}
+AT_LEAST = 5.0
+ONE = "product with one vector"
+SIZE, STEPS = 1_000_000, 100
+MOST_MILLISECONDS = 1.0
+
+
+def measure(figures: Figures) -> None:
+    """Products in all at two prior precisions, the sketch counted; linear_operator's CG; the time of a CG step."""
+    lin = digits()
+    for prior, most in MOST_PRODUCTS.items():
+        _solve(figures, lin, prior, most)
+    _steps(figures)
+
+
+def digits() -> co.Linearization:
+    """A trained network 64-100-100-10 with tanh on 1400 handwritten digits, float64, D = 17,610."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    x = torch.tensor(data.data[:1400] / 16.0, dtype=torch.float64)
+    y = torch.tensor(data.target[:1400])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        layers = nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 10)
+        model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1500)
+    for _ in range(1500):
+        prior = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+        loss = nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * prior
+        optimizer.zero_grad()
+        (loss / len(x)).backward()
+        optimizer.step()
+        schedule.step()
+    return co.linearize(model, (x, y), "classification")
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A solution and the products that it cost in all."""
+
+    solution: Solution
+    products: int
+
+
+def _ours(lin: co.Linearization, prior: float, B: Tensor) -> Solved:
+    """What `solve` does: a Nyström sketch of the rank that pays, then block CG."""
+    G = co.GGN(lin)
+    P = Damped(G, torch.tensor(prior, dtype=B.dtype))
+    sketch = nystrom(G, shift=prior, rhs=COLUMNS, generator=torch.Generator().manual_seed(SEED))
+    solution = cg(P, B, preconditioner=sketch.preconditioner(), rtol=RTOL)
+    return Solved(solution, solution.matvecs + sketch.matvecs)
+
+
+def _solve(figures: Figures, lin: co.Linearization, prior: float, most: int) -> None:
+    B = torch.randn(COLUMNS, lin.num_parameters, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64).mT
+    P = co.GGN(lin).add_diagonal(prior)
+    _ = P @ B  # from the second product on, the linearisation is kept
+    _ = P @ B
+    kept: dict[str, Solved] = {}
+    ours = Spread.of([seconds(lambda: kept.setdefault("ours", _ours(lin, prior, B))) for _ in range(2)])
+    unit = Spread.of([seconds(lambda: P @ B) / COLUMNS for _ in range(5)])
+    worst = float(kept["ours"].solution.relative_residuals.max())
+    subject = f"digits, prior precision {prior:g}, {COLUMNS} right-hand sides, true residual {worst:.0e}"
+
+    def products(what: str, count: int, time: Spread, target: float | None = None) -> None:
+        figures.add(subject, what, Comparison(Spread.of([count]), time, unit, 1), ONE, target=target)
+
+    products("products, sketch and block CG", kept["ours"].products, ours, most)
+    plain: list[Solution] = []
+    for block in (True, False):
+        time = Spread.of([seconds(lambda: plain.append(cg(P, B, rtol=RTOL, block=block)))])  # noqa: B023
+        products(f"products, plain CG{' in a block' if block else ' by columns'}", plain[-1].matvecs, time)
+    if figures.settings.peers:
+        theirs, residual, count = _linear_cg(P, B, worst)
+        label = f"linear_operator {peer_version('linear-operator')}, linear_cg to {residual:.0e}"
+        products(f"products, {label}", count, Spread.of([theirs]))
+        ratio = Spread(theirs / ours.median, theirs / ours.high, theirs / ours.low)
+        against = Comparison(ratio, Spread.of([theirs]), ours, 1)
+        figures.add(subject, label, against, "solve of ours, sketch included", at_least=AT_LEAST)
+
+
+def _linear_cg(P: Damped, B: Tensor, residual: float) -> tuple[float, float, int]:
+    """Seconds, true residual and products of its CG, the tolerance lowered until the residual is no more than given."""
+    products = 0
+
+    def multiply(V: Tensor) -> Tensor:
+        nonlocal products
+        products += V.shape[1]
+        return P._matmul(V)
+
+    tolerance, reached, taken = residual, math.inf, 0.0
+    while reached > residual and tolerance > 1e-3 * residual:
+        products, kept = 0, []
+        taken = seconds(lambda: kept.append(_run(multiply, B, tolerance)))  # noqa: B023
+        reached = float(((B - P._matmul(kept[0])).norm(dim=0) / B.norm(dim=0)).max())
+        tolerance /= 3
+    return taken, reached, products
+
+
+def _run(multiply: Callable[[Tensor], Tensor], B: Tensor, tolerance: float) -> Tensor:
+    found: Tensor = linear_cg(multiply, B, tolerance=tolerance, max_iter=5000, max_tridiag_iter=0)
+    return found
+
+
+def _steps(figures: Figures) -> None:
+    """A CG step with a diagonal of 10⁶ entries, and with one of 64: there, nothing but our Python takes time."""
+    for size in (SIZE, 64):
+        A = Diagonal(torch.logspace(0, 6, size, dtype=torch.float64))
+        b = torch.randn(size, 1, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        cg(A, b, maxiter=3)
+        iterations: list[int] = []
+        times = [seconds(lambda: iterations.append(cg(A, b, rtol=0, maxiter=STEPS).iterations)) for _ in range(3)]  # noqa: B023
+        step = Spread.of([1e3 * time / count for time, count in zip(times, iterations)])
+        subject = f"diagonal operator, D = {size:,}"
+        target = None if size == SIZE else MOST_MILLISECONDS
+        figures.add(subject, "a step of CG", Comparison(step, Spread.of(times), Spread.of([1e-3]), 3), "1 ms", target)

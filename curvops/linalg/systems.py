@@ -1,0 +1,211 @@
+"""Systems A X = B as solvers want them: checked at the door, columns of unit norm, and put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.results import Reason, Solution
+from curvops.linalg.vectors import Description, as_block, columns, join, largest, norm, product
+
+MOST_ITERATIONS = 10_000
+Callback: TypeAlias = Callable[[int, Tensor], object]
+Block: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class Multiplies(Protocol):
+    """Anything that a block of vectors can be multiplied by with ``@``."""
+
+    def __matmul__(self, other: Tensor, /) -> Tensor:
+        """The product with a block."""
+
+
+Preconditioner: TypeAlias = Multiplies | Block | Tensor | LinearOperator
+
+
+def check(
+    facts: Description, B: Tensor, rtol: float, maxiter: int | None, x0: Tensor | None, budget: int | None = None
+) -> None:
+    """Whether right-hand sides, initial guess and options fit the matrix.
+
+    Raises:
+        TypeError: A is of half precision, or B or x0 not of A's dtype.
+        ValueError: shapes or devices do not fit, or an option is negative.
+    """
+    m, n, dtype, device = facts
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"A is {dtype}, whose products are good to two or three digits: no Krylov method survives that. Solve with "
+            "A.to(torch.float32), which loses nothing; a network's weights may stay in half precision below it."
+        )
+    for name, V in (("B", B), ("x0", x0)):
+        if V is not None and V.dtype != dtype:
+            raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")
+        if V is not None and V.device != device:
+            raise ValueError(f"{name} must be on A's device {device}, got {V.device}.")
+    if B.ndim not in (1, 2) or B.shape[0] != m:
+        raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
+    if x0 is not None and x0.shape != (n, *B.shape[1:]):
+        raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
+    if not rtol >= 0:
+        raise ValueError(f"rtol must not be negative, got {rtol}.")
+    for name, value in (("maxiter", maxiter), ("memory_budget", budget)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}.")
+
+
+def iterations_allowed(n: int, maxiter: int | None) -> int:
+    """The limit given, or 10 n, at least 100 and at most 10,000."""
+    return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
+
+
+def applied(preconditioner: Preconditioner | None) -> Block:
+    """The preconditioner as a function on blocks.
+
+    Raises:
+        TypeError: it is nothing that a block can be given to.
+    """
+    if preconditioner is None:
+        return lambda V: V
+    if isinstance(preconditioner, (Tensor, LinearOperator)):
+        return product(preconditioner)
+    if isinstance(preconditioner, Multiplies):
+        known = preconditioner
+        return lambda V: known @ V
+    if callable(preconditioner):
+        return preconditioner
+    kind = type(preconditioner).__name__
+    raise TypeError(f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {kind}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The right-hand sides that need a solve, scaled to unit norm, and where they belong.
+
+    A column of B is ``unit * length * height``: in two factors, since the norm itself may overflow.
+    """
+
+    unit: Float[Tensor, "m k"]
+    X: Float[Tensor, "n k"]
+    height: Float[Tensor, " k"]
+    length: Float[Tensor, " k"]
+    live: Tensor
+    K: int
+    known: dict[int, Reason]
+
+    @classmethod
+    def of(cls, B: Float[Tensor, "m K"], X0: Tensor | None, n: int) -> Columns:
+        """Leave out zero and non-finite columns. One small transfer."""
+        heights = largest(B).cpu()
+        known = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
+        known |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
+        live = torch.tensor([j for j in range(B.shape[1]) if j not in known], dtype=torch.long)
+        height = heights[live].to(B)
+        unit = columns(B, live) / height
+        length = norm(unit).to(B)
+        if X0 is None:
+            X = torch.zeros(len(live), n, dtype=B.dtype, device=B.device).mT
+        else:
+            X = as_block(columns(X0, live) / height / length)
+        return cls(unit / length, X, height, length, live, B.shape[1], known)
+
+    def spread(self, callback: Callback | None) -> Callback | None:
+        """The callback on all columns, those without a solve showing 0."""
+        if callback is None:
+            return None
+        full = torch.zeros(self.K, dtype=torch.float64)
+        return lambda iteration, residuals: callback(iteration, full.index_copy(0, self.live, residuals))
+
+    def solution(self, outcome: Outcome) -> Solution:
+        """What was reached, in the order and scale of B."""
+        reasons = self.known | {column: outcome.reasons[j] for j, column in enumerate(self.live.tolist())}
+        residuals, backward = self._placed(outcome.best), self._placed(outcome.backward)
+        history = torch.zeros(len(outcome.history), self.K, dtype=torch.float64)
+        shape = (len(outcome.history), len(self.live))
+        history[:, self.live] = torch.tensor(outcome.history, dtype=torch.float64).reshape(shape)
+        X = outcome.X
+        x = torch.zeros(self.K, X.shape[0], dtype=X.dtype, device=X.device).mT
+        x[:, self.live.to(X.device)] = X * self.length * self.height
+        overflowed = ~torch.isfinite(largest(x)).cpu()
+        for j in range(self.K):
+            if bool(overflowed[j]):
+                reasons[j] = Reason.NON_FINITE
+            if self.known.get(j) is Reason.NON_FINITE:
+                x[:, j] = math.nan
+            if reasons[j] is Reason.NON_FINITE and (bool(overflowed[j]) or j in self.known):
+                residuals[j] = backward[j] = math.inf
+        ordered = tuple(reasons[j] for j in range(self.K))
+        normal = None if outcome.normal is None else self._placed(outcome.normal)
+        matvecs, iteration = outcome.matvecs, outcome.iteration
+        return Solution(
+            x, ordered, converged(ordered), residuals, backward, iteration, matvecs, history, normal_residuals=normal
+        )
+
+    def _placed(self, values: list[float]) -> Tensor:
+        return torch.zeros(self.K, dtype=torch.float64).index_copy(
+            0, self.live, torch.tensor(values, dtype=torch.float64)
+        )
+
+
+class Outcome(Protocol):
+    """What a finished run tells: a number per column on the host, and the best answers."""
+
+    X: Tensor
+    reasons: dict[int, Reason]
+    best: list[float]
+    backward: list[float]
+    history: list[list[float]]
+    iteration: int
+    matvecs: int
+
+    @property
+    def normal(self) -> list[float] | None:
+        """‖Aᵀr‖/(‖A‖‖r‖), where least-squares problems are answered."""
+
+
+def converged(reasons: tuple[Reason, ...]) -> Tensor:
+    """Which columns have converged."""
+    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
+
+
+def in_groups(
+    solve: Callable[[Tensor, Tensor | None], Solution], B: Tensor, X0: Tensor | None, vectors: int, budget: int | None
+) -> Solution:
+    """Solve as many columns at a time as fit in ``budget`` bytes at ``vectors`` working vectors each, at least one."""
+    if budget is None:
+        return solve(B, X0)
+    width = max(1, budget // max(1, vectors * B.shape[0] * B.element_size()))
+    starts = range(0, max(B.shape[1], 1), width)
+    parts = [solve(B[:, i : i + width], None if X0 is None else X0[:, i : i + width]) for i in starts]
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: list[Solution]) -> Solution:
+    steps = max(len(part.history) for part in parts)
+    histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
+    normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
+    return Solution(
+        join([part.x for part in parts]),
+        tuple(reason for part in parts for reason in part.reasons),
+        torch.cat([part.converged for part in parts]),
+        torch.cat([part.relative_residuals for part in parts]),
+        torch.cat([part.backward_errors for part in parts]),
+        max(part.iterations for part in parts),
+        sum(part.matvecs for part in parts),
+        torch.cat(histories, 1),
+        normal_residuals=torch.cat(normal) if normal else None,
+        exact_matvecs=sum(part.exact_matvecs for part in parts),
+    )
+
+
+def shaped_as(solution: Solution, B: Tensor) -> Solution:
+    """The solution with x (n,) where B was a vector."""
+    return solution if B.ndim == 2 else replace(solution, x=solution.x.squeeze(1))
