@@ -55,9 +55,12 @@ class Solver:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products."""
+    """Estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products.
 
-    run: Callable[[Problem, Made, int, torch.Generator], Estimate]
+    The preconditioner may be "auto": the estimator's own choice.
+    """
+
+    run: Callable[[Problem, Made | str, int, torch.Generator], Estimate]
     quantity: str
     needs: str = "any"
     preconditioned: bool = False
@@ -75,11 +78,11 @@ def _cg(problem: Problem, P: Made, settings: Settings, trail: Trail, **options: 
     )
 
 
-def _trace(method: str, problem: Problem, P: Made, budget: int, generator: torch.Generator) -> Estimate:
+def _trace(method: str, problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
     return trace(problem.A, method=method, max_matvecs=budget, generator=generator)
 
 
-def _logdet(problem: Problem, P: Made, budget: int, generator: torch.Generator) -> Estimate:
+def _logdet(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
     of_all: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
     if problem.shift and problem.shift >= problem.lower:
         return logdet(problem.G, shift=problem.shift, **of_all)
@@ -101,10 +104,14 @@ def _rank(problem: Problem, settings: Settings) -> int:
 
 def _nystrom(problem: Problem, settings: Settings, generator: torch.Generator) -> Made:
     sketch = nystrom(
-        problem.G, settings.rank, shift=problem.shift, rhs=problem.B.shape[1], max_rank=len(problem.B) // 2,
+        problem.G,
+        settings.rank,
+        shift=problem.shift or problem.lower,
+        rhs=problem.B.shape[1],
+        max_rank=len(problem.B) // 2,
         generator=generator,
-    )  # fmt: skip
-    return sketch.preconditioner()
+    )
+    return sketch.preconditioner(problem.shift)
 
 
 def _cholesky(pivoting: Any, problem: Problem, settings: Settings, generator: torch.Generator) -> Made:

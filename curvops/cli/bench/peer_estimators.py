@@ -52,7 +52,12 @@ def _linear_operator(problem: Problem, budget: int, generator: torch.Generator) 
     settings = import_module("linear_operator.settings")
     before, probes = problem.G.counter.count, max(1, budget // STEPS)
     torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    with warnings.catch_warnings(), settings.num_trace_samples(probes), settings.max_cholesky_size(1):
+    with (
+        warnings.catch_warnings(),
+        settings.num_trace_samples(probes),
+        settings.max_cholesky_size(1),
+        settings.max_cg_iterations(STEPS),
+    ):
         warnings.simplefilter("ignore")
         value = Foreign(problem.B[:1], problem).logdet()
     return _claims_nothing(value.double().cpu(), problem, before)

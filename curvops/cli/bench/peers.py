@@ -54,7 +54,7 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             x = solve(
-                problem.A._matmul, problem.B.contiguous(), tolerance=tolerance, max_iter=settings.maxiter,
+                problem.A._matmul, problem.B.contiguous(), tolerance=tolerance, max_iter=settings.maxiter, max_tridiag_iter=1,
                 preconditioner=None if P is None else (lambda V: P @ V),
             )  # fmt: skip
         seconds = time.perf_counter() - start

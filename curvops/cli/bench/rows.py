@@ -140,12 +140,15 @@ def _one(
     settings: Settings,
     generator: torch.Generator,
 ) -> Estimate:
-    """One run, the preconditioner paid from the same budget."""
+    """One run, the preconditioner paid from the same budget; Nyström's rank is left to the estimator."""
     if isinstance(estimator, PeerEstimator):
         return estimator.run(problem, budget, generator)
     if not estimator.preconditioned or preconditioner == "none":
         return estimator.run(problem, None, budget, generator)
-    P = PRECONDITIONERS[preconditioner](problem, settings, generator)
+    if preconditioner == "nystrom" and settings.rank is None:
+        return estimator.run(problem, "auto", budget, generator)
+    within = Settings(**{**vars(settings), "rank": min(settings.rank or len(problem.B), max(1, budget // 4))})
+    P = PRECONDITIONERS[preconditioner](problem, within, generator)
     left = budget - problem.G.counter.count
     if left < budget // 4:
         raise TooDear(str(problem.G.counter.count))

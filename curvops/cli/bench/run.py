@@ -66,7 +66,8 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     """Run everything, print a table per problem through `say`, and write CSV, JSON and figures to `output`."""
     check(choice)
     output.mkdir(parents=True, exist_ok=True)
-    methods, results = _methods(choice, say), Results()
+    results = Results()
+    methods = _methods(choice, results, say)
     say(f"{MEMORY}.\nProducts are with single vectors, all that were made. {_machine(settings)}.")
     cells = sum(
         settings.seeds * len(settings.budgets) if isinstance(method, Estimator | PeerEstimator) else 1
@@ -87,7 +88,7 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     return results
 
 
-def _methods(choice: Choice, say: Callable[[str], None]) -> dict[str, Method]:
+def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, Method]:
     found: dict[str, Method] = {name: METHODS[name] for name in choice.methods}
     if not choice.peers:
         return found
@@ -101,7 +102,8 @@ def _methods(choice: Choice, say: Callable[[str], None]) -> dict[str, Method]:
             found[name] = peer
         elif peer.module not in missing:
             missing.add(peer.module)
-            say(f"skipped: {peer.module} is not installed")
+            results.notes.append(f"skipped: {peer.module} is not installed")
+            say(results.notes[-1])
     return found
 
 
@@ -119,18 +121,21 @@ def _problem(
 ) -> None:
     for _ in range(2):  # caches of products, built by the first
         problem.A._matmul(problem.B)
+    unfit: dict[str, dict[str, None]] = {}
     for name, method in methods.items():
         for preconditioner in _preconditioners(method, choice):
-            label = name if preconditioner == "none" else f"{name} with {preconditioner}"
             estimator = isinstance(method, Estimator | PeerEstimator)
             steps = settings.seeds * len(settings.budgets) if estimator else 1
             start = bar.n
             if STRENGTH[problem.kind] < STRENGTH[method.needs]:
-                results.notes.append(f"{problem.name}: {label} skipped, it needs a {method.needs} matrix")
+                unfit.setdefault(method.needs, {})[name] = None
             else:
-                bar.set_postfix_str(f"{problem.name} · {label}")
+                bar.set_postfix_str(f"{problem.name} · {name} · {preconditioner}")
                 _cell(problem, name, method, preconditioner, settings, results, bar)
             bar.update(start + steps - bar.n)
+    for needs, names in unfit.items():
+        kind = "positive definite" if needs == "psd" else needs
+        results.notes.append(f"{problem.name} is not known to be {kind}; skipped: {', '.join(names)}")
 
 
 def _cell(
