@@ -71,7 +71,7 @@ class Trail:
     """Points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like."""
 
     counter: Counter
-    products: list[float] = field(default_factory=list)
+    products: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     residuals: list[float] = field(default_factory=list)
     started: float = 0.0
@@ -88,7 +88,7 @@ class Trail:
         """A point at the products and the time of now."""
         self.put(self.counter.count, time.perf_counter() - self.started, residual)
 
-    def put(self, products: float, seconds: float, residual: float) -> None:
+    def put(self, products: int, seconds: float, residual: float) -> None:
         """A point of the past."""
         self.products.append(products)
         self.seconds.append(seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -46,7 +45,7 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
     """
     solve = import_module("linear_operator.utils.linear_cg").linear_cg
     counter, setup, tolerance = problem.G.counter, problem.G.counter.count, 1.0
-    best, x = math.inf, torch.zeros_like(problem.B)
+    most = settings.maxiter * problem.B.shape[1]
     for _ in range(TOLERANCES):
         tolerance /= 10
         counter.count = setup
@@ -54,15 +53,18 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             x = solve(
-                problem.A._matmul, problem.B.contiguous(), tolerance=tolerance, max_iter=settings.maxiter, max_tridiag_iter=1,
+                problem.A._matmul,
+                problem.B.contiguous(),
+                tolerance=tolerance,
+                max_iter=settings.maxiter,
+                max_tridiag_iter=1,
                 preconditioner=None if P is None else (lambda V: P @ V),
-            )  # fmt: skip
+            )
         seconds = time.perf_counter() - start
         residual = problem.residual(x)
         trail.put(counter.count, seconds, residual)
-        if residual <= settings.rtol or residual > 0.5 * best:
+        if residual <= settings.rtol or counter.count - setup >= most:
             break
-        best = residual
     verdict = "reached rtol" if residual <= settings.rtol else "does not reach rtol"
     return Answer(x, f"{verdict} at tolerance {tolerance:.0e}")
 

@@ -32,8 +32,9 @@ class BenchError(ValueError):
 class Problem:
     """A = G + shift I, right-hand sides B (n, K), and what is known beforehand.
 
-    ``lower`` is a known lower bound of A's spectrum, 0 for none. ``diagonal`` is G's where it is cheap, ``layers`` its
-    diagonal blocks. ``text`` says what it is, for the table's heading.
+    ``lower`` is a known lower bound of A's spectrum, 0 for none. ``definite`` is False where A is known to be
+    indefinite: of a user's matrix one may hope, since failures come with their reason. ``diagonal`` is G's where it is
+    cheap, ``layers`` its diagonal blocks. ``text`` says what it is, for the table's heading.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Problem:
     shift: float
     B: Tensor
     lower: float = 0.0
+    definite: bool = True
     diagonal: Tensor | None = None
     layers: LinearOperator | None = None
 
@@ -53,9 +55,9 @@ class Problem:
     @property
     def kind(self) -> str:
         """What a method may rely on: "psd", "symmetric" or "any"."""
-        if self.lower > 0 or (self.G.psd and self.shift > 0):
-            return "psd"
-        return "symmetric" if self.G.symmetric else "any"
+        if not self.G.symmetric:
+            return "any"
+        return "psd" if self.definite else "symmetric"
 
     def residual(self, x: Tensor) -> float:
         """The worst ‖b − Ax‖/‖b‖, not counted."""
@@ -113,7 +115,7 @@ def _clusters(n: int) -> Tensor:
 SPECTRA: dict[str, Spectrum] = {
     "decaying": Spectrum(lambda n: _index(n) ** -2, 1e-4, "eigenvalues k⁻² + 1e-4"),
     "exponential": Spectrum(lambda n: 0.9 ** (_index(n) - 1), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
-    "step": Spectrum(lambda n: 100.0 * (_index(n) <= max(1, n // 10)), 1.0, "a tenth at 101, the rest at 1"),
+    "step": Spectrum(lambda n: 100 * (_index(n) <= max(1, n // 10)).double(), 1.0, "a tenth at 101, the rest at 1"),
     "clustered": Spectrum(_clusters, 0.0, "four tight clusters, at 1, 10, 50, 200"),
     "flat": Spectrum(lambda n: 1 + 2 * _index(n) / n, 0.0, "eigenvalues 1 to 3"),
     "kappa1e4": Spectrum(_log_spaced(1e4), 0.0, "log-spaced from 1 to 1e-4"),
@@ -146,7 +148,9 @@ def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> 
     lowest = float(values.min()) + spectrum.shift
     G = Dense(((dense + dense.mT) / 2).to(dtype), psd=bool((values >= 0).all()))
     B = torch.randn(columns, size, generator=generator, dtype=torch.float64).to(dtype).mT
-    return Problem(name, spectrum.text, Counted(G), spectrum.shift, B, max(lowest, 0.0), G.tensor.diagonal())
+    return Problem(
+        name, spectrum.text, Counted(G), spectrum.shift, B, max(lowest, 0.0), lowest > 0, G.tensor.diagonal()
+    )
 
 
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
@@ -167,7 +171,9 @@ def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Genera
     B = torch.randn(columns, n, generator=generator, dtype=torch.float64).to(dtype).mT
     text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
     diagonal = co.DiagonalGGN(lin).entries
-    return Problem(DIGITS, text, Counted(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, diagonal, co.BlockDiagonal(lin))
+    return Problem(
+        DIGITS, text, Counted(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, co.BlockDiagonal(lin)
+    )
 
 
 def _users(name: str) -> Problem:
@@ -181,7 +187,8 @@ def _users(name: str) -> Problem:
         sys.path.remove(str(Path.cwd()))
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
+        known = ", ".join(own) or "none"
         raise BenchError(f"module {module_name!r} has no function {function_name!r}; it has: {known}.")
     try:
         returned = function()

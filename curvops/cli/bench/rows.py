@@ -75,8 +75,12 @@ def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: st
     counter.count = 0
     P, setup, spent = make(problem, preconditioner, settings)
     trail = Trail(counter)
-    trail.start()
-    found = measured(lambda: solver.run(problem, P, settings, trail), problem.B.device)
+
+    def call() -> Any:
+        trail.start()
+        return solver.run(problem, P, settings, trail)
+
+    found = measured(call, problem.B.device)
     products, answer = counter.count, found.value
     if isinstance(answer, Solution):
         outcome = ", ".join(sorted({reason.name.lower().replace("_", " ") for reason in answer.reasons}))
@@ -126,7 +130,7 @@ def estimate(
     known = truth is not None and not math.isnan(claims[0])
     memory = [peak for peak in peaks if peak is not None]
     return EstimateRow(
-        problem.name, len(problem.B), estimator.quantity, name, preconditioner, budget, statistics.mean(products),
+        problem.name, len(problem.B), estimator.quantity, name, preconditioner, budget, sum(products) / len(products),
         statistics.median(seconds), statistics.mean(errors), statistics.mean(claims), inside if known else None,
         settings.seeds, max(memory) if memory else None, errors,
     )  # fmt: skip
