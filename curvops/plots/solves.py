@@ -52,4 +52,4 @@ def _unique(curves: Mapping[tuple[str, str], object], part: int) -> Sequence[str
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, label: str, look: dict[str, Any]) -> None:
     shown = (x > 0) & (y > 0) & np.isfinite(y)
-    axes.plot(x[shown], y[shown], label=label, linewidth=1.8, markevery=[max(int(shown.sum()) - 1, 0)], **look)
+    axes.plot(x[shown], y[shown], label=label, linewidth=1.4, markevery=[max(int(shown.sum()) - 1, 0)], **look)

@@ -56,6 +56,7 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
                 problem.A._matmul,
                 problem.B.contiguous(),
                 tolerance=tolerance,
+                eps=1e-30,  # of its own accord it stops at 1e-10 for squares, long before a tolerance of 1e-6
                 max_iter=settings.maxiter,
                 max_tridiag_iter=1,
                 preconditioner=None if P is None else (lambda V: P @ V),
