@@ -46,7 +46,7 @@ def bench(
     method: Annotated[list[str] | None, typer.Option(help="A solver or estimator. Repeatable.")] = None,
     preconditioner: Annotated[list[str] | None, typer.Option(help="For solvers and logdet. Repeatable.")] = None,
     names: Annotated[bool, typer.Option("--list", help="Print the names of all problems, methods, ...")] = False,
-    size: Annotated[int | None, typer.Option(min=2, help="Rows of the matrix: 1000, or 300 with --quick.")] = None,
+    size: Annotated[int | None, typer.Option(min=2, help="Rows of the matrix: 600, or 300 with --quick.")] = None,
     columns: Annotated[int, typer.Option(min=1, help="Right-hand sides.")] = 8,
     rtol: Annotated[float, typer.Option(min=0.0, help="Tolerance of the solvers.")] = 1e-6,
     maxiter: Annotated[int, typer.Option(min=1, help="Most iterations of a solver.")] = 2000,

@@ -33,7 +33,7 @@ Made = FactoredPreconditioner | None
 class Settings:
     """What every run shares. ``rank`` None lets each preconditioner choose."""
 
-    size: int = 1000
+    size: int = 600
     columns: int = 8
     dtype: torch.dtype = torch.float64
     rtol: float = 1e-6
