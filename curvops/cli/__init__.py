@@ -1,4 +1,4 @@
-"""The command line: `curvops demo`, also `python -m curvops demo`."""
+"""The command line: `curvops demo` and `curvops bench`, also `python -m curvops demo`."""
 
 from __future__ import annotations
 
@@ -36,3 +36,72 @@ def demo(
         raise typer.Exit(1) from None
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    problem: Annotated[
+        list[str] | None, typer.Option(help="A spectrum by name, digits-ggn, or module:function of yours. Repeatable.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="A solver or estimator. Repeatable.")] = None,
+    preconditioner: Annotated[list[str] | None, typer.Option(help="For solvers and logdet. Repeatable.")] = None,
+    names: Annotated[bool, typer.Option("--list", help="Print the names of all problems, methods, ...")] = False,
+    size: Annotated[int | None, typer.Option(min=2, help="Rows of the matrix: 600, or 300 with --quick.")] = None,
+    columns: Annotated[int, typer.Option(min=1, help="Right-hand sides.")] = 8,
+    rtol: Annotated[float, typer.Option(min=0.0, help="Tolerance of the solvers.")] = 1e-6,
+    maxiter: Annotated[int, typer.Option(min=1, help="Most iterations of a solver.")] = 2000,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="Of low-rank preconditioners; chosen by them if left out.")
+    ] = None,
+    budget: Annotated[list[int] | None, typer.Option(min=2, help="Products of an estimator. Repeatable.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each estimator: 5, or 3 with --quick.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
+    single: Annotated[bool, typer.Option("--float32", help="float32 in place of float64.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Also linear_operator, SciPy, and matfree or CoLA.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two small problems, in seconds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json in place of tables.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for CSV, JSON and figures.")] = Path("curvops-bench"),
+) -> None:
+    """Solvers and estimators compared: products, time, true errors and claimed ones, memory."""
+    import torch
+
+    from curvops.cli.bench import run as benchmark
+    from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
+    from curvops.cli.bench.problems import NAMES, BenchError
+
+    if names:
+        for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):
+            typer.echo(f"{what}: {', '.join(known)}")
+        return
+    default = benchmark.Choice()
+    choice = benchmark.Choice(
+        problem or (benchmark.QUICK if quick else default.problems),
+        method or default.methods,
+        preconditioner or default.preconditioners,
+        peers,
+    )
+    usual = Settings(size=300, budgets=(25, 50, 100), seeds=3) if quick else Settings()
+    settings = Settings(
+        size=size or usual.size,
+        columns=columns,
+        dtype=torch.float32 if single else torch.float64,
+        rtol=rtol,
+        maxiter=maxiter,
+        rank=rank,
+        budgets=tuple(sorted(budget)) if budget else usual.budgets,
+        seeds=seeds or usual.seeds,
+        seed=seed,
+    )
+    try:
+        benchmark.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
+    except BenchError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("Interrupted; finished problems have their figures in " + str(output), err=True)
+        raise typer.Exit(130) from None
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo((output / "results.json").read_text(encoding="utf-8"))

@@ -6,9 +6,12 @@ from curvops.linalg.base import Operator  # first: importing it closes the cycle
 from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.apply_function import apply_function
 from curvops.linalg.block_diagonal import BlockDiagonal
+from curvops.linalg.block_jacobi import BlockPreconditioner, block_jacobi
 from curvops.linalg.block_lanczos import block_lanczos
 from curvops.linalg.cg import cg
+from curvops.linalg.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.diagonal_preconditioner import DiagonalPreconditioner, diagonal_preconditioner
 from curvops.linalg.dual_descent import dual_descent
 from curvops.linalg.eigsh import eigsh
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
@@ -18,6 +21,8 @@ from curvops.linalg.low_rank import RankTooLow, low_rank
 from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
 from curvops.linalg.nystrom import Nystrom, nystrom
+from curvops.linalg.operator_preconditioner import ClosedFormPreconditioner, as_preconditioner
+from curvops.linalg.preconditioners import FactoredPreconditioner, LowRankPreconditioner
 from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
     Eigenpairs,
@@ -39,21 +44,27 @@ from curvops.linalg.trace import trace
 
 __all__ = [
     "BlockDiagonal",
+    "BlockPreconditioner",
+    "ClosedFormPreconditioner",
     "Damped",
     "Dense",
     "Diagonal",
-    "Eigenpairs",
+    "DiagonalPreconditioner",
     "EigenKronecker",
+    "Eigenpairs",
     "Estimate",
+    "FactoredPreconditioner",
     "FunctionNotConverged",
     "FunctionProduct",
     "Inverse",
     "Kronecker",
     "LowRank",
+    "LowRankPreconditioner",
     "NotConverged",
     "NotPositiveDefinite",
     "Nystrom",
     "Operator",
+    "PivotedCholesky",
     "Product",
     "RankTooLow",
     "Reason",
@@ -66,8 +77,12 @@ __all__ = [
     "Sum",
     "Transposed",
     "apply_function",
+    "as_preconditioner",
+    "block_jacobi",
     "block_lanczos",
     "cg",
+    "cholesky",
+    "diagonal_preconditioner",
     "draw",
     "dual_descent",
     "eigsh",

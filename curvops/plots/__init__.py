@@ -10,12 +10,25 @@ No function here touches pyplot or matplotlib's global settings. Needs matplotli
 """
 
 from curvops.plots.convergence import convergence
+from curvops.plots.estimates import estimates
 from curvops.plots.evidence import evidence
 from curvops.plots.heatmap import covariance
 from curvops.plots.regression import regression
 from curvops.plots.reliability import reliability
 from curvops.plots.rotation import rotation
+from curvops.plots.solves import solves
 from curvops.plots.spectral_density import spectral_density
 from curvops.plots.style import save
 
-__all__ = ["convergence", "covariance", "evidence", "regression", "reliability", "rotation", "save", "spectral_density"]
+__all__ = [
+    "convergence",
+    "covariance",
+    "estimates",
+    "evidence",
+    "regression",
+    "reliability",
+    "rotation",
+    "save",
+    "solves",
+    "spectral_density",
+]

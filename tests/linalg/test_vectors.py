@@ -2,7 +2,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from curvops.linalg import vectors
+from curvops.linalg import Dense, vectors
 
 
 def block(n, k, dtype=torch.float64, seed=0):
@@ -107,3 +107,28 @@ def test_describe_at_the_door():
         vectors.describe(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="2 x 3"):
         vectors.describe_square(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Dense])
+def test_columns_and_the_diagonal_of_a_matrix(wrap):
+    A = block(9, 9)
+    torch.testing.assert_close(vectors.columns_of(wrap(A), torch.tensor([4, 0])), A[:, [4, 0]])
+    diagonal, matvecs = vectors.diagonal_of(wrap(A))
+    torch.testing.assert_close(diagonal, A.diagonal())
+    assert matvecs == 0
+
+
+def test_rows_of_a_block():
+    X, index = block(9, 2), torch.tensor([[3, 1], [8, 0]])
+    assert torch.equal(vectors.entries(X, index), X[index])
+    Y = torch.zeros_like(X)
+    vectors.put(Y, index, X[index])
+    assert torch.equal(Y[index.flatten()], X[index.flatten()]) and int((Y == 0).all(1).sum()) == 5
+    torch.testing.assert_close(vectors.square_sums(X), X.norm(dim=1).square())
+
+
+def test_drawn_positions_are_distinct_and_have_weight():
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+    for seed in range(20):
+        drawn = vectors.draw_positions(weights, 4, torch.Generator().manual_seed(seed))
+        assert set(drawn.tolist()) <= {1, 3} and len(drawn.unique()) == len(drawn) >= 1

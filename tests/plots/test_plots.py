@@ -85,12 +85,31 @@ def spectral_density() -> Figure:
     return plots.spectral_density(grid, density, 0.5 * density, 2 * density, 0.2, top, 1000, title="Eigenvalues")
 
 
+def solves() -> Figure:
+    steps = np.arange(1, 50)
+    curves = {
+        (method, preconditioner): (8.0 * steps + setup, 0.01 * steps, rate**steps)
+        for method, rate in [("cg", 0.8), ("block-cg", 0.6)]
+        for preconditioner, setup in [("none", 0), ("nystrom", 40)]
+    }
+    return plots.solves(curves, 1e-6, "decaying, n = 1,000")
+
+
+def estimates() -> Figure:
+    rng, budgets = np.random.default_rng(3), np.array([25.0, 50.0, 100.0])
+    curve = (budgets, np.abs(rng.standard_normal((3, 5))) / budgets[:, None], 2 / budgets)
+    exact = (budgets, np.zeros((3, 5)), np.zeros(3))
+    return plots.estimates({"trace": {"hutchinson": curve, "exact": exact}, "logdet": {"auto": curve}}, "flat")
+
+
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
     (rotation, 2, 3 + 3 + 1, ["degrees", "(nats)", "fraction"]),
     (evidence, 2, 1 + 2 + 2, ["log evidence (nats)", "nats a point", "prior precision"]),
     (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
+    (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),
+    (estimates, 2, 3 * (5 + 1 + 1), ["products with single vectors (budget)", "relative error"]),
     (regression, 1, 2 + 2, ["input x", "target y", "arbitrary units"]),
     (covariance, 2, 2 * 3, ["outputs 0 … 9", "squared logits"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),

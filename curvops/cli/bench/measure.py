@@ -1,0 +1,115 @@
+"""How long did it take, how much memory did it add, and how did the residual fall meanwhile?"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.cli.bench.counted import Counter
+
+STATM = Path("/proc/self/statm")
+INTERVAL = 0.002
+MEMORY = "memory: growth of the resident set (GPU: of allocated memory) while it ran, sampled every 2 ms"
+
+
+class Peak:
+    """A context that finds how far memory grew inside it: ``bytes``, None where the system does not tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> Peak:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.start = torch.cuda.memory_allocated(self.device)
+        elif STATM.exists():
+            _give_back_freed()
+            self.start = self.most = _resident()
+            self.ended = threading.Event()
+            self.thread = threading.Thread(target=self._sample, daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.start
+        elif STATM.exists():
+            self.ended.set()
+            self.thread.join()
+            self.bytes = max(self.most, _resident()) - self.start
+
+    def _sample(self) -> None:
+        while not self.ended.wait(INTERVAL):
+            self.most = max(self.most, _resident())
+
+
+def _resident() -> int:
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+def _give_back_freed() -> None:
+    """Ask glibc to return freed pages, so that memory used again counts again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@dataclass
+class Trail:
+    """Points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like."""
+
+    counter: Counter
+    products: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+    started: float = 0.0
+
+    def start(self) -> None:
+        """From here on the clock runs; products before (a preconditioner's) stay counted."""
+        self.started = time.perf_counter()
+
+    def __call__(self, iteration: int, residuals: Tensor) -> None:
+        """What `cg` says of an iteration."""
+        self.mark(float(residuals.max()))
+
+    def mark(self, residual: float) -> None:
+        """A point at the products and the time of now."""
+        self.put(self.counter.count, time.perf_counter() - self.started, residual)
+
+    def put(self, products: int, seconds: float, residual: float) -> None:
+        """A point of the past."""
+        self.products.append(products)
+        self.seconds.append(seconds)
+        self.residuals.append(residual)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a call returned, its seconds, and how far memory grew."""
+
+    value: Any
+    seconds: float
+    peak_bytes: int | None
+
+
+def measured(call: Callable[[], Any], device: torch.device) -> Measured:
+    """Run it once, with the accelerator's queue emptied before and after."""
+    with Peak(device) as peak:
+        start = time.perf_counter()
+        value = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    return Measured(value, seconds, peak.bytes)

@@ -1,0 +1,107 @@
+"""The same quantities estimated by other libraries. None of them says how wrong it may be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.cli.bench.problems import Problem
+from curvops.linalg import Estimate
+
+STEPS = 20  # depth of linear_operator's quadrature by default, and of the log-determinants here
+
+
+class PeerEstimator(NamedTuple):
+    """An estimator of another library: its module, what it estimates, what A must be, and how to call it."""
+
+    module: str
+    quantity: str
+    needs: str
+    run: Callable[[Problem, int, torch.Generator], Estimate]
+
+
+class Foreign(LinearOperator):
+    """The problem's matrix as linear_operator sees a class of its own: by products alone."""
+
+    def __init__(self, first: Tensor, problem: Problem) -> None:
+        super().__init__(first, problem=problem)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self._kwargs["problem"].A._matmul(rhs.contiguous())
+
+    def _size(self) -> torch.Size:
+        return self._kwargs["problem"].A.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+
+def _claims_nothing(value: Tensor | float, problem: Problem, before: int) -> Estimate:
+    number = torch.as_tensor(value, dtype=torch.float64)
+    return Estimate(number, torch.full_like(number, math.nan), 2, problem.G.counter.count - before)
+
+
+def _linear_operator(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
+    settings = import_module("linear_operator.settings")
+    before, probes = problem.G.counter.count, max(1, budget // STEPS)
+    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    with (
+        warnings.catch_warnings(),
+        settings.num_trace_samples(probes),
+        settings.max_cholesky_size(1),
+        settings.max_cg_iterations(STEPS),
+    ):
+        warnings.simplefilter("ignore")
+        value = Foreign(problem.B[:1], problem).logdet()
+    return _claims_nothing(value.double().cpu(), problem, before)
+
+
+def _matfree(quantity: str) -> Callable[[Problem, int, torch.Generator], Estimate]:
+    def run(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
+        jax = import_module("jax")
+        jax.config.update("jax_enable_x64", True)
+        stochtrace, decomp, funm = (import_module(f"matfree.{name}") for name in ("stochtrace", "decomp", "funm"))
+        before, probes = problem.G.counter.count, budget if quantity == "trace" else max(1, budget // STEPS)
+        signs = torch.randint(2, (probes, len(problem.B)), generator=generator).mul(2).sub(1).double().numpy()
+        shape = jax.ShapeDtypeStruct((len(problem.B),), signs.dtype)
+
+        def multiply(v: Any) -> Any:
+            vector = torch.tensor(v, dtype=problem.B.dtype, device=problem.B.device)
+            return problem.A._matmul(vector.unsqueeze(1)).squeeze(1).double().cpu().numpy()
+
+        def matvec(v: Any) -> Any:
+            return jax.pure_callback(multiply, shape, v, vmap_method="sequential")
+
+        if quantity == "trace":
+            integrand = stochtrace.integrand_trace()
+        else:
+            integrand = funm.integrand_funm_sym_logdet(decomp.tridiag_sym(STEPS))
+        estimate = stochtrace.estimator(integrand, lambda key: jax.numpy.asarray(signs))
+        return _claims_nothing(float(estimate(matvec, jax.random.PRNGKey(0))), problem, before)
+
+    return run
+
+
+def _cola(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
+    """CoLA's Hutchinson takes whole batches of 100 probes: smaller budgets are overdrawn."""
+    cola = import_module("cola")
+    before = problem.G.counter.count
+    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    A = cola.ops.LinearOperator(problem.B.dtype, tuple(problem.A.shape), matmat=problem.A._matmul)
+    value = cola.linalg.trace(A, cola.linalg.Hutch(tol=2e-3, max_iters=max(1, budget // 100), rand="rademacher"))
+    return _claims_nothing(torch.as_tensor(value).double().cpu(), problem, before)
+
+
+PEER_ESTIMATORS: dict[str, PeerEstimator] = {
+    "linear_operator-logdet": PeerEstimator("linear_operator", "logdet", "psd", _linear_operator),
+    "matfree-trace": PeerEstimator("matfree", "trace", "any", _matfree("trace")),
+    "matfree-logdet": PeerEstimator("matfree", "logdet", "psd", _matfree("logdet")),
+    "cola-trace": PeerEstimator("cola", "trace", "any", _cola),
+}

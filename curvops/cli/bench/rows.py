@@ -1,0 +1,163 @@
+"""One measured solve, and one estimator at one budget: what the tables, CSV and figures are made of."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from curvops.cli.bench.measure import Measured, Trail, measured
+from curvops.cli.bench.methods import PRECONDITIONERS, Estimator, Made, Settings, Solver
+from curvops.cli.bench.peer_estimators import PeerEstimator
+from curvops.cli.bench.peers import Peer
+from curvops.cli.bench.problems import Problem
+from curvops.linalg import Estimate, Solution
+
+
+@dataclass(frozen=True, eq=False)
+class SolveRow:
+    """One solve. Products and seconds are all there were, the preconditioner's included and also apart."""
+
+    problem: str
+    n: int
+    columns: int
+    method: str
+    preconditioner: str
+    iterations: int | None
+    products: int
+    setup_products: int
+    seconds: float
+    setup_seconds: float
+    true_residual: float
+    memory_bytes: int | None
+    outcome: str
+    trail: Trail = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class EstimateRow:
+    """One estimator at one budget, over several seeds. Errors are relative; NaN where the truth is not known."""
+
+    problem: str
+    n: int
+    quantity: str
+    method: str
+    preconditioner: str
+    budget: int
+    products: float
+    seconds: float
+    error: float
+    claimed: float
+    inside: int | None
+    runs: int
+    memory_bytes: int | None
+    errors: list[float] = field(repr=False)
+
+
+def make(problem: Problem, name: str, settings: Settings) -> tuple[Made, Measured, int]:
+    """A preconditioner, how it was measured, and its products."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    before = problem.G.counter.count
+    found = measured(lambda: PRECONDITIONERS[name](problem, settings, generator), problem.B.device)
+    return found.value, found, problem.G.counter.count - before
+
+
+def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: str, settings: Settings) -> SolveRow:
+    """Warm up with two iterations, make the preconditioner, solve, and look at the true residual."""
+    counter = problem.G.counter
+    warm = Settings(**{**vars(settings), "maxiter": 2, "rtol": 0.5})
+    solver.run(problem, None, warm, Trail(counter))
+    counter.count = 0
+    P, setup, spent = make(problem, preconditioner, settings)
+    trail = Trail(counter)
+
+    def call() -> Any:
+        trail.start()
+        return solver.run(problem, P, settings, trail)
+
+    found = measured(call, problem.B.device)
+    products, answer = counter.count, found.value
+    if isinstance(answer, Solution):
+        outcome = ", ".join(sorted({reason.name.lower().replace("_", " ") for reason in answer.reasons}))
+    else:
+        outcome = answer.verdict
+    residual = problem.residual(answer.x)
+    # The last point is the end of the run with the residual that is true.
+    seconds = trail.seconds[-1] if isinstance(solver, Peer) and trail.seconds else found.seconds
+    trail.put(products, seconds, residual)
+    trail.seconds = [setup.seconds + s for s in trail.seconds]
+    peaks = [peak for peak in (setup.peak_bytes, found.peak_bytes) if peak is not None]
+    n, K = problem.B.shape
+    return SolveRow(
+        problem.name, n, K, name, preconditioner, answer.iterations, products, spent, setup.seconds + seconds,
+        setup.seconds, residual, max(peaks) if peaks else None, outcome, trail,
+    )  # fmt: skip
+
+
+def estimate(
+    problem: Problem,
+    name: str,
+    estimator: Estimator | PeerEstimator,
+    preconditioner: str,
+    budget: int,
+    settings: Settings,
+    advance: Callable[[], Any],
+) -> EstimateRow:
+    """Run it with each seed; the error and the claim are relative to the true value."""
+    truth = problem.exact.get(estimator.quantity)
+    errors, claims, seconds, products, peaks, inside = [], [], [], [], [], 0
+    for turn in range(settings.seeds):
+        generator = torch.Generator().manual_seed(settings.seed + turn)
+        problem.G.counter.count = 0
+        found = measured(
+            partial(_one, problem, estimator, preconditioner, budget, settings, generator), problem.B.device
+        )
+        e: Estimate = found.value
+        low, high = e.interval()
+        size = float((e.value if truth is None else truth).norm())
+        claims.append(float(((high - low) / 2).norm()) / size)
+        errors.append(math.nan if truth is None else float((e.value - truth).norm()) / size)
+        inside += truth is not None and bool(((low <= truth) & (truth <= high)).double().mean() >= 0.95)
+        seconds.append(found.seconds)
+        products.append(problem.G.counter.count)
+        peaks.append(found.peak_bytes)
+        advance()
+    known = truth is not None and not math.isnan(claims[0])
+    memory = [peak for peak in peaks if peak is not None]
+    return EstimateRow(
+        problem.name, len(problem.B), estimator.quantity, name, preconditioner, budget, sum(products) / len(products),
+        statistics.median(seconds), statistics.mean(errors), statistics.mean(claims), inside if known else None,
+        settings.seeds, max(memory) if memory else None, errors,
+    )  # fmt: skip
+
+
+def _one(
+    problem: Problem,
+    estimator: Estimator | PeerEstimator,
+    preconditioner: str,
+    budget: int,
+    settings: Settings,
+    generator: torch.Generator,
+) -> Estimate:
+    """One run, the preconditioner paid from the same budget; Nyström's rank is left to the estimator."""
+    if isinstance(estimator, PeerEstimator):
+        return estimator.run(problem, budget, generator)
+    if not estimator.preconditioned or preconditioner == "none":
+        return estimator.run(problem, None, budget, generator)
+    if preconditioner == "nystrom" and settings.rank is None:
+        return estimator.run(problem, "auto", budget, generator)
+    within = Settings(**{**vars(settings), "rank": min(settings.rank or len(problem.B), max(1, budget // 4))})
+    P = PRECONDITIONERS[preconditioner](problem, within, generator)
+    left = budget - problem.G.counter.count
+    if left < budget // 4:
+        raise TooDear(str(problem.G.counter.count))
+    return estimator.run(problem, P, left, generator)
+
+
+class TooDear(ValueError):
+    """A preconditioner leaves too little of the budget for the estimate."""

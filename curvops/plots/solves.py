@@ -1,0 +1,55 @@
+"""Residual against cost, for every method and preconditioner on one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Real
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from curvops.plots import style
+
+Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
+
+
+def solves(curves: Mapping[tuple[str, str], Curve], rtol: float, title: str) -> Figure:
+    """Worst relative residual, on a log axis, against products and against seconds.
+
+    ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in;
+    the last point is marked. Colour tells the method, dashes the preconditioner.
+    """
+    figure = style.blank(11.5, 4.8 + 0.09 * max(0, len(curves) - 12), title)
+    left, right = figure.subplots(1, 2, sharey=True)
+    methods, preconditioners = _unique(curves, 0), _unique(curves, 1)
+    for (method, preconditioner), (products, seconds, residual) in curves.items():
+        rank = methods.index(method)
+        color = style.COLOURS[rank % len(style.COLOURS)] if rank < len(style.COLOURS) else style.GREY
+        turn = preconditioners.index(preconditioner)
+        look: dict[str, Any] = {
+            "color": color,
+            "linestyle": style.DASHES[turn % len(style.DASHES)],
+            "marker": style.MARKERS[turn % len(style.MARKERS)],
+        }
+        name = method if preconditioner == "none" else f"{method} · {preconditioner}"
+        _line(left, products, residual, name, look)
+        _line(right, seconds, residual, name, look)
+    for axes, what in ((left, "products with single vectors"), (right, "seconds")):
+        axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
+        axes.set_yscale("log")
+        axes.set_xscale("log")
+        style.dress(axes, what, "worst relative residual (no unit)" if axes is left else "")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
+    return figure
+
+
+def _unique(curves: Mapping[tuple[str, str], object], part: int) -> Sequence[str]:
+    return list(dict.fromkeys(key[part] for key in curves))
+
+
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, label: str, look: dict[str, Any]) -> None:
+    shown = (x > 0) & (y > 0) & np.isfinite(y)
+    axes.plot(x[shown], y[shown], label=label, linewidth=1.4, markevery=[max(int(shown.sum()) - 1, 0)], **look)
