@@ -102,6 +102,30 @@ def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, 
     return X.mT[index.to(X.device)].mT
 
 
+def join(*blocks: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
+    """The blocks side by side, contiguous by columns."""
+    return torch.cat([block.mT for block in blocks]).mT
+
+
+def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
+    """The unit vectors e_first … e_(first + k − 1) as columns."""
+    rows = torch.zeros(k, n, dtype=dtype, device=device)
+    rows.diagonal(offset=first).fill_(1)
+    return rows.mT
+
+
+def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same product, with a ValueError where a result is not finite. One small transfer a block."""
+
+    def apply(V: Tensor) -> Tensor:
+        result = multiply(V)
+        if not bool(torch.isfinite(largest(result)).all()):
+            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        return result
+
+    return apply
+
+
 def _chunks(n: int) -> range:
     return range(0, max(n, 1), CHUNK)
 
