@@ -35,7 +35,7 @@ from curvops.linalg.vectors import (
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # As for the traces (curvops.linalg.exchangeable), by the coverage of single entries in docs/estimators.md.
 XDIAG_INFLATION = 1.5
-XNYSDIAG_INFLATION = 2.5
+XNYSDIAG_INFLATION = 1.5
 
 
 def diagonal(
