@@ -5,13 +5,18 @@ from curvops.linalg.base import Operator  # first: importing it closes the cycle
 # isort: split
 from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.block_diagonal import BlockDiagonal
+from curvops.linalg.block_jacobi import BlockPreconditioner, block_jacobi
 from curvops.linalg.cg import cg
+from curvops.linalg.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.diagonal_preconditioner import DiagonalPreconditioner, diagonal_preconditioner
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.low_rank import RankTooLow, low_rank
 from curvops.linalg.nystrom import Nystrom, nystrom
+from curvops.linalg.operator_preconditioner import ClosedFormPreconditioner, as_preconditioner
+from curvops.linalg.preconditioners import FactoredPreconditioner, LowRankPreconditioner
 from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
 from curvops.linalg.results import (
     Eigenpairs,
@@ -26,19 +31,25 @@ from curvops.linalg.trace import trace
 
 __all__ = [
     "BlockDiagonal",
+    "BlockPreconditioner",
+    "ClosedFormPreconditioner",
     "Damped",
     "Dense",
     "Diagonal",
-    "Eigenpairs",
+    "DiagonalPreconditioner",
     "EigenKronecker",
+    "Eigenpairs",
     "Estimate",
+    "FactoredPreconditioner",
     "Inverse",
     "Kronecker",
     "LowRank",
+    "LowRankPreconditioner",
     "NotConverged",
     "NotPositiveDefinite",
     "Nystrom",
     "Operator",
+    "PivotedCholesky",
     "Product",
     "RankTooLow",
     "Reason",
@@ -48,7 +59,11 @@ __all__ = [
     "SpectralQuadrature",
     "Sum",
     "Transposed",
+    "as_preconditioner",
+    "block_jacobi",
     "cg",
+    "cholesky",
+    "diagonal_preconditioner",
     "draw",
     "lanczos",
     "logdet",

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from curvops.linalg.results import Estimate, Reason
-from curvops.linalg.vectors import Description
+from curvops.linalg.vectors import Description, largest
 
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 32
@@ -30,6 +31,18 @@ class Estimator(Protocol):
 
     def estimate(self) -> Estimate:
         """The estimate from what was spent, its reason left open."""
+
+
+def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same product, with a ValueError where a result is not finite. One small transfer a block."""
+
+    def apply(V: Tensor) -> Tensor:
+        result = multiply(V)
+        if not bool(torch.isfinite(largest(result)).all()):
+            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        return result
+
+    return apply
 
 
 def check_budget(rtol: float | None, max_matvecs: int | None, least: int) -> None:

@@ -190,6 +190,13 @@ class Operator(SolverContract, LinearOperator):
         parts = torch.arange(min(self.matrix_shape), device=self.device).split(COLUMN_BLOCK)
         return torch.cat([self._columns(part)[part].diagonal() for part in parts])
 
+    @property
+    def diagonal_matvecs(self) -> int:
+        """How many products the diagonal takes: n where a class has no cheaper way."""
+        if type(self)._diagonal is Operator._diagonal:
+            return min(self.matrix_shape)
+        return sum(part.diagonal_matvecs for part in self._args if isinstance(part, Operator))
+
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         batch_shape = torch.Size(batch_shape)
         return self if batch_shape == self.batch_shape else algebra.Expanded(self, batch=batch_shape)

@@ -16,14 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import estimated
+from curvops.linalg.adaptive import checked, estimated
 from curvops.linalg.exchangeable import Multiply, NystromSketch, RangeSketch, probes
 from curvops.linalg.hutchinson import BLOCK
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import (
     Description,
     Matrix,
-    checked,
     combine,
     describe_square,
     largest,

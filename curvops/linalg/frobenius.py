@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.adaptive import estimated
+from curvops.linalg.adaptive import checked, estimated
 from curvops.linalg.exchangeable import Multiply, RangeSketch, leave_one_out, probes
 from curvops.linalg.hutchinson import BLOCK, mean_of
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, axpy, checked, combine, describe, norm, product, unit_block
+from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, norm, product, unit_block
 
 XNORM_INFLATION = 2.2  # as for the traces (curvops.linalg.exchangeable)
 METHODS = ("xtrace", "hutchinson", "exact")

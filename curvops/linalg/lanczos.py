@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import Matrix, describe_square, largest, norm, orthogonalize, product, random_block
+from curvops.linalg.vectors import Matrix, combine, describe_square, join, largest, norm, orthogonalize, product, random_block
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +118,17 @@ class LockStep:
         m = int(self.depths[k])
         off = self.betas[k, : m - 1]
         return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
+
+    def inverse_times_start(self, shift: float) -> Float[Tensor, "n K"]:
+        """(A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
+        found = []
+        for k in range(self.K):
+            m = int(self.depths[k])
+            unit = torch.zeros(m, dtype=torch.float64)
+            unit[0] = self.sizes[k]
+            y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
+            found.append(combine(self.basis[k, :m].mT, y[:, None]))
+        return join(*found)
 
     def reserve(self, capacity: int) -> None:
         """Room for ``capacity`` steps, keeping those done."""

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.brackets import Function
-from curvops.linalg.nystrom import NystromPreconditioner, grow
+from curvops.linalg.lanczos import LockStep
+from curvops.linalg.nystrom import grow
+from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.probing import FIRST_PROBES, Sampler, Sketch
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
-from curvops.linalg.vectors import Description, Matrix, describe_square, product
+from curvops.linalg.vectors import Description, Matrix, describe_square, product, random_block
 
 EXACT_SIZE = 256
 MOST_MATVECS = 2000
 MOST_RANK = 400
 PILOT_RANK = 8
+SIZING = 4
 
 
 def logdet(
@@ -28,7 +31,7 @@ def logdet(
     rtol: float = 0.01,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
-    preconditioner: str | None = "auto",
+    preconditioner: FactoredPreconditioner | str | None = "auto",
     memory_budget: int | None = None,
 ) -> Estimate:
     """Log det(A + shift I) in nats, for symmetric A.
@@ -41,7 +44,9 @@ def logdet(
         max_matvecs: the budget in products, 2000 by default. A budget of n or more gives the exact value by a dense
             eigendecomposition, and so does n ≤ 256 without a budget.
         preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
-            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none.
+            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. One of your own
+            (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
+            it is. The bracket stays a bound: a low-rank one says Â ≤ A, others only ‖P‖, which makes it wider.
         memory_budget: bytes for the bases and the sketch.
 
     Returns:
@@ -55,8 +60,7 @@ def logdet(
     """
     n = describe_square(A).rows
     bound, mu = _bounds(shift, lower_bound)
-    if preconditioner not in ("auto", None):
-        raise ValueError(f'preconditioner must be "auto" or None, got {preconditioner!r}.')
+    _check_preconditioner(preconditioner)
     exact = n <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
     if memory_budget is not None and 16 * n * n > memory_budget:
         exact = False
@@ -69,7 +73,17 @@ def logdet(
                 f"Give one, or max_matvecs >= {n} for the dense value."
             )
         budget = MOST_MATVECS if max_matvecs is None else max_matvecs
-        return _stochastic(A, bound, mu, float(rtol), budget, generator, preconditioner is not None, memory_budget)
+        return _stochastic(A, bound, mu, float(rtol), budget, generator, preconditioner, memory_budget)
+
+
+def _check_preconditioner(preconditioner: object) -> None:
+    if isinstance(preconditioner, str) and preconditioner != "auto":
+        raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
+    if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
+        raise TypeError(
+            f"a log-determinant needs the preconditioner's own root and log-determinant, which {type(preconditioner)} "
+            "does not offer; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
+        )
 
 
 def _bounds(shift: float | int | None, lower_bound: float | int | None) -> tuple[float, float]:
@@ -106,7 +120,7 @@ def _stochastic(
     rtol: float,
     budget: int,
     generator: torch.Generator | None,
-    sketching: bool,
+    preconditioner: FactoredPreconditioner | str | None,
     memory_budget: int | None,
 ) -> Estimate:
     facts, multiply = describe_square(A), product(A)
@@ -117,34 +131,49 @@ def _stochastic(
     most = min(budget // 2, MOST_RANK, facts.rows)
     if memory_budget is not None:
         most = min(most, memory_budget // (6 * facts.rows * torch.finfo(facts.dtype).bits // 8))
-    P, size, spent = None, 0.0, 0
-    if sketching and most:
+    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for one of our own.
+    P, floor, scale, spent = None, mu, bound, 0
+    if isinstance(preconditioner, FactoredPreconditioner):
+        P, floor = preconditioner, preconditioner.floor(mu)
+        size, spent = _size(excess, facts, min(SIZING, budget // 4), generator)
+        smallest = P.bounds()[0]
+        scale = (bound + size) / smallest if smallest > 0 else 0.0
+    elif preconditioner is not None and most:
         P, size, spent = _preconditioner(excess, facts, mu, most, generator)
-    whitened = excess if P is None else _whitened(excess, P, mu)
-    known = 0.0 if P is None else float(P.logdet())
+        scale = bound + size
+    whitened = excess if P is None else _whitened(excess, P, mu, floor)
+    known = 0.0 if P is None else float(P.logdet()) + facts.rows * math.log(floor / mu)
     memory = None if memory_budget is None else memory_budget // 2
-    sampler = Sampler(whitened, facts, mu, rtol, budget - spent, generator, memory, known, bound + size)
+    sampler = Sampler(whitened, facts, floor, rtol, budget - spent, generator, memory, known, scale)
     sampler.first(min(FIRST_PROBES, budget - spent))
     none = Sketch(None, None, None)
     sampler.add(None, none)
-    estimate = sampler.quadrature(none).logdet(mu)
+    estimate = sampler.quadrature(none).logdet(floor)
     total = estimate + (known + facts.rows * math.log(mu))
     return replace(total, matvecs=estimate.matvecs + spent)
 
 
-def _whitened(excess: Function, P: NystromPreconditioner, mu: float) -> Function:
-    """What P^-½(G + μ)P^-½ exceeds μ by. It is positive semidefinite as G is, because the Nyström Ĝ never exceeds G."""
+def _whitened(excess: Function, P: FactoredPreconditioner, mu: float, floor: float) -> Function:
+    """What P^-½(G + μ)P^-½ exceeds its lower bound by: positive semidefinite."""
 
     def multiply(V: Tensor) -> Tensor:
         inner = P.sqrt_inverse(V)
-        return P.sqrt_inverse(excess(inner) + mu * inner) - mu * V
+        return P.sqrt_inverse(excess(inner) + mu * inner) - floor * V
 
     return multiply
 
 
+def _size(excess: Function, facts: Description, steps: int, generator: torch.Generator | None) -> tuple[float, int]:
+    """The size of the largest eigenvalue, by a few steps of Lanczos, and the products they took."""
+    start = random_block(facts.rows, 1, dtype=facts.dtype, device=facts.device, generator=generator)
+    run = LockStep(excess, start, max(1, steps))
+    run.extend(max(1, steps))
+    return run.scale, run.matvecs
+
+
 def _preconditioner(
     excess: Function, facts: Description, mu: float, most: int, generator: torch.Generator | None
-) -> tuple[NystromPreconditioner | None, float, int]:
+) -> tuple[FactoredPreconditioner | None, float, int]:
     """A preconditioner, the largest eigenvalue, the products spent; none for a spectrum that starts flat or below μ."""
     pilot = grow(excess, facts, None, min(most, PILOT_RANK), 0.0, 1, generator)
     size = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0

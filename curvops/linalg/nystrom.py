@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import (
     Description,
@@ -29,35 +30,6 @@ MOST_RANK = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class NystromPreconditioner:
-    """P = U (Λ + μ)/(τ + μ) Uᵀ + I − UUᵀ for G + μI; ``preconditioner @ V`` is P⁻¹V.
-
-    τ is the size of the largest eigenvalue that the approximation left out. Rank 0 is the identity.
-    """
-
-    U: Float[Tensor, "n r"]
-    ratios: Float[Tensor, " r"]
-
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P⁻¹V for a vector or a block."""
-        return self._filtered(V, 1 / self.ratios - 1)
-
-    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^-½V for a vector or a block."""
-        return self._filtered(V, self.ratios.rsqrt() - 1)
-
-    def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
-        return self.ratios.log().sum()
-
-    def _filtered(self, V: Tensor, weights: Tensor) -> Tensor:
-        if not len(weights):
-            return V
-        block = V.reshape(len(V), -1)
-        return (block + combine(self.U, weights[:, None] * gram(self.U, block))).reshape(V.shape)
-
-
-@dataclass(frozen=True, eq=False)
 class Nystrom:
     """G ≈ U diag(eigenvalues) Uᵀ with orthonormal U and descending positive eigenvalues.
 
@@ -72,8 +44,10 @@ class Nystrom:
     matvecs: int
     reason: Reason
 
-    def preconditioner(self, shift: float | None = None) -> NystromPreconditioner:
-        """The preconditioner of G + shift I; the shift defaults to the one the rank was chosen for.
+    def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
+        """P = U (Λ + μ)/(τ + μ) Uᵀ + I − UUᵀ for G + μI; μ, the shift, defaults to the one the rank was chosen for.
+
+        τ is the ``tail``. Rank 0 gives the identity.
 
         Raises:
             ValueError: the shift is negative, or zero where the approximation is exhausted (P would be singular).
@@ -83,7 +57,8 @@ class Nystrom:
             raise ValueError(f"shift must not be negative, got {shift}.")
         if self.tail + shift <= 0 and len(self.eigenvalues):
             raise ValueError("a preconditioner of an operator of low rank needs a positive shift; got 0.")
-        return NystromPreconditioner(self.U, (self.eigenvalues + shift) / (self.tail + shift))
+        ratios = (self.eigenvalues + shift) / (self.tail + shift)
+        return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
     def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
         """The approximation times a vector or a block."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from curvops.linalg.brackets import Function, SpectralQuadrature, rules
+from curvops.linalg.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.nystrom import Nystrom, nystrom
-from curvops.linalg.results import Reason
+from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, Matrix, gram, random_block
 
 FIRST_PROBES = 4
+UNLIMITED = 10**12
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
+# Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
+ROUNDING_UNITS = 2.0
 
 
 class Sketch:
@@ -44,9 +48,11 @@ class Sketch:
 
 
 class Sampler:
-    """Probes of one depth, and the rules they give, on the host.
+    """Probes of one depth, and the rules they give, on the host, for tr f(G) to ``rtol``.
 
-    ``known`` is the part of the log-determinant that needs no probes; the tolerance is relative to the whole.
+    The first of ``functions`` decides the depth; the number of probes serves all of them. ``mu`` is where the spectrum
+    of the matrix begins whose inverse times each probe is kept in ``solves``, where ``keep`` asks for it.
+    ``known`` is the part of the trace that needs no probes; the tolerance is relative to the whole.
     ``scale`` is the size of the matrix that the products come from, where that is larger than what they show.
     """
 
@@ -61,16 +67,18 @@ class Sampler:
         memory_budget: int | None,
         known: float = 0.0,
         scale: float = 0.0,
+        functions: Sequence[Function] = (),
+        keep: bool = False,
     ) -> None:
         self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
+        self.functions = tuple(functions) or (log_ratio(mu),)
+        self.f, self.keep = self.functions[0], keep
+        self.solves: list[tuple[Tensor, Tensor]] = []
         self.known, self.scale = known, scale
         self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
-        self.rules: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.rules: list[Rules] = []
         self.signs: list[Tensor] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
-
-    def log(self, x: Tensor) -> Tensor:
-        return torch.log1p(x / self.mu)
 
     def goal(self, values: Tensor) -> float:
         return self.rtol * abs(self.known + float(values.mean()))
@@ -109,11 +117,16 @@ class Sampler:
             if half <= aim or bool(run.done.all()) or target >= deepest:
                 break
         self.capped = half > aim and not bool(run.done.all())
+        self.kept(run)
         self.depth, self.matvecs = int(run.depths.max()), run.matvecs
 
+    def kept(self, run: LockStep) -> None:
+        if self.keep:
+            self.solves.append((self.signs[-1], run.inverse_times_start(self.mu)))
+
     def bounds(self) -> tuple[Tensor, Tensor]:
-        upper = torch.stack([(w * self.log(x)).sum() for x, w, _, _ in self.rules])
-        return upper, torch.stack([(w * self.log(x)).sum() for _, _, x, w in self.rules])
+        upper = torch.stack([(r.gauss_weights * self.f(r.gauss)).sum() for r in self.rules])
+        return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
 
     def add(self, probes: int | None, sketch: Sketch) -> None:
         """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
@@ -128,10 +141,14 @@ class Sampler:
             run.extend(self.depth)
             self.matvecs += run.matvecs
             self.rules += self.rules_of(run)
+            self.kept(run)
 
     def wanted(self, sketch: Sketch) -> int:
         """How many probes the tolerance needs, by the spread of those there are."""
-        estimate = self.quadrature(sketch).logdet(self.mu)
+        quadrature = self.quadrature(sketch)
+        return max(self._wanted(quadrature.trace_of(f)) for f in self.functions)
+
+    def _wanted(self, estimate: Estimate) -> int:
         if estimate.samples < 2:
             return 2
         goal = self.goal(estimate.value)
@@ -151,10 +168,10 @@ class Sampler:
         middle = (upper + lower) / 2
         if len(middle) < 3:
             return 0
-        nodes = torch.cat([x for x, _, _, _ in self.rules])
-        counts = torch.cat([w for _, w, _, _ in self.rules]) / len(self.rules)
+        nodes = torch.cat([r.gauss for r in self.rules])
+        counts = torch.cat([r.gauss_weights for r in self.rules]) / len(self.rules)
         order = nodes.argsort(descending=True)
-        energy = counts[order] * self.log(nodes[order]).square()
+        energy = counts[order] * self.f(nodes[order]).square()
         seen, captured = counts[order].cumsum(0), energy.cumsum(0)
         goal = self.goal(middle) ** 2
         left = self.budget - self.matvecs
@@ -175,20 +192,34 @@ class Sampler:
                 best, choice = trial, rank
         return choice
 
-    def rules_of(self, run: LockStep) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def rules_of(self, run: LockStep) -> list[Rules]:
         if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
             raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
         return [rules(run, k, self.scale) for k in range(run.K)]
 
-    def quadrature(self, sketch: Sketch) -> SpectralQuadrature:
-        columns = [_padded(rows) for rows in zip(*self.rules)]
+    def quadrature(self, sketch: Sketch, tolerance: bool = True) -> SpectralQuadrature:
+        columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
         gauss, gauss_weights, radau, radau_weights, nodes, control = (
             part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
         )
         matvecs = self.matvecs + sketch.matvecs
-        return SpectralQuadrature(gauss, gauss_weights, radau, radau_weights, nodes, control, matvecs, reason)
+        highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
+        rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
+        return SpectralQuadrature(
+            gauss,
+            gauss_weights,
+            radau,
+            radau_weights,
+            nodes,
+            control,
+            matvecs,
+            reason,
+            max(rounding, -lowest),
+            self.rtol if tolerance else None,
+            self.known,
+        )
 
 
 def _padded(rows: tuple[Tensor, ...]) -> Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from curvops.linalg.brackets import SpectralQuadrature, positive
-from curvops.linalg.probing import FIRST_PROBES, Sampler, Sketch
+from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Matrix, describe_square, product
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
-MOST_MATVECS = 4000
 
 
 def spectral_quadrature(
@@ -28,7 +27,7 @@ def spectral_quadrature(
     Args:
         shift: the smallest μ of interest. A smaller one may be asked for later: its bracket is wider, and says so.
         probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
-        max_matvecs: the budget in products, sketch included, 4000 by default.
+        max_matvecs: the budget in products, sketch included; by default whatever it takes to meet rtol.
         rank: of the Nyström control variate; None takes one where it is expected to save products.
         memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step.
 
@@ -40,7 +39,7 @@ def spectral_quadrature(
 
     Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
     """
-    mu, budget = float(positive(shift)), MOST_MATVECS if max_matvecs is None else max_matvecs
+    mu, budget = float(positive(shift)), UNLIMITED if max_matvecs is None else max_matvecs
     if budget < 4:
         raise ValueError(f"max_matvecs must be at least 4, got {budget}.")
     if probes is not None and probes < 1:
@@ -55,4 +54,4 @@ def spectral_quadrature(
             sketch.make(worth)
             sampler.budget -= sketch.matvecs
         sampler.add(probes, sketch)
-        return sampler.quadrature(sketch)
+        return sampler.quadrature(sketch, probes is None)

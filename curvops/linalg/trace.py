@@ -17,12 +17,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import estimated
+from curvops.linalg.adaptive import checked, estimated
 from curvops.linalg.exchangeable import XNysTrace, XTrace
 from curvops.linalg.gradients import carried, differentiated
 from curvops.linalg.hutchinson import BLOCK, Hutchinson, HutchPlusPlus
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, checked, describe_square, inner, product, unit_block
+from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_block
 
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 Family: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson

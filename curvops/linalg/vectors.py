@@ -114,16 +114,48 @@ def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.
     return rows.mT
 
 
-def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same product, with a ValueError where a result is not finite. One small transfer a block."""
+def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
+    """The rows of X at the given positions."""
+    return X[index]
 
-    def apply(V: Tensor) -> Tensor:
-        result = multiply(V)
-        if not bool(torch.isfinite(largest(result)).all()):
-            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-        return result
 
-    return apply
+def put(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[Tensor, "*i k"]) -> None:
+    """Write rows of X at the given positions, in place."""
+    X[index] = rows
+
+
+def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """Squared length of each row."""
+    return X.square().sum(1)
+
+
+def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
+    """At most k distinct positions out of k drawn in proportion to non-negative weights, not all zero."""
+    home = weights.device if generator is None else generator.device
+    cumulative = weights.double().cumsum(0)
+    levels = torch.rand(k, dtype=torch.float64, device=home, generator=generator).to(weights.device) * cumulative[-1]
+    return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
+
+
+def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
+    """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
+    if isinstance(A, Tensor):
+        return columns(A.detach(), index)
+    if hasattr(A, "_columns"):
+        with torch.no_grad():
+            own: Tensor = A._columns(index)
+        return own.detach()
+    units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
+    return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
+
+
+def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
+    """The diagonal of a square A, and the products it took (0 where they cannot be counted)."""
+    if isinstance(A, Tensor):
+        return A.detach().diagonal(), 0
+    with torch.no_grad():
+        diagonal: Tensor = A._diagonal()
+    return diagonal.detach(), getattr(A, "diagonal_matvecs", 0)
 
 
 def _chunks(n: int) -> range:
