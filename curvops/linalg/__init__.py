@@ -9,7 +9,10 @@ from curvops.linalg.block_jacobi import BlockPreconditioner, block_jacobi
 from curvops.linalg.cg import cg
 from curvops.linalg.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.diagonal import diagonal
 from curvops.linalg.diagonal_preconditioner import DiagonalPreconditioner, diagonal_preconditioner
+from curvops.linalg.effective_dimension import effective_dimension
+from curvops.linalg.frobenius import frobenius_norm
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
@@ -64,7 +67,10 @@ __all__ = [
     "cg",
     "cholesky",
     "diagonal_preconditioner",
+    "diagonal",
     "draw",
+    "effective_dimension",
+    "frobenius_norm",
     "lanczos",
     "logdet",
     "low_rank",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, largest
 
 DEFAULT_MATVECS = 128
-FIRST_MATVECS = 32
+FIRST_MATVECS = 16
 
 
+@runtime_checkable
 class Estimator(Protocol):
     """An estimator that can be given more products and keeps what it has.
 
@@ -90,9 +91,9 @@ def estimated(
         raise ValueError(f"memory_budget has room for {room} products' vectors, {estimator.least} are needed.")
     if rtol is None:
         assert max_matvecs is not None
-        most = max_matvecs if room is None else min(max_matvecs, room)
-        estimator.spend(most)
-        return replace(estimator.estimate(), reason=_ended(most, room, max_matvecs, Reason.BUDGET_SPENT))
+        budget = max_matvecs if room is None else min(max_matvecs, room)
+        estimator.spend(budget)
+        return replace(estimator.estimate(), reason=_ended(budget, room, max_matvecs, Reason.BUDGET_SPENT))
     most = min((m for m in (max_matvecs, room) if m is not None), default=None)
     target = max(FIRST_MATVECS, estimator.least)
     while True:

@@ -33,9 +33,9 @@ class SpectralQuadrature:
 
     ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own sum is known exactly
     and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without a sketch.
-    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim. That of an
-    estimate is judged anew, by ``rtol`` of the value plus ``known``, where a tolerance was set. ``rounding`` is the size of
-    the errors that the products' dtype leaves in the eigenvalues.
+    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim; that
+    of an estimate is judged anew, by ``rtol`` of the value plus ``known``, where a tolerance was set. ``rounding`` is
+    the size of the errors that the products' dtype leaves in the eigenvalues.
     """
 
     gauss_nodes: Float[Tensor, "K m"]
@@ -119,6 +119,12 @@ def stacked(estimates: list[Estimate]) -> Estimate:
     value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
     bias = torch.stack([torch.as_tensor(e.bias_bound).to(value) for e in estimates])
     return Estimate(value, stderr, first.samples, first.matvecs, bias, failed[0] if failed else Reason.CONVERGED)
+
+
+def single(estimate: Estimate) -> Estimate:
+    """An estimate of shape (1,) as a number."""
+    bias = torch.as_tensor(estimate.bias_bound).squeeze()
+    return replace(estimate, value=estimate.value[0], stderr=estimate.stderr[0], bias_bound=bias)
 
 
 def positive(shift: float | int | Tensor) -> float | int | Tensor:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -110,9 +109,7 @@ def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
     return mean, _row_sums((samples - mean).square())
 
 
-def _estimate(
-    samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float
-) -> Estimate:
+def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float) -> Estimate:
     """``known`` plus the mean of the columns of ``samples``."""
     size = float(largest(samples).amax())
     size = size if size > 0 else 1.0

@@ -12,10 +12,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.results import Reason, Solution
-from curvops.linalg.vectors import random_block
-
-# Probes of Hutchinson's estimator of tr(A⁻¹ dA), the gradient of the log-determinant.
-GRADIENT_PROBES = 16
 
 
 def accept(solution: Solution, rtol: float) -> Tensor:
@@ -33,8 +29,9 @@ def solve(operator: LinearOperator, rhs: Tensor, rtol: float | None = None) -> T
 
 
 def logdet(operator: LinearOperator) -> Tensor:
-    """log det A in nats (0-d), with the stochastic gradient tr(A⁻¹ dA) ≈ mean_z zᵀ A⁻¹ dA z over Rademacher z."""
-    return _LogDet.apply(operator.representation_tree(), *operator.representation())  # type: ignore[no-untyped-call]
+    """log det A in nats (0-d), with the gradient tr(A⁻¹ dA) from the probes and solves of the value."""
+    value: Tensor = operator._logdet_estimate().value
+    return value
 
 
 def inverse_root(dense: Tensor) -> Tensor:
@@ -80,23 +77,6 @@ class _Solve(Function):
             columns = [t.unsqueeze(-1) if t.ndim == 1 else t for t in (-adjoint, solution)]
             inside = operator._bilinear_derivative(*columns)
         return (None, None, adjoint, *inside)
-
-
-class _LogDet(Function):
-    @staticmethod
-    def forward(ctx: Any, tree: Any, *tensors: Tensor) -> Tensor:
-        ctx.tree = tree
-        ctx.save_for_backward(*tensors)
-        return tree(*tensors)._logdet_estimate().value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        operator = ctx.tree(*ctx.saved_tensors)
-        probes = random_block(operator.shape[-1], GRADIENT_PROBES, dtype=operator.dtype, device=operator.device)
-        solved = _solve_any(operator, probes)
-        inside = operator._bilinear_derivative(solved * (gradient / GRADIENT_PROBES), probes)
-        return (None, *inside)
 
 
 def _solve_any(operator: LinearOperator, rhs: Tensor, rtol: float | None = None) -> Tensor:

@@ -44,8 +44,8 @@ def frobenius_norm(
 
     Args:
         A: (m, n).
-        method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from the
-            range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
+        method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from
+            the range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
             "hutchinson", the default for others: mean of ‖Az‖² over random signs, streamed. "exact": n products.
         rtol, max_matvecs, generator, memory_budget: as in `trace`.
 

@@ -6,7 +6,7 @@ with the probes and solves of the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from curvops.linalg.cg import cg
+from curvops.linalg.differentiable import accept
+from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Matrix
 
+SOLVE_RTOL = 1e-6
 Pairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 
@@ -40,6 +44,39 @@ def carried(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
         tree, tensors = A.representation_tree(), A.representation()
         value = _Carried.apply(estimate.value, tree, pairs, *tensors)  # type: ignore[no-untyped-call]
     return replace(estimate, value=value)
+
+
+def solved_pairs(solves: list[tuple[Tensor, Tensor]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
+    """Pairs for (A + shift I)⁻¹ from probes z of Lanczos runs and (P^-½(A + shift I)P^-½)⁻¹z as far as they reach.
+
+    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Conjugate gradients go on from what Lanczos
+    found, to a relative residual of 1e-6, in the backward pass.
+
+    Raises:
+        NotConverged: there, where a solve fails.
+    """
+
+    def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+        total = sum(signs.shape[1] for signs, _ in solves)
+        base = shifted(A.detach(), shift)
+        for signs, guess in solves:
+            Z = signs.to(guess.dtype)
+            right, target, start = Z, Z, guess
+            if P is not None:
+                right, target, start = P.sqrt_inverse(Z), P.sqrt(Z), P.sqrt_inverse(guess)
+            left = accept(cg(base, target, x0=start, preconditioner=P, rtol=SOLVE_RTOL), SOLVE_RTOL)
+            yield left / total, right
+
+    return pairs
+
+
+def shifted(A: Matrix, shift: float) -> Matrix:
+    """A + shift I."""
+    if shift == 0:
+        return A
+    if isinstance(A, Tensor):
+        return A + shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
 class _Carried(Function):

@@ -10,7 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import Matrix, combine, describe_square, join, largest, norm, orthogonalize, product, random_block
+from curvops.linalg.vectors import (
+    Matrix,
+    combine,
+    describe_square,
+    join,
+    largest,
+    norm,
+    orthogonalize,
+    product,
+    random_block,
+)
 
 
 @dataclass(frozen=True, eq=False)

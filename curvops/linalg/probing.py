@@ -10,9 +10,9 @@ from torch import Tensor
 
 from curvops.linalg.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.lanczos import LockStep, depth_within
-from curvops.linalg.nystrom import Nystrom, nystrom
+from curvops.linalg.nystrom import Nystrom, grow
 from curvops.linalg.results import Estimate, Reason
-from curvops.linalg.vectors import Description, Matrix, gram, random_block
+from curvops.linalg.vectors import Description, gram, random_block
 
 FIRST_PROBES = 4
 UNLIMITED = 10**12
@@ -25,13 +25,22 @@ ROUNDING_UNITS = 2.0
 class Sketch:
     """A Nyström approximation that is made at most once, or never."""
 
-    def __init__(self, G: Matrix | None, generator: torch.Generator | None, memory_budget: int | None) -> None:
-        self.G, self.generator, self.memory_budget = G, generator, memory_budget
+    def __init__(
+        self,
+        multiply: Function,
+        facts: Description,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.memory_budget = multiply, facts, generator, memory_budget
         self.made: Nystrom | None = None
 
     def make(self, rank: int) -> None:
-        assert self.G is not None
-        self.made = nystrom(self.G, rank, generator=self.generator, memory_budget=self.memory_budget)
+        n, _, dtype, _ = self.facts
+        limit = min(n, rank)
+        if self.memory_budget is not None:
+            limit = min(limit, self.memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
+        self.made = grow(self.multiply, self.facts, rank, limit, 0.0, 1, self.generator)
 
     @property
     def matvecs(self) -> int:
@@ -128,7 +137,7 @@ class Sampler:
         upper = torch.stack([(r.gauss_weights * self.f(r.gauss)).sum() for r in self.rules])
         return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
 
-    def add(self, probes: int | None, sketch: Sketch) -> None:
+    def add(self, probes: int | None, sketch: Sketch | None) -> None:
         """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
         most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
         while len(self.rules) < most:
@@ -143,7 +152,7 @@ class Sampler:
             self.rules += self.rules_of(run)
             self.kept(run)
 
-    def wanted(self, sketch: Sketch) -> int:
+    def wanted(self, sketch: Sketch | None) -> int:
         """How many probes the tolerance needs, by the spread of those there are."""
         quadrature = self.quadrature(sketch)
         return max(self._wanted(quadrature.trace_of(f)) for f in self.functions)
@@ -197,8 +206,9 @@ class Sampler:
             raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
         return [rules(run, k, self.scale) for k in range(run.K)]
 
-    def quadrature(self, sketch: Sketch, tolerance: bool = True) -> SpectralQuadrature:
+    def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
         columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
+        sketch = sketch or Sketch(self.multiply, self.facts, None, None)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
         gauss, gauss_weights, radau, radau_weights, nodes, control = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from curvops.linalg.brackets import SpectralQuadrature, positive
+from curvops.linalg.brackets import Function, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
-from curvops.linalg.vectors import Matrix, describe_square, product
+from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 
@@ -44,11 +46,37 @@ def spectral_quadrature(
         raise ValueError(f"max_matvecs must be at least 4, got {budget}.")
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}.")
-    sketch = Sketch(G, generator, memory_budget)
+    return run(product(G), describe_square(G), [mu], rtol, budget, generator, memory_budget, probes, rank)
+
+
+def run(
+    multiply: Function,
+    facts: Description,
+    shifts: Sequence[float],
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+    probes: int | None = None,
+    rank: int | None = None,
+    of_shift: Callable[[float], Function] = log_ratio,
+) -> SpectralQuadrature:
+    """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
+    functions = [of_shift(mu) for mu in sorted(shifts)]
+    sketch = Sketch(multiply, facts, generator, memory_budget)
     if rank:
         sketch.make(min(rank, budget // 2))
     with torch.no_grad():
-        sampler = Sampler(product(G), describe_square(G), mu, rtol, budget - sketch.matvecs, generator, memory_budget)
+        sampler = Sampler(
+            multiply,
+            facts,
+            min(shifts),
+            rtol,
+            budget - sketch.matvecs,
+            generator,
+            memory_budget,
+            functions=functions,
+        )
         sampler.first(min(probes or FIRST_PROBES, budget // 2))
         if rank is None and probes is None and (worth := sampler.sketch_rank()):
             sketch.make(worth)
