@@ -178,13 +178,11 @@ def functional(Omega: Tensor, Q: Tensor, out: LeftOut) -> Iterator[tuple[Tensor,
 
 
 class NystromSketch:
-    """Ω and Y = A Ω for positive semidefinite A, shifted by ν = eps ‖Y‖/√n so that ΩᵀY can be inverted.
-
-    With H = Ωᵀ(Y + νΩ): ``columns_out`` = (Y + νΩ)H⁻¹ through its QR factor, ``inverse_diagonal`` = diag H⁻¹.
-    """
+    """Ω and Y = A Ω for positive semidefinite A, shifted by ν ≥ eps ‖Y‖/√n so that H = Ωᵀ(Y + νΩ) can be inverted."""
 
     def __init__(self, multiply: Multiply, facts: Description, kind: Kind, generator: torch.Generator | None) -> None:
         self.multiply, self.facts, self.kind, self.generator = multiply, facts, kind, generator
+        self.eps = torch.finfo(facts.dtype).eps
         self.Omega = self.Y = torch.empty(0, facts.rows, dtype=facts.dtype, device=facts.device).mT
 
     @property
@@ -210,17 +208,19 @@ class NystromSketch:
         size = float(norm(self.Y).square().sum().sqrt()) / math.sqrt(self.facts.rows)
         if size == 0:
             return self.Y, torch.zeros_like(eye), overlap, 0.0
-        for power in range(4):
-            nu = 10.0**power * torch.finfo(self.facts.dtype).eps * size
-            L, info = torch.linalg.cholesky_ex(core + nu * overlap)
-            if not bool(info):
-                inverse = torch.linalg.solve_triangular(L, eye, upper=False).mT
-                return self.Y + nu * self.Omega, inverse, overlap, nu
-        lowest = float(torch.linalg.eigvalsh(core)[0]) / self.facts.rows
-        raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
-            'Use method="xtrace" ("xdiag"), which takes any square matrix.'
-        )
+        overlap = overlap + 1e-12 * self.facts.rows * eye  # signs of a small n may repeat
+        whiten = torch.linalg.solve_triangular(torch.linalg.cholesky(overlap), eye, upper=False)
+        lowest, rounding = float(torch.linalg.eigvalsh(whiten @ core @ whiten.mT)[0]), self.eps * size
+        if lowest < -1e3 * rounding:
+            raise NotPositiveSemidefinite(
+                f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
+                'Use method="xtrace" ("xdiag"), which takes any square matrix.'
+            )
+        nu = max(rounding, -10 * lowest)
+        L, info = torch.linalg.cholesky_ex(core + nu * overlap)
+        if bool(info):
+            L = torch.linalg.cholesky(core + nu * overlap + 1e-13 * core.diagonal().amax() * eye)
+        return self.Y + nu * self.Omega, torch.linalg.solve_triangular(L, eye, upper=False).mT, overlap, nu
 
 
 class XNysTrace:
@@ -236,7 +236,7 @@ class XNysTrace:
         self.sketch.grow(matvecs)
 
     def estimate(self) -> Estimate:
-        """The mean of the samples; the bias bound is the stabilising shift's part of the trace."""
+        """The mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""
         samples, bias = self.samples()
         inflation = max(XNYSTRACE_INFLATION, XNYSTRACE_GROWTH * math.sqrt(len(samples)))
         return leave_one_out(samples, self.sketch.matvecs, bias, inflation)
@@ -251,7 +251,7 @@ class XNysTrace:
         pivots = inverse.square().sum(1)
         scale = (n - K + 1) * torch.linalg.inv(overlap).diagonal()
         downdate = (F @ inverse.mT).square().sum(0)
-        return F.square().sum() + (scale - downdate) / pivots - nu * n, nu * n
+        return F.square().sum() + (scale - downdate) / pivots - nu * n, 4 * nu * n
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As `XTrace.functional`, with the range of the sketch."""

@@ -189,7 +189,7 @@ class Sampler:
         def error(variance: float, rank: int) -> tuple[float, float]:
             products = self.depth * variance / goal if goal else math.inf
             reached = variance * self.depth / max(1, left - rank + done)
-            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0) + rank
+            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0.0) + rank
 
         best, choice = error(float(middle.var()), 0), 0
         for rank in (25, 50, 100, 200, 400, 800):

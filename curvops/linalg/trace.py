@@ -60,9 +60,10 @@ def trace(
     facts = describe_square(A)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+    keep = differentiated(A)
     with torch.no_grad():
         multiply = checked(product(A))
-        family = _family(method, multiply, facts, generator, differentiated(A))
+        family = _family(method, multiply, facts, generator, keep)
         if method == "exact":
             found = _exact(multiply, facts)
         else:
