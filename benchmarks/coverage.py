@@ -113,8 +113,8 @@ def logdet_table(runs: int) -> str:
     """Log-determinants of a log-spaced spectrum, and of the GGN of a digits network."""
     values = torch.logspace(0, -6, LARGE, dtype=torch.float64)
     A, exact, rows = matrix(values), values.log().sum(), []
-    for label, options in (("300 products", {"max_matvecs": 300}), ("rtol = 0.01", {"rtol": 0.01})):
-        found = [logdet(A, lower_bound=1e-6, **options, generator=generator(seed)) for seed in range(runs)]
+    for label, options, seeds in (("300 products", {"max_matvecs": 300}, runs), ("rtol = 0.01", {"rtol": 0.01}, 10)):
+        found = [logdet(A, lower_bound=1e-6, **options, generator=generator(seed)) for seed in range(min(seeds, runs))]
         rows.append([f"log-spaced, κ = 1e6, {label}", *_cells(found, exact, exact.abs())])
     G = digits_ggn()
     spectrum = torch.linalg.eigvalsh(G.to_dense().double()).clamp_min(0)
@@ -125,7 +125,7 @@ def logdet_table(runs: int) -> str:
         rows.append(
             [f"digits GGN, prior {prior:g}, 400 products", *_cells(found, exact, torch.log1p(spectrum / prior).sum())]
         )
-    header = ["problem", "mean abs. error", "stderr", "bias bound", "products", "intervals that hold"]
+    header = ["problem", "mean abs. error", "mean error", "stderr", "bias bound", "products", "intervals that hold"]
     return "Errors in per cent of |log det|; for the GGN of log det P − log det A.\n\n" + table(header, rows)
 
 
@@ -135,7 +135,8 @@ def _cells(found: list[Estimate], exact: Tensor, unit: Tensor) -> list[str]:
 
     inside = sum(bool(low <= exact <= high) for low, high in (e.interval() for e in found))
     most = max(e.matvecs for e in found)
-    columns = [[(e.value - exact).abs() for e in found], [e.stderr for e in found], [e.bias_bound for e in found]]
+    errors = [e.value - exact for e in found]
+    columns = [[x.abs() for x in errors], errors, [e.stderr for e in found], [e.bias_bound for e in found]]
     return [*map(mean, columns), f"≤ {most}", f"{inside} of {len(found)}"]
 
 

@@ -14,7 +14,7 @@ from curvops.linalg.nystrom import Nystrom, grow
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, gram, random_block
 
-FIRST_PROBES = 4
+FIRST_PROBES = 3
 UNLIMITED = 10**12
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
