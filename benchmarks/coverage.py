@@ -126,7 +126,11 @@ def logdet_table(runs: int) -> str:
             [f"digits GGN, prior {prior:g}, 400 products", *_cells(found, exact, torch.log1p(spectrum / prior).sum())]
         )
     header = ["problem", "mean abs. error", "mean error", "stderr", "bias bound", "products", "intervals that hold"]
-    return "Errors in per cent of |log det|; for the GGN of log det P − log det A.\n\n" + table(header, rows)
+    text = (
+        "In per cent of |log det|, for the GGN of log det P − log det A, over 30 seeds (300 products) or 10. The mean "
+        "error is what the depth leaves of bias."
+    )
+    return text + "\n\n" + table(header, rows)
 
 
 def _cells(found: list[Estimate], exact: Tensor, unit: Tensor) -> list[str]:
