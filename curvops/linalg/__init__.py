@@ -11,9 +11,12 @@ from curvops.linalg.block_lanczos import block_lanczos
 from curvops.linalg.cg import cg
 from curvops.linalg.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.damped import Damped, Inverse
+from curvops.linalg.diagonal import diagonal
 from curvops.linalg.diagonal_preconditioner import DiagonalPreconditioner, diagonal_preconditioner
 from curvops.linalg.dual_descent import dual_descent
+from curvops.linalg.effective_dimension import effective_dimension
 from curvops.linalg.eigsh import eigsh
+from curvops.linalg.frobenius import frobenius_norm
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.logdet import logdet
@@ -83,9 +86,12 @@ __all__ = [
     "cg",
     "cholesky",
     "diagonal_preconditioner",
+    "diagonal",
     "draw",
     "dual_descent",
+    "effective_dimension",
     "eigsh",
+    "frobenius_norm",
     "inverse_sqrt",
     "lanczos",
     "logdet",

@@ -21,7 +21,7 @@ from torch import Tensor
 from curvops.linalg.partition import Partition, partition
 from curvops.linalg.preconditioners import Function
 from curvops.linalg.results import NotPositiveSemidefinite
-from curvops.linalg.vectors import Matrix, columns_of, describe_square, entries, put
+from curvops.linalg.vectors import Matrix, columns_of, describe_square, entries, put_entries
 
 Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64
@@ -74,7 +74,7 @@ class BlockPreconditioner:
         for group in self.groups:
             rotated = group.vectors.mT @ entries(block, group.positions)
             weights = function(group.values).unsqueeze(-1)
-            put(result, group.positions, group.vectors @ (weights * rotated))
+            put_entries(result, group.positions, group.vectors @ (weights * rotated))
         return result.reshape(V.shape)
 
 

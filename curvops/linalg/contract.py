@@ -22,7 +22,7 @@ from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import Eigenpairs, Estimate, SingularTriplets, Solution
-from curvops.linalg.solve import Options, Promises, default_rtol, solve
+from curvops.linalg.solve import Promises, default_rtol, solve
 from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
@@ -136,7 +136,8 @@ class SolverContract:
             return form.logdet()
         if self._is_small:
             return 2 * torch.linalg.cholesky(self._dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return differentiable.logdet(self, Options())
+        value: Tensor = self._logdet_estimate().value
+        return value
 
     def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
         """`num_samples` draws of N(0, A), (num_samples, ..., n)."""

@@ -15,7 +15,8 @@ from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache
 from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
-from curvops.linalg.logdet import logdet
+from curvops.linalg.gradients import carried, differentiated
+from curvops.linalg.logdet import logdet, paired_logdet
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
@@ -178,7 +179,11 @@ class Damped(Operator):
         if parts is None:
             return logdet(self)
         base, level, offset = parts
-        return logdet(base, shift=level) + offset
+        found, pairs = paired_logdet(base, shift=level, keep=differentiated(self))
+        if pairs is None:
+            return found + offset
+        scale = self.shift.detach().rsqrt().unsqueeze(-1) if self.shift.ndim else 1.0
+        return carried(found + offset, self, lambda _: ((scale * l, scale * r) for l, r in pairs(base)))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         form = self._closed_form()

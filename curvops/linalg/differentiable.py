@@ -14,10 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from curvops.linalg.contour_solve import ContourProduct, contour
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import random_block
 
-# Probes of Hutchinson's estimator of tr(A⁻¹ dA), the gradient of the log-determinant.
-GRADIENT_PROBES = 16
 Solver: TypeAlias = Callable[[LinearOperator, Tensor], Tensor]
 
 
@@ -34,13 +31,6 @@ def least_squares(operator: LinearOperator, rhs: Tensor, solver: Solver) -> Tens
         raise ValueError(f"least squares take one matrix and one block, got {operator.shape} and {tuple(rhs.shape)}.")
     return _LeastSquares.apply(  # type: ignore[no-untyped-call]
         operator.representation_tree(), solver, rhs, *operator.representation()
-    )
-
-
-def logdet(operator: LinearOperator, solver: Solver) -> Tensor:
-    """log det A in nats (0-d), with the stochastic gradient tr(A⁻¹ dA) ≈ mean_z zᵀ A⁻¹ dA z over Rademacher z."""
-    return _LogDet.apply(  # type: ignore[no-untyped-call]
-        operator.representation_tree(), solver, *operator.representation()
     )
 
 
@@ -155,23 +145,6 @@ class _LeastSquares(Function):
             right = [X, ctx.solver(operator, Y), G - operator._t_matmul(Y)]
             inside = operator._bilinear_derivative(torch.cat(left, 1), torch.cat(right, 1))
         return (None, None, adjoint, *inside)
-
-
-class _LogDet(Function):
-    @staticmethod
-    def forward(ctx: Any, tree: Any, solver: Solver, *tensors: Tensor) -> Tensor:
-        ctx.tree, ctx.solver = tree, solver
-        ctx.save_for_backward(*tensors)
-        return tree(*tensors)._logdet_estimate().value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        operator = ctx.tree(*ctx.saved_tensors)
-        probes = random_block(operator.shape[-1], GRADIENT_PROBES, dtype=operator.dtype, device=operator.device)
-        solved = _solve_any(operator, probes, ctx.solver)
-        inside = operator._bilinear_derivative(solved * (gradient / GRADIENT_PROBES), probes)
-        return (None, None, *inside)
 
 
 def _solve_any(operator: LinearOperator, rhs: Tensor, solver: Solver) -> Tensor:

@@ -14,6 +14,7 @@ from curvops.linalg.vectors import (
     Matrix,
     combine,
     describe_square,
+    join,
     largest,
     norm,
     orthogonalize,
@@ -131,6 +132,17 @@ class LockStep:
     def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
         """The combination of the first m vectors of start vector k's basis."""
         return combine(self.basis[k, : len(coefficients)].mT, coefficients[:, None].to(self.basis.device))[:, 0]
+
+    def inverse_times_start(self, shift: float) -> Float[Tensor, "n K"]:
+        """(A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
+        found = []
+        for k in range(self.K):
+            m = int(self.depths[k])
+            unit = torch.zeros(m, dtype=torch.float64)
+            unit[0] = self.sizes[k]
+            y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
+            found.append(combine(self.basis[k, :m].mT, y[:, None]))
+        return join(*found)
 
     def reserve(self, capacity: int) -> None:
         """Room for ``capacity`` steps, keeping those done."""

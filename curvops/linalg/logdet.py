@@ -1,23 +1,38 @@
-"""The log-determinant of a positive definite matrix known by its products."""
+"""The log-determinant of a positive definite matrix known by its products.
+
+>>> import torch
+>>> from curvops.linalg.logdet import logdet
+>>> G = torch.diag(torch.arange(1.0, 501.0) ** -2)
+>>> grid = logdet(G, shift=torch.tensor([0.01, 0.1, 1.0]), generator=torch.Generator().manual_seed(0))
+>>> low, high = grid.interval()
+>>> exact = torch.stack([(G.diagonal().double() + mu).log().sum() for mu in (0.01, 0.1, 1.0)])
+>>> grid.reason.name, bool(((low <= exact) & (exact <= high)).all())
+('CONVERGED', True)
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.linalg.brackets import Function
+from curvops.linalg.brackets import Function, single
+from curvops.linalg.dense_logdet import DenseSpectrum, dense_spectrum
+from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.nystrom import grow
 from curvops.linalg.preconditioners import FactoredPreconditioner
-from curvops.linalg.probing import FIRST_PROBES, Sampler, Sketch
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler
+from curvops.linalg.quadrature import run
+from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, describe_square, product, random_block
 
 EXACT_SIZE = 256
-MOST_MATVECS = 2000
 MOST_RANK = 400
 PILOT_RANK = 8
 SIZING = 4
@@ -26,7 +41,7 @@ SIZING = 4
 def logdet(
     A: Matrix,
     *,
-    shift: float | int | None = None,
+    shift: float | int | Shaped[Tensor, "*m"] | None = None,
     lower_bound: float | int | None = None,
     rtol: float = 0.01,
     max_matvecs: int | None = None,
@@ -37,12 +52,16 @@ def logdet(
     """Log det(A + shift I) in nats, for symmetric A.
 
     Args:
-        A: (n, n), positive semidefinite, or positive definite where neither shift nor lower_bound is given.
+        A: (n, n), positive semidefinite, or positive definite where neither shift nor lower_bound is given. The value
+            carries gradients for the tensors inside A, by the probes and solves of the value; a grid's does not.
         shift: added to the diagonal. Of ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
+            A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
+            Lanczos on A itself, so that no preconditioner but a control variate is used.
         lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is trusted.
-        rtol: aim for the standard error, relative to log det(I + (A − lower_bound)/(shift + lower_bound)).
-        max_matvecs: the budget in products, 2000 by default. A budget of n or more gives the exact value by a dense
-            eigendecomposition, and so does n ≤ 256 without a budget.
+        rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
+            μ = shift + lower_bound, at every shift.
+        max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
+            a dense eigendecomposition, and so does n ≤ 256 without a limit.
         preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
             rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. One of your own
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
@@ -50,30 +69,70 @@ def logdet(
         memory_budget: bytes for the bases and the sketch.
 
     Returns:
-        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket. One shift is served; for
-        many use ``spectral_quadrature``.
+        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus what rounding of the
+        products can have changed. ``reason`` is CONVERGED only where rtol was met; PRECISION_LIMIT says that rounding
+        alone exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
         ValueError: A is not square, options are out of range, or a large A comes without shift or lower_bound: then no
             bound exists, and a singular A could not be told from a regular one.
     """
+    estimate, pairs = paired_logdet(
+        A,
+        shift=shift,
+        lower_bound=lower_bound,
+        rtol=rtol,
+        max_matvecs=max_matvecs,
+        generator=generator,
+        preconditioner=preconditioner,
+        memory_budget=memory_budget,
+        keep=differentiated(A),
+    )
+    return estimate if pairs is None else carried(estimate, A, pairs)
+
+
+def paired_logdet(
+    A: Matrix,
+    *,
+    shift: float | int | Tensor | None = None,
+    lower_bound: float | int | None = None,
+    rtol: float = 0.01,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    preconditioner: FactoredPreconditioner | str | None = "auto",
+    memory_budget: int | None = None,
+    keep: bool = False,
+) -> tuple[Estimate, Pairs | None]:
+    """`logdet` and, with ``keep``, the pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
     n = describe_square(A).rows
-    bound, mu = _bounds(shift, lower_bound)
+    if not rtol > 0:
+        raise ValueError(f"rtol must be positive, got {rtol}.")
+    grid = isinstance(shift, Tensor) and shift.ndim > 0
+    bound, levels = _levels(shift, lower_bound)
     _check_preconditioner(preconditioner)
     exact = n <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
     if memory_budget is not None and 16 * n * n > memory_budget:
         exact = False
     with torch.no_grad():
         if exact:
-            return _exact(A, bound, mu)
-        if mu == 0:
+            spectrum = dense_spectrum(A, bound)
+            found = spectrum.logdet(levels, float(rtol))
+            return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
+        if min(levels) == 0:
             raise ValueError(
                 "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. "
                 f"Give one, or max_matvecs >= {n} for the dense value."
             )
-        budget = MOST_MATVECS if max_matvecs is None else max_matvecs
-        return _stochastic(A, bound, mu, float(rtol), budget, generator, preconditioner, memory_budget)
+        budget = UNLIMITED if max_matvecs is None else max_matvecs
+        if grid:
+            return _grid(A, bound, levels, float(rtol), budget, generator, memory_budget), None
+        return _stochastic(A, bound, levels[0], float(rtol), budget, generator, preconditioner, memory_budget, keep)
+
+
+def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+    n, _, dtype, device = describe_square(A)
+    yield spectrum.inverse(mu, dtype), torch.eye(n, dtype=dtype, device=device)
 
 
 def _check_preconditioner(preconditioner: object) -> None:
@@ -86,31 +145,38 @@ def _check_preconditioner(preconditioner: object) -> None:
         )
 
 
-def _bounds(shift: float | int | None, lower_bound: float | int | None) -> tuple[float, float]:
-    for name, value in (("shift", shift), ("lower_bound", lower_bound)):
+def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None) -> tuple[float, list[float]]:
+    """The lower bound, and for each shift the lower bound plus the shift."""
+    if isinstance(shift, Tensor):
+        if shift.requires_grad and torch.is_grad_enabled():
+            raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
+        if shift.ndim > 1 or not shift.numel():
+            raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
+    shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
+    for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}.")
     bound = float(lower_bound or 0.0)
-    return bound, bound + float(shift or 0.0)
+    return bound, [bound + float(s or 0.0) for s in shifts]
 
 
-def _exact(A: Matrix, bound: float, mu: float) -> Estimate:
-    n, _, dtype, device = describe_square(A)
-    dense = product(A)(torch.eye(n, dtype=dtype, device=device)).double()
-    if not bool(torch.isfinite(dense).all()):
-        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-    values = torch.linalg.eigvalsh((dense + dense.mT) / 2) - bound
-    rounding = n * torch.finfo(dtype).eps * float(values.abs().amax())
-    # With a shift, an eigenvalue within rounding of zero counts as zero; without one nothing can vouch for it.
-    if mu > 0 and float(values[0]) >= -rounding:
-        values = values.clamp_min(0)
-    elif float(values[0]) + mu <= rounding:
-        raise NotPositiveSemidefinite(
-            f"A is not positive definite to working precision: an eigenvalue is {float(values[0]) + bound:.3e}. "
-            "Give a shift (the prior precision), or use the GGN in place of the Hessian."
-        )
-    value = (values + mu).log().sum()
-    return Estimate(value, torch.zeros_like(value), 0, n)
+def _grid(
+    A: Matrix,
+    bound: float,
+    levels: list[float],
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+) -> Estimate:
+    quadrature = run(_excess(A, bound), describe_square(A), levels, rtol, budget, generator, memory_budget)
+    mus = torch.tensor(levels, dtype=torch.float64, device=describe_square(A).device)
+    return quadrature.logdet(mus) + describe_square(A).rows * mus.log()
+
+
+def _excess(A: Matrix, bound: float) -> Function:
+    multiply = product(A)
+    return (lambda V: multiply(V) - bound * V) if bound else multiply
 
 
 def _stochastic(
@@ -122,12 +188,9 @@ def _stochastic(
     generator: torch.Generator | None,
     preconditioner: FactoredPreconditioner | str | None,
     memory_budget: int | None,
-) -> Estimate:
-    facts, multiply = describe_square(A), product(A)
-
-    def excess(V: Tensor) -> Tensor:
-        return multiply(V) - bound * V if bound else multiply(V)
-
+    keep: bool,
+) -> tuple[Estimate, Pairs | None]:
+    facts, excess = describe_square(A), _excess(A, bound)
     most = min(budget // 2, MOST_RANK, facts.rows)
     if memory_budget is not None:
         most = min(most, memory_budget // (6 * facts.rows * torch.finfo(facts.dtype).bits // 8))
@@ -144,13 +207,13 @@ def _stochastic(
     whitened = excess if P is None else _whitened(excess, P, mu, floor)
     known = 0.0 if P is None else float(P.logdet()) + facts.rows * math.log(floor / mu)
     memory = None if memory_budget is None else memory_budget // 2
-    sampler = Sampler(whitened, facts, floor, rtol, budget - spent, generator, memory, known, scale)
+    sampler = Sampler(whitened, facts, floor, rtol, budget - spent, generator, memory, known, scale, keep=keep)
     sampler.first(min(FIRST_PROBES, budget - spent))
-    none = Sketch(None, None, None)
-    sampler.add(None, none)
-    estimate = sampler.quadrature(none).logdet(floor)
+    sampler.add(None, None)
+    estimate = sampler.quadrature(None).logdet(floor)
     total = estimate + (known + facts.rows * math.log(mu))
-    return replace(total, matvecs=estimate.matvecs + spent)
+    found = replace(total, matvecs=estimate.matvecs + spent)
+    return found, solved_pairs(sampler.solves, P, mu - bound) if keep else None
 
 
 def _whitened(excess: Function, P: FactoredPreconditioner, mu: float, floor: float) -> Function:

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from curvops.linalg.brackets import Function, SpectralQuadrature, rules
+from curvops.linalg.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.lanczos import LockStep, depth_within
-from curvops.linalg.nystrom import Nystrom, nystrom
-from curvops.linalg.results import Reason
-from curvops.linalg.vectors import Description, Matrix, gram, random_block
+from curvops.linalg.nystrom import Nystrom, grow
+from curvops.linalg.results import Estimate, Reason
+from curvops.linalg.vectors import Description, gram, random_block
 
-FIRST_PROBES = 4
+FIRST_PROBES = 3
+UNLIMITED = 10**12
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
+# Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
+ROUNDING_UNITS = 2.0
 
 
 class Sketch:
     """A Nyström approximation that is made at most once, or never."""
 
-    def __init__(self, G: Matrix | None, generator: torch.Generator | None, memory_budget: int | None) -> None:
-        self.G, self.generator, self.memory_budget = G, generator, memory_budget
+    def __init__(
+        self,
+        multiply: Function,
+        facts: Description,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.memory_budget = multiply, facts, generator, memory_budget
         self.made: Nystrom | None = None
 
     def make(self, rank: int) -> None:
-        assert self.G is not None
-        self.made = nystrom(self.G, rank, generator=self.generator, memory_budget=self.memory_budget)
+        n, _, dtype, _ = self.facts
+        limit = min(n, rank)
+        if self.memory_budget is not None:
+            limit = min(limit, self.memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
+        self.made = grow(self.multiply, self.facts, rank, limit, 0.0, 1, self.generator)
 
     @property
     def matvecs(self) -> int:
@@ -44,9 +57,11 @@ class Sketch:
 
 
 class Sampler:
-    """Probes of one depth, and the rules they give, on the host.
+    """Probes of one depth, and the rules they give, on the host, for tr f(G) to ``rtol``.
 
-    ``known`` is the part of the log-determinant that needs no probes; the tolerance is relative to the whole.
+    The first of ``functions`` decides the depth; the number of probes serves all of them. ``mu`` is where the spectrum
+    of the matrix begins whose inverse times each probe is kept in ``solves``, where ``keep`` asks for it.
+    ``known`` is the part of the trace that needs no probes; the tolerance is relative to the whole.
     ``scale`` is the size of the matrix that the products come from, where that is larger than what they show.
     """
 
@@ -61,16 +76,18 @@ class Sampler:
         memory_budget: int | None,
         known: float = 0.0,
         scale: float = 0.0,
+        functions: Sequence[Function] = (),
+        keep: bool = False,
     ) -> None:
         self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
+        self.functions = tuple(functions) or (log_ratio(mu),)
+        self.f, self.keep = self.functions[0], keep
+        self.solves: list[tuple[Tensor, Tensor]] = []
         self.known, self.scale = known, scale
         self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
-        self.rules: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.rules: list[Rules] = []
         self.signs: list[Tensor] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
-
-    def log(self, x: Tensor) -> Tensor:
-        return torch.log1p(x / self.mu)
 
     def goal(self, values: Tensor) -> float:
         return self.rtol * abs(self.known + float(values.mean()))
@@ -109,13 +126,18 @@ class Sampler:
             if half <= aim or bool(run.done.all()) or target >= deepest:
                 break
         self.capped = half > aim and not bool(run.done.all())
+        self.kept(run)
         self.depth, self.matvecs = int(run.depths.max()), run.matvecs
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        upper = torch.stack([(w * self.log(x)).sum() for x, w, _, _ in self.rules])
-        return upper, torch.stack([(w * self.log(x)).sum() for _, _, x, w in self.rules])
+    def kept(self, run: LockStep) -> None:
+        if self.keep:
+            self.solves.append((self.signs[-1], run.inverse_times_start(self.mu)))
 
-    def add(self, probes: int | None, sketch: Sketch) -> None:
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        upper = torch.stack([(r.gauss_weights * self.f(r.gauss)).sum() for r in self.rules])
+        return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
+
+    def add(self, probes: int | None, sketch: Sketch | None) -> None:
         """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
         most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
         while len(self.rules) < most:
@@ -128,10 +150,14 @@ class Sampler:
             run.extend(self.depth)
             self.matvecs += run.matvecs
             self.rules += self.rules_of(run)
+            self.kept(run)
 
-    def wanted(self, sketch: Sketch) -> int:
+    def wanted(self, sketch: Sketch | None) -> int:
         """How many probes the tolerance needs, by the spread of those there are."""
-        estimate = self.quadrature(sketch).logdet(self.mu)
+        quadrature = self.quadrature(sketch)
+        return max(self._wanted(quadrature.trace_of(f)) for f in self.functions)
+
+    def _wanted(self, estimate: Estimate) -> int:
         if estimate.samples < 2:
             return 2
         goal = self.goal(estimate.value)
@@ -151,10 +177,10 @@ class Sampler:
         middle = (upper + lower) / 2
         if len(middle) < 3:
             return 0
-        nodes = torch.cat([x for x, _, _, _ in self.rules])
-        counts = torch.cat([w for _, w, _, _ in self.rules]) / len(self.rules)
+        nodes = torch.cat([r.gauss for r in self.rules])
+        counts = torch.cat([r.gauss_weights for r in self.rules]) / len(self.rules)
         order = nodes.argsort(descending=True)
-        energy = counts[order] * self.log(nodes[order]).square()
+        energy = counts[order] * self.f(nodes[order]).square()
         seen, captured = counts[order].cumsum(0), energy.cumsum(0)
         goal = self.goal(middle) ** 2
         left = self.budget - self.matvecs
@@ -163,7 +189,7 @@ class Sampler:
         def error(variance: float, rank: int) -> tuple[float, float]:
             products = self.depth * variance / goal if goal else math.inf
             reached = variance * self.depth / max(1, left - rank + done)
-            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0) + rank
+            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0.0) + rank
 
         best, choice = error(float(middle.var()), 0), 0
         for rank in (25, 50, 100, 200, 400, 800):
@@ -175,20 +201,35 @@ class Sampler:
                 best, choice = trial, rank
         return choice
 
-    def rules_of(self, run: LockStep) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def rules_of(self, run: LockStep) -> list[Rules]:
         if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
             raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
         return [rules(run, k, self.scale) for k in range(run.K)]
 
-    def quadrature(self, sketch: Sketch) -> SpectralQuadrature:
-        columns = [_padded(rows) for rows in zip(*self.rules)]
+    def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
+        columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
+        sketch = sketch or Sketch(self.multiply, self.facts, None, None)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
         gauss, gauss_weights, radau, radau_weights, nodes, control = (
             part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
         )
         matvecs = self.matvecs + sketch.matvecs
-        return SpectralQuadrature(gauss, gauss_weights, radau, radau_weights, nodes, control, matvecs, reason)
+        highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
+        rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
+        return SpectralQuadrature(
+            gauss,
+            gauss_weights,
+            radau,
+            radau_weights,
+            nodes,
+            control,
+            matvecs,
+            reason,
+            max(rounding, -lowest),
+            self.rtol if tolerance else None,
+            self.known,
+        )
 
 
 def _padded(rows: tuple[Tensor, ...]) -> Tensor:

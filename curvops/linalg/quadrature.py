@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from curvops.linalg.brackets import SpectralQuadrature, positive
-from curvops.linalg.probing import FIRST_PROBES, Sampler, Sketch
-from curvops.linalg.vectors import Matrix, describe_square, product
+from curvops.linalg.brackets import Function, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
+from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
-MOST_MATVECS = 4000
 
 
 def spectral_quadrature(
@@ -28,7 +29,7 @@ def spectral_quadrature(
     Args:
         shift: the smallest μ of interest. A smaller one may be asked for later: its bracket is wider, and says so.
         probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
-        max_matvecs: the budget in products, sketch included, 4000 by default.
+        max_matvecs: the budget in products, sketch included; by default whatever it takes to meet rtol.
         rank: of the Nyström control variate; None takes one where it is expected to save products.
         memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step.
 
@@ -40,19 +41,45 @@ def spectral_quadrature(
 
     Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
     """
-    mu, budget = float(positive(shift)), MOST_MATVECS if max_matvecs is None else max_matvecs
+    mu, budget = float(positive(shift)), UNLIMITED if max_matvecs is None else max_matvecs
     if budget < 4:
         raise ValueError(f"max_matvecs must be at least 4, got {budget}.")
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}.")
-    sketch = Sketch(G, generator, memory_budget)
+    return run(product(G), describe_square(G), [mu], rtol, budget, generator, memory_budget, probes, rank)
+
+
+def run(
+    multiply: Function,
+    facts: Description,
+    shifts: Sequence[float],
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+    probes: int | None = None,
+    rank: int | None = None,
+    of_shift: Callable[[float], Function] = log_ratio,
+) -> SpectralQuadrature:
+    """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
+    functions = [of_shift(mu) for mu in sorted(shifts)]
+    sketch = Sketch(multiply, facts, generator, memory_budget)
     if rank:
         sketch.make(min(rank, budget // 2))
     with torch.no_grad():
-        sampler = Sampler(product(G), describe_square(G), mu, rtol, budget - sketch.matvecs, generator, memory_budget)
+        sampler = Sampler(
+            multiply,
+            facts,
+            min(shifts),
+            rtol,
+            budget - sketch.matvecs,
+            generator,
+            memory_budget,
+            functions=functions,
+        )
         sampler.first(min(probes or FIRST_PROBES, budget // 2))
         if rank is None and probes is None and (worth := sampler.sketch_rank()):
             sketch.make(worth)
             sampler.budget -= sketch.matvecs
         sampler.add(probes, sketch)
-        return sampler.quadrature(sketch)
+        return sampler.quadrature(sketch, probes is None)

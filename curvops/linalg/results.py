@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -58,6 +58,14 @@ class Reason(Enum):
     UNVERIFIED = (
         "The residual is within the tolerance, but the budget ended before a fresh random start had shown that no "
         "better eigenpair was missed. Raise maxiter or max_matvecs, or use a larger block_size."
+    )
+    MATVEC_LIMIT = (
+        "The products of max_matvecs were spent before the error bar met rtol. "
+        "Raise max_matvecs, or accept the error bar as it is."
+    )
+    BUDGET_SPENT = (
+        "The products of the budget were spent as asked; no tolerance was set, and the error bar says what they gave. "
+        "For a given accuracy, set rtol."
     )
 
 
@@ -138,21 +146,25 @@ def _sortable(residual: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A stochastic number with its error bar.
+    """A stochastic number, or an array of them, with its error bar.
 
-    ``stderr`` is the standard error from ``samples`` independent probes; ``samples == 0`` means an exact value.
-    ``bias_bound`` bounds what more probes would not remove. Same units for value, stderr and bias_bound.
-    ``matvecs`` counts products of the operator with one vector.
+    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means an exact value. ``bias_bound``
+    bounds what more probes would not remove. ``inflation`` is by how much the interval widens a standard error that
+    is known to run low, as that of leave-one-out estimates does. Value, stderr and bias_bound share units and shape.
+    ``matvecs`` counts products of the operator with one vector. ``reason``: CONVERGED where rtol was met or the value
+    is exact; else what ended the sampling, with its remedy.
     """
 
-    value: Float[Tensor, ""]
-    stderr: Float[Tensor, ""]
+    value: Float[Tensor, "*shape"]
+    stderr: Float[Tensor, "*shape"]
     samples: int
     matvecs: int
-    bias_bound: Float[Tensor, ""] | float = 0.0
+    bias_bound: Float[Tensor, "*shape"] | float = 0.0
+    reason: Reason = Reason.CONVERGED
+    inflation: float = 1.0
 
-    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Interval from Student's t with samples − 1 degrees of freedom, widened by the bias bound.
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        """Interval from Student's t with samples − 1 degrees of freedom, inflated, widened by the bias bound.
 
         One sample knows nothing of its spread, so its interval is the whole line.
 
@@ -165,17 +177,25 @@ class Estimate:
         if self.samples == 1:
             half = torch.full_like(self.value, math.inf)
         elif self.samples > 1:
-            half = half + float(stdtrit(self.samples - 1, 0.5 + level / 2)) * self.stderr
+            half = half + self.inflation * float(stdtrit(self.samples - 1, 0.5 + level / 2)) * self.stderr
         return self.value - half, self.value + half
+
+    def within(self, rtol: float) -> bool:
+        """Whether inflated standard error and bias bound are each at most rtol of the value (2-norms of arrays)."""
+        goal = rtol * float(torch.linalg.vector_norm(self.value))
+        bias = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
+        spread = self.inflation * float(torch.linalg.vector_norm(self.stderr))
+        return spread <= goal and float(torch.linalg.vector_norm(bias.expand_as(self.value))) <= goal
 
     def __add__(self, constant: float | Tensor) -> Estimate:
         """The estimate moved by a known constant; the error bar stays."""
-        return Estimate(self.value + constant, self.stderr, self.samples, self.matvecs, self.bias_bound)
+        return replace(self, value=self.value + constant)
 
     def __mul__(self, factor: float) -> Estimate:
         """The estimate and its error bar times a known factor."""
         size = abs(factor)
-        return Estimate(self.value * factor, self.stderr * size, self.samples, self.matvecs, self.bias_bound * size)
+        moved = replace(self, value=self.value * factor, stderr=self.stderr * size)
+        return replace(moved, bias_bound=self.bias_bound * size)
 
     __radd__ = __add__
     __rmul__ = __mul__

@@ -143,7 +143,7 @@ class Options:
             return accept(minres(operator, columns, **common), rtol)
         if self.preconditioner is None and isinstance(operator, Informed):
             common["preconditioner"] = operator.preconditioner(columns.shape[-1])
-        return join([accept(cg(operator, part, **common), rtol) for part in columns.split(MOST_COLUMNS, dim=1)])
+        return join(*(accept(cg(operator, part, **common), rtol) for part in columns.split(MOST_COLUMNS, dim=1)))
 
 
 def solve(

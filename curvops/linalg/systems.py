@@ -193,7 +193,7 @@ def _joined(parts: list[Solution]) -> Solution:
     histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
     normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
     return Solution(
-        join([part.x for part in parts]),
+        join(*(part.x for part in parts)),
         tuple(reason for part in parts for reason in part.reasons),
         torch.cat([part.converged for part in parts]),
         torch.cat([part.relative_residuals for part in parts]),

@@ -1,75 +1,109 @@
-"""The trace of a matrix known by its products."""
+"""The trace of a matrix known by its products.
+
+>>> import torch
+>>> from curvops.linalg.trace import trace
+>>> A = torch.diag(torch.arange(1.0, 501.0) ** -2)
+>>> estimate = trace(A, rtol=0.01, generator=torch.Generator().manual_seed(0))
+>>> low, high = estimate.interval()
+>>> estimate.reason.name, bool(low <= A.trace() <= high)
+('CONVERGED', True)
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from curvops.linalg.adaptive import checked, estimated
+from curvops.linalg.exchangeable import XNysTrace, XTrace
+from curvops.linalg.gradients import carried, differentiated
+from curvops.linalg.hutchinson import BLOCK, Hutchinson, HutchPlusPlus
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Matrix, describe_square, inner, product, random_block
+from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_block
 
-METHODS = ("hutchinson", "exact")
-BLOCK = 32
-DEFAULT_MATVECS = 128
+METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
+Family: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 
 
 def trace(
     A: Matrix,
     *,
-    method: str = "hutchinson",
+    method: str = "xtrace",
     rtol: float | None = None,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
 ) -> Estimate:
-    """Estimate tr A from products with random signs, streamed in blocks of at most 32.
+    """Estimate tr A from products.
 
     Args:
-        A: (n, n); it need not be symmetric.
-        method: "hutchinson", or "exact" (n products, no error).
-        rtol: stop when the standard error is at most rtol times the estimate; None spends the whole budget.
-        max_matvecs: the budget, 128 by default, 10 000 where rtol is given. n or more gives the exact trace.
-        generator: source of the random signs.
+        A: (n, n); it need not be symmetric. The value carries gradients for the tensors inside A.
+        method: "xtrace" (any A, two products a probe); "xnystrace" (positive semidefinite A, one product a probe, the
+            most accurate where the spectrum decays); "hutch++"; "hutchinson" (streams: no vector is kept; as good as
+            any on a flat spectrum); "exact" (n products, no error).
+        rtol: add probes until the error bar is at most rtol times the estimate; earlier products are kept.
+        max_matvecs: the budget. Without rtol it is spent, 128 by default, and n or more gives the exact trace; with
+            rtol it is a limit, none by default, and the exact trace is taken where growth comes to n products.
+        generator: source of the probes.
+        memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says where it was felt.
 
     Raises:
-        ValueError: an unknown method, A not square, or a budget that is too small (2 products at least).
+        ValueError: an unknown method, A not square, a product that is not finite, or a budget too small for an error
+            bar (4 products; 2 for xnystrace and hutchinson, 6 for hutch++).
+        NotPositiveSemidefinite: xnystrace met an eigenvalue clearly below zero (it is also a ValueError).
 
-    Source: Hutchinson 1990; with random signs the variance is 2 (‖S‖_F² − Σ S_ii²), S the symmetric part of A.
+    Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
     """
-    n, _, dtype, device = describe_square(A)
+    facts = describe_square(A)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
-    if rtol is not None and not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol}.")
-    if max_matvecs is None:
-        max_matvecs = DEFAULT_MATVECS if rtol is None else 10_000
-    if method == "exact" or max_matvecs >= n:
-        return _exact(A)
-    if max_matvecs < 2:
-        raise ValueError(f"max_matvecs must be at least 2 for an error bar, got {max_matvecs}.")
-    multiply, samples = product(A), torch.zeros(0, dtype=torch.float64, device=device)
-    while len(samples) < max_matvecs:
-        k = min(BLOCK, max_matvecs - len(samples), max(4, len(samples)) if rtol is not None else BLOCK)
-        Z = random_block(n, k, dtype=dtype, device=device, generator=generator)
-        samples = torch.cat([samples, inner(Z, multiply(Z))])
-        if rtol is not None and len(samples) >= 8 and _settled(samples, rtol):
-            break
-    count = len(samples)
-    return Estimate(samples.mean(), samples.std() / math.sqrt(count), count, count)
+    keep = differentiated(A)
+    with torch.no_grad():
+        multiply = checked(product(A))
+        family = _family(method, multiply, facts, generator, keep)
+        if method == "exact":
+            found = _exact(multiply, facts)
+        else:
+            found = estimated(
+                family,
+                lambda: _exact(multiply, facts),
+                facts,
+                rtol=rtol,
+                max_matvecs=max_matvecs,
+                memory_budget=memory_budget,
+            )
+    pairs = family.functional if found.samples else lambda: _identity(facts)
+    return carried(found, A, lambda _: pairs())
 
 
-def _settled(samples: Tensor, rtol: float) -> bool:
-    return bool(samples.std() <= rtol * samples.mean().abs() * math.sqrt(len(samples)))
+def _family(
+    method: str,
+    multiply: Callable[[Tensor], Tensor],
+    facts: Description,
+    generator: torch.Generator | None,
+    keep: bool,
+) -> Family:
+    if method == "xnystrace":
+        return XNysTrace(multiply, facts, generator)
+    if method == "hutch++":
+        return HutchPlusPlus(multiply, facts, generator)
+    if method == "hutchinson":
+        return Hutchinson(multiply, facts, generator, keep)
+    return XTrace(multiply, facts, generator)
 
 
-def _exact(A: Matrix) -> Estimate:
-    n, _, dtype, device = describe_square(A)
-    multiply = product(A)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
+    total = torch.zeros((), dtype=torch.float64, device=facts.device)
+    for E, _ in _identity(facts):
+        total = total + inner(E, multiply(E)).sum()
+    return Estimate(total, torch.zeros_like(total), 0, facts.rows)
+
+
+def _identity(facts: Description) -> Iterator[tuple[Tensor, Tensor]]:
+    n, _, dtype, device = facts
     for i in range(0, n, BLOCK):
-        k = min(BLOCK, n - i)
-        rows = torch.zeros(k, n, dtype=dtype, device=device)
-        rows.diagonal(offset=i).fill_(1)
-        total = total + inner(rows.mT, multiply(rows.mT)).sum()
-    return Estimate(total, torch.zeros_like(total), 0, n)
+        E = unit_block(n, i, min(BLOCK, n - i), dtype=dtype, device=device)
+        yield E, E

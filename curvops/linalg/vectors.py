@@ -103,11 +103,6 @@ def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
     return take
 
 
-def join(parts: list[Tensor]) -> Float[Tensor, "n k"]:
-    """The columns of blocks of one length side by side, each contiguous."""
-    return torch.cat([part.mT for part in parts]).mT
-
-
 def empty_block(n: int, k: int, like: Tensor) -> Float[Tensor, "n k"]:
     """An uninitialised block of k columns, each contiguous."""
     return torch.empty(k, n, dtype=like.dtype, device=like.device).mT
@@ -160,12 +155,24 @@ def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, 
     return X.mT[index.to(X.device)].mT
 
 
+def join(*blocks: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
+    """The blocks side by side, contiguous by columns."""
+    return torch.cat([block.mT for block in blocks]).mT
+
+
+def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
+    """The unit vectors e_first … e_(first + k − 1) as columns."""
+    rows = torch.zeros(k, n, dtype=dtype, device=device)
+    rows.diagonal(offset=first).fill_(1)
+    return rows.mT
+
+
 def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
     """The rows of X at the given positions."""
     return X[index]
 
 
-def put(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[Tensor, "*i k"]) -> None:
+def put_entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[Tensor, "*i k"]) -> None:
     """Write rows of X at the given positions, in place."""
     X[index] = rows
 

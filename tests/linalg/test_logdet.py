@@ -6,6 +6,8 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg.logdet import logdet
+from curvops.linalg.results import Reason
+from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.spectra import SPECTRA, log_spaced, symmetric
 
 
@@ -17,11 +19,13 @@ def generator(seed=0):
 
 
 @pytest.mark.parametrize("name", SPECTRA)
-def test_small_matrices_are_exact(name):
+def test_small_matrices_are_exact_to_rounding(name):
     A = symmetric(SPECTRA[name])
     e = logdet(DenseLinearOperator(A))
     torch.testing.assert_close(e.value, SPECTRA[name].log().sum(), rtol=1e-8, atol=0)
-    assert e.samples == 0 and e.stderr == 0 and e.matvecs == 120 and e.interval() == (e.value, e.value)
+    assert e.samples == 0 and e.stderr == 0 and e.matvecs == 120 and e.reason is Reason.CONVERGED
+    low, high = e.interval()
+    assert low <= SPECTRA[name].log().sum() <= high and high - low <= 1e-5
 
 
 def test_exact_with_shift_and_lower_bound():
@@ -147,3 +151,106 @@ def test_interval_covers(preconditioner):
 def test_errors_at_the_door(options):
     with pytest.raises(ValueError, match="must be"):
         logdet(torch.eye(4), **options)
+    with pytest.raises(ValueError, match="rtol"):
+        logdet(torch.eye(4), rtol=0.0)
+    with pytest.raises(ValueError, match=r"\(m,\)"):
+        logdet(torch.eye(4), shift=torch.ones(2, 2))
+
+
+# Budgets and reasons.
+
+
+def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
+    values = log_spaced(1000, 1e6)
+    A, exact = symmetric(values), values.log().sum()
+    for seed in range(3):
+        e = logdet(A, lower_bound=1e-6, rtol=0.01, generator=generator(seed))
+        assert e.reason is Reason.CONVERGED and (e.value - exact).abs() <= 0.02 * exact.abs()
+        assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
+
+
+def test_a_budget_that_is_too_small_says_so():
+    A = symmetric(log_spaced(400, 1e6))
+    for budget in (20, 60):
+        e = logdet(A, lower_bound=1e-6, rtol=1e-4, max_matvecs=budget, generator=generator())
+        assert e.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and e.matvecs <= budget
+
+
+@pytest.mark.parametrize("n", [200, 400])
+def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_that_holds(n):
+    values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
+    A, mu = symmetric(values).float(), 1e-9
+    e = logdet(A, shift=mu, generator=generator())
+    low, high = e.interval()
+    assert low <= (values + mu).log().sum() <= high
+    assert e.reason is Reason.PRECISION_LIMIT and "float64" in e.reason.value
+
+
+# A whole grid of shifts from one run.
+
+
+@pytest.mark.parametrize("n", [100, 400])
+def test_a_grid_of_shifts(n):
+    values, mus = 10 * torch.arange(1, n + 1, dtype=torch.float64) ** -1.5, torch.logspace(-3, 1, 5).double()
+    e = logdet(symmetric(values), shift=mus, generator=generator())
+    exact = torch.stack([(values + mu).log().sum() for mu in mus])
+    low, high = e.interval(0.999)
+    assert e.value.shape == (5,) and ((low <= exact) & (exact <= high)).all() and e.reason is Reason.CONVERGED
+    goal = 0.01 * torch.stack([torch.log1p(values / mu).sum() for mu in mus])
+    assert (e.stderr <= goal).all() and (torch.as_tensor(e.bias_bound) <= goal).all()
+    if n == 100:
+        torch.testing.assert_close(e.value, exact, rtol=1e-10, atol=0)
+
+
+def test_a_grid_has_no_gradient_in_its_shifts():
+    with pytest.raises(ValueError, match="add_diagonal"):
+        logdet(torch.eye(3), shift=torch.ones(2, requires_grad=True))
+
+
+# Adversarial.
+
+
+def test_zero_operator():
+    A = torch.zeros(300, 300, dtype=torch.float64)
+    e = logdet(A, shift=0.1, generator=generator())
+    torch.testing.assert_close(e.value, torch.tensor(300 * math.log(0.1), dtype=torch.float64), rtol=1e-12, atol=0)
+    assert e.stderr == 0 and e.bias_bound == 0
+    for options in ({}, {"max_matvecs": 300}):
+        with pytest.raises(ValueError, match="shift"):
+            logdet(A, **options)
+
+
+@pytest.mark.parametrize("rank", [1, 60])
+@pytest.mark.parametrize("n", [120, 300])
+def test_rank_deficient_is_an_error_with_a_remedy(n, rank):
+    values = torch.cat([torch.linspace(1, 2, rank), torch.zeros(n - rank)]).double()
+    with pytest.raises(ValueError, match="shift"):
+        logdet(symmetric(values))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiny_and_huge_operators(size, dtype):
+    for n in (50, 300):
+        values = torch.linspace(1, 100, n, dtype=torch.float64)
+        A = (symmetric(values) * size).to(dtype)
+        e = logdet(A, shift=size, generator=generator())
+        low, high = e.interval(0.999)
+        assert low <= ((values + 1).log() + math.log(size)).sum() <= high and high - low < 0.1 * e.value.abs()
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_nan_on_the_seventh_product(preconditioner):
+    A = nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4)))
+    with pytest.raises(ValueError, match="NaN"):
+        logdet(A, lower_bound=1e-4, preconditioner=preconditioner, generator=generator())
+
+
+def test_slightly_non_symmetric():
+    values = torch.logspace(2, -1, 300, dtype=torch.float64)
+    A = symmetric(values)
+    A = A + 1e-6 * torch.randn(300, 300, dtype=torch.float64, generator=generator(1)) / math.sqrt(300)
+    e = logdet(A, lower_bound=0.09, generator=generator())
+    low, high = e.interval(0.999)
+    assert low <= values.log().sum() <= high
+    torch.testing.assert_close(logdet(A, max_matvecs=300).value, values.log().sum(), rtol=1e-5, atol=0)

@@ -102,7 +102,7 @@ def test_interval_covers(rank):
 
 def test_memory_budget_caps_the_depth_and_says_so():
     G = symmetric(log_spaced(300, 1e8))
-    q = spectral_quadrature(G, shift=1e-8, memory_budget=300 * 8 * 4 * 20, generator=generator())
+    q = spectral_quadrature(G, shift=1e-8, memory_budget=300 * 8 * 3 * 20, generator=generator())
     assert q.reason is Reason.RANK_CAPPED and q.gauss_nodes.shape[1] <= 18
 
 

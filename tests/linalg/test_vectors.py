@@ -122,7 +122,7 @@ def test_rows_of_a_block():
     X, index = block(9, 2), torch.tensor([[3, 1], [8, 0]])
     assert torch.equal(vectors.entries(X, index), X[index])
     Y = torch.zeros_like(X)
-    vectors.put(Y, index, X[index])
+    vectors.put_entries(Y, index, X[index])
     assert torch.equal(Y[index.flatten()], X[index.flatten()]) and int((Y == 0).all(1).sum()) == 5
     torch.testing.assert_close(vectors.square_sums(X), X.norm(dim=1).square())
 

@@ -1,0 +1,183 @@
+"""How often do the 95 % intervals hold, and how large are the errors?
+
+    python -m benchmarks.coverage --output docs/estimators.md
+
+Dense matrices of prescribed spectrum, so that the truth is known; float64, fixed seeds. The tables go between the two
+comments that name them, as those of benchmarks.report do. `--runs 20` only tries that everything works.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from benchmarks.machine import facts
+from benchmarks.report import filled
+from benchmarks.tables import machine_line, table
+from curvops.linalg import Estimate, diagonal, effective_dimension, frobenius_norm, logdet, trace
+
+SIZE, LARGE = 250, 1000
+TRACES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
+DIAGONALS = ("bekas", "xdiag", "xnysdiag")
+PUBLISHED = {
+    "k⁻²": ("6e-2", "2.8e-4", "2.2e-4", "1.8e-4"),
+    "0.9ᵏ": ("2.8e-2", "9e-4", "1.9e-4", "5e-6"),
+    "flat, 1 to 3": ("9e-4", "2.2e-3", "1.6e-3", "7e-4"),
+}
+Run = Callable[[torch.Generator], Estimate]
+
+
+def spectra(n: int) -> dict[str, Tensor]:
+    """Eigenvalues by name, of every shape that the estimators promise to cover."""
+    k = torch.arange(n, dtype=torch.float64)
+    cluster = 1e-3 * torch.linspace(0, 1, n // 5, dtype=torch.float64)
+    logs = {f"κ = 1e{p}": torch.logspace(0, -p, n, dtype=torch.float64) for p in (4, 6, 8)}
+    return {
+        "k⁻²": (k + 1) ** -2,
+        "0.9ᵏ": 0.9**k,
+        "clustered": torch.cat([c + cluster for c in (1, 10, 50, 200, 1000)]),
+        "step": torch.cat([torch.full((n // 6,), 100.0), torch.ones(n - n // 6)]).double(),
+        "flat, 1 to 3": torch.linspace(1, 3, n, dtype=torch.float64),
+        **logs,
+    }
+
+
+def matrix(values: Tensor) -> Tensor:
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64, generator=generator(1))).Q
+    A = (Q * values) @ Q.mT
+    return (A + A.mT) / 2
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def estimators(values: Tensor) -> Iterator[tuple[str, Tensor, Run]]:
+    """Name, truth and one run of every estimator with an error bar, for this spectrum."""
+    A, smallest = matrix(values), float(values.min())
+    for method in TRACES:
+        yield method, values.sum(), lambda g, m=method: trace(A, method=m, max_matvecs=60, generator=g)
+    for method in DIAGONALS:
+        yield method, A.diagonal(), lambda g, m=method: diagonal(A, method=m, max_matvecs=60, generator=g)
+    for method in ("xtrace", "hutchinson"):
+        name = "frobenius" if method == "xtrace" else "frobenius, hutchinson"
+        yield name, A.norm(), lambda g, m=method: frobenius_norm(A, method=m, max_matvecs=60, generator=g)
+    options = {"rtol": 1e-3, "max_matvecs": 120}
+    yield "logdet", values.log().sum(), lambda g: logdet(A, lower_bound=smallest, **options, generator=g)
+    mu = 10 * smallest
+    yield (
+        "effective dimension",
+        (values / (values + mu)).sum(),
+        lambda g: effective_dimension(A, mu, **options, generator=g),
+    )
+
+
+def coverage_table(runs: int) -> str:
+    """Per cent of the runs (of the entries, for diagonals) whose interval holds the truth."""
+    rows: dict[str, list[str]] = {}
+    for values in spectra(SIZE).values():
+        for name, truth, run in estimators(values):
+            hits, g = [], generator(2)
+            for _ in range(runs):
+                low, high = run(g).interval()
+                slack = 1e-12 * truth.abs()
+                hits.append(((low - slack <= truth) & (truth <= high + slack)).double().mean())
+            rows.setdefault(name, []).append(f"{100 * torch.stack(hits).mean():.1f}")
+    text = f"{runs} runs each, n = {SIZE}; 60 products (120 for logdet and effective dimension); in per cent."
+    return text + "\n\n" + table(["estimator", *spectra(SIZE)], [[name, *cells] for name, cells in rows.items()])
+
+
+def errors_table(runs: int) -> str:
+    """Mean relative errors of the trace beside those published."""
+    rows = []
+    for name, published in PUBLISHED.items():
+        values = spectra(LARGE)[name]
+        A = matrix(values)
+        cells = []
+        for method, theirs in zip(TRACES, published):
+            g = generator(3)
+            found = [trace(A, method=method, max_matvecs=120, generator=g).value for _ in range(runs)]
+            error = (torch.stack(found) - values.sum()).abs().mean() / values.sum()
+            cells.append(f"{error:.1e} ({theirs})")
+        rows.append([name, *cells])
+    text = f"Mean of |error|/trace over {runs} seeds, n = {LARGE}, 120 products; in brackets the figures to reproduce."
+    return text + "\n\n" + table(["spectrum", *TRACES], rows)
+
+
+def logdet_table(runs: int) -> str:
+    """Log-determinants of a log-spaced spectrum, and of the GGN of a digits network."""
+    values = torch.logspace(0, -6, LARGE, dtype=torch.float64)
+    A, exact, rows = matrix(values), values.log().sum(), []
+    for label, options, seeds in (("300 products", {"max_matvecs": 300}, runs), ("rtol = 0.01", {"rtol": 0.01}, 10)):
+        found = [logdet(A, lower_bound=1e-6, **options, generator=generator(seed)) for seed in range(min(seeds, runs))]
+        rows.append([f"log-spaced, κ = 1e6, {label}", *_cells(found, exact, exact.abs())])
+    G = digits_ggn()
+    spectrum = torch.linalg.eigvalsh(G.to_dense().double()).clamp_min(0)
+    for prior in (1.0, 0.01):
+        exact = (spectrum + prior).log().sum()
+        options = {"shift": prior, "rtol": 1e-3, "max_matvecs": 400}
+        found = [logdet(G, **options, generator=generator(seed)) for seed in range(min(runs, 10))]
+        rows.append(
+            [f"digits GGN, prior {prior:g}, 400 products", *_cells(found, exact, torch.log1p(spectrum / prior).sum())]
+        )
+    header = ["problem", "mean abs. error", "mean error", "stderr", "bias bound", "products", "intervals that hold"]
+    text = (
+        "In per cent of |log det|, for the GGN of log det P − log det A, over 30 seeds (300 products) or 10. The mean "
+        "error is what the depth leaves of bias."
+    )
+    return text + "\n\n" + table(header, rows)
+
+
+def _cells(found: list[Estimate], exact: Tensor, unit: Tensor) -> list[str]:
+    def mean(numbers: list[Tensor]) -> str:
+        return f"{100 * torch.stack([torch.as_tensor(x) for x in numbers]).mean() / unit:.2f} %"
+
+    inside = sum(bool(low <= exact <= high) for low, high in (e.interval() for e in found))
+    most = max(e.matvecs for e in found)
+    errors = [e.value - exact for e in found]
+    columns = [[x.abs() for x in errors], errors, [e.stderr for e in found], [e.bias_bound for e in found]]
+    return [*map(mean, columns), f"≤ {most}", f"{inside} of {len(found)}"]
+
+
+def digits_ggn() -> co.GGN:
+    """The GGN of a trained 64-32-10 network on 1400 of scikit-learn's digits, float64."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    x, y = torch.tensor(data.data / 16.0)[:1400], torch.tensor(data.target)[:1400]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(300):
+        optimizer.zero_grad()
+        decay = sum((p**2).sum() for p in model.parameters())
+        ((nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * decay) / len(x)).backward()
+        optimizer.step()
+    return co.GGN(co.linearize(model, (x, y), "classification"))
+
+
+def main() -> None:
+    """Measure, and write the tables into the page (or print them)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
+    parser.add_argument("--runs", type=int, default=200, help="runs of the coverage table; the others take at most 30")
+    parser.add_argument("--only", choices=["coverage", "errors", "logdet"], default=None, help="one table alone")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="a page; default: print")
+    arguments = parser.parse_args()
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
+    tables = {"coverage": coverage_table, "errors": errors_table, "logdet": logdet_table}
+    for name, make in tables.items():
+        if arguments.only in (None, name):
+            text = make(arguments.runs if name == "coverage" else min(arguments.runs, 30)) + "\n\n" + machine
+            if arguments.output is None:
+                print(text, end="\n\n")
+            else:
+                arguments.output.write_text(filled(arguments.output.read_text(), name, text))
+
+
+if __name__ == "__main__":
+    main()

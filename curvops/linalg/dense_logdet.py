@@ -1,0 +1,66 @@
+"""The log-determinant of a matrix that is small enough to be formed: one eigendecomposition for every shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.brackets import stacked
+from curvops.linalg.probing import ROUNDING_UNITS
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.vectors import Matrix, describe_square, product
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSpectrum:
+    """Eigenvalues of A − bound I and eigenvectors, float64; ``eps`` is the rounding of A's dtype."""
+
+    values: Float[Tensor, " n"]
+    vectors: Float[Tensor, "n n"]
+    bound: float
+    eps: float
+
+    def logdet(self, shifts: list[float], rtol: float) -> Estimate:
+        """Log det(A + μ − bound) for each μ, of shape (m,). The bias bound is what rounding can have changed.
+
+        Raises:
+            NotPositiveSemidefinite: an eigenvalue is not positive to working precision.
+        """
+        return stacked([self._logdet(mu, rtol) for mu in shifts])
+
+    def _logdet(self, mu: float, rtol: float) -> Estimate:
+        values, n = self.values, len(self.values)
+        lowest, size = float(values[0]), float(values.abs().amax())
+        delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
+        # With a shift, an eigenvalue within rounding of zero counts as zero; without one nothing can vouch for it.
+        if mu > 0 and lowest >= -n * self.eps * size:
+            delta, values = max(delta, -lowest), values.clamp_min(0)
+        elif lowest + mu <= n * self.eps * size:
+            raise NotPositiveSemidefinite(
+                f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}. "
+                "Give a shift (the prior precision), or use the GGN in place of the Hessian."
+            )
+        total = values + mu
+        least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
+        bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
+        value = total.log().sum()
+        goal = rtol * float(torch.log1p(values / mu).abs().sum() if mu > 0 else torch.tensor(float(n)))
+        reason = Reason.CONVERGED if float(bias) <= goal else Reason.PRECISION_LIMIT
+        return Estimate(value, torch.zeros_like(value), 0, n, bias, reason)
+
+    def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
+        """(A + μ − bound)⁻¹."""
+        return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
+
+
+def dense_spectrum(A: Matrix, bound: float) -> DenseSpectrum:
+    """Form A by n products and decompose its symmetric part; ValueError where it is not finite."""
+    n, _, dtype, device = describe_square(A)
+    dense = product(A)(torch.eye(n, dtype=dtype, device=device)).double()
+    if not bool(torch.isfinite(dense).all()):
+        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
