@@ -20,6 +20,7 @@ from curvops.linalg.differentiable import accept
 from curvops.linalg.logdet import logdet
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate
+from curvops.linalg.spaces import Spaces, spaces_of
 from curvops.linalg.structured import Diagonal, draw
 
 # Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
@@ -46,6 +47,10 @@ class Damped(Operator):
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
         return self._args[1]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
 
     @property
     def _cache(self) -> Cache:
@@ -212,6 +217,10 @@ class Inverse(Operator):
     def base(self) -> LinearOperator:
         """The operator A."""
         return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)[::-1]
 
     @property
     def symmetric(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvops.network.lookups import PlainLookups, needs_plain_lookups
 from curvops.network.parameters import Blocks, Selection, select
+from curvops.network.tangent_space import TangentSpace, tangent_space
 from curvops.network.wrappers import eagerly, holds_compiled, unwrapped
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -80,6 +82,11 @@ class Model:
             if self._copies is None:
                 self._copies = {name: value.detach().clone() for name, value in self.values.items()}
             return self._copies
+
+    @cached_property
+    def tangent_space(self) -> TangentSpace:
+        """Where the snapshot stands; a cast keeps it."""
+        return tangent_space(self.selection, self.values)
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""
@@ -169,6 +176,7 @@ class Model:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
+        _ = self.tangent_space  # before rounding
         copy = object.__new__(Model)
         copy.__dict__.update(self.__dict__)
         copy._flat, copy._copies = convert(self._flat), None

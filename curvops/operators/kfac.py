@@ -40,6 +40,7 @@ class KFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
+        space: Any = None,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
@@ -47,10 +48,11 @@ class KFAC(BlockDiagonal):
     ) -> None:
         if isinstance(source, Linearization):
             check_sharing(sharing)
+            space = source.tangent_space
             found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
             source, blocks = _apart([block.operator() for block in found])
             positions, names = _layout(source.device, found)
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -66,7 +68,7 @@ class KFAC(BlockDiagonal):
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
             for block in self.blocks
         ]
-        return BlockDiagonal(*damped, positions=self.partition)
+        return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
 
 
 class EKFAC(BlockDiagonal):
@@ -84,6 +86,7 @@ class EKFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
+        space: Any = None,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
@@ -91,11 +94,12 @@ class EKFAC(BlockDiagonal):
     ) -> None:
         if isinstance(source, Linearization):
             check_sharing(sharing)
+            space = source.tangent_space
             output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws
             found = kfac_blocks(source, output, sharing)
             positions, names = _layout(source.theta.device, found)
             source, blocks = _apart(eigenvalue_corrected(source, output, found))
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:

@@ -21,6 +21,7 @@ from curvops.network.output_fisher import OutputFisher
 from curvops.network.passes import BatchMap, Passes
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
+from curvops.network.tangent_space import TangentSpace
 from curvops.operators.jacobian import Jacobian
 
 
@@ -49,6 +50,11 @@ class Linearization:
     def theta(self) -> Float[Tensor, " D"]:
         """The selected parameters as one vector."""
         return self._theta
+
+    @property
+    def tangent_space(self) -> TangentSpace:
+        """Which parameters, at which values: operators of different ones are refused in a sum."""
+        return self.model.tangent_space
 
     @property
     def num_parameters(self) -> int:
