@@ -22,6 +22,7 @@ from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import Estimate, Solution
 from curvops.linalg.trace import trace
+from curvops.linalg.vectors import require_precision
 
 DENSE_SIZE = 256
 
@@ -94,6 +95,7 @@ class SolverContract:
 
     def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8)."""
+        require_precision(self.dtype)
         if self._exactly(rhs) is not None or not self._is_small:
             return differentiable.solve(self, rhs, rtol)
         columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs
@@ -119,6 +121,7 @@ class SolverContract:
 
         Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
         """
+        require_precision(self.dtype)
         form = self._exactly()
         if form is not None:
             return form.logdet()
@@ -139,6 +142,7 @@ class SolverContract:
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), dense where A is small, else by the closed form."""
+        require_precision(self.dtype)
         form = None if self._is_small else self._closed_form()
         if form is None:
             self.require_small("the inverse square root")
@@ -162,6 +166,7 @@ class SolverContract:
     def _symeig(
         self: Any, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
     ) -> tuple[Tensor, LinearOperator | None]:
+        require_precision(self.dtype)
         self.require_small("the eigendecomposition")
         values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
         return values, to_linear_operator(vectors) if eigenvectors else None
@@ -171,6 +176,7 @@ class SolverContract:
 
     def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
         """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
+        require_precision(self.dtype)
         if self._is_small:
             return super().root_decomposition(method="cholesky" if method == "lanczos" else method)  # type: ignore
         return RootLinearOperator(self._root_decomposition())
@@ -183,6 +189,7 @@ class SolverContract:
         self: Any, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
     ) -> RootLinearOperator:
         """R with R Rᵀ ≈ A⁻¹: from the Cholesky factor where A is small, else from the Ritz pairs of Lanczos."""
+        require_precision(self.dtype)
         if self._is_small:
             return super().root_inv_decomposition(  # type: ignore
                 initial_vectors, test_vectors, method="cholesky" if method in (None, "lanczos") else method

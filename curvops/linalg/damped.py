@@ -22,6 +22,7 @@ from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate
 from curvops.linalg.spaces import Spaces, spaces_of
 from curvops.linalg.structured import Diagonal, draw
+from curvops.linalg.vectors import require_precision
 
 # Right-hand sides solved for in one block: beyond, the K × K work and the vectors grow faster than the products fall.
 MOST_COLUMNS = 128
@@ -168,6 +169,7 @@ class Damped(Operator):
         """This operand's row, factorised once."""
         if self.batch_shape or row_of(self.base) is None:
             return None
+        require_precision(self.dtype)
         tensors = (*self.base.representation(), self.shift)
         return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
 

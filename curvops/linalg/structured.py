@@ -15,7 +15,7 @@ from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.results import Estimate
 from curvops.linalg.spaces import Space, common, spaces_of
-from curvops.linalg.vectors import random_block
+from curvops.linalg.vectors import random_block, require_precision
 
 
 class Diagonal(Operator):
@@ -250,6 +250,7 @@ def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | N
             f"no exact square root of this {type(operator).__name__} of shape {tuple(operator.shape)} is known "
             f"(psd known: {is_psd(operator)}); draw from its parts, or from operator.inverse() of a Damped one."
         )
+    require_precision(operator.dtype)
     values, vectors = torch.linalg.eigh(operator.to_dense())
     floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     if bool((values < floor).any()):

@@ -164,8 +164,9 @@ def laplace(
     the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
 
     Raises ValueError for a prior precision that is not positive and finite, or a curvature of another size
-    or at other weights.
+    or at other weights; TypeError for parameters in half precision.
     """
+    _require_precision(lin)
     operator = curvature(lin) if isinstance(curvature, type) else curvature
     common(lin.tangent_space, *spaces_of(operator))
     if not isinstance(operator, LinearOperator) or tuple(operator.shape) != (lin.num_parameters,) * 2:
@@ -184,6 +185,16 @@ def laplace(
             stacklevel=2,
         )
     return posterior
+
+
+def _require_precision(lin: Linearization) -> None:
+    dtype = lin.theta.dtype
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"the selected parameters are in {dtype}, too coarse for a posterior (its rounding is "
+            f"{torch.finfo(dtype).eps:.1g}); pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
+            "may stay in half precision where the selected parameters (adapters) are float32."
+        )
 
 
 def checked_prior(prior_precision: float | Tensor, lin: Linearization) -> Tensor:
