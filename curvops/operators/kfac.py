@@ -22,7 +22,8 @@ class KFAC(BlockDiagonal):
     Fisher's square root. Where a layer is applied at several positions, *expand* takes each as a point of its own and
     *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023). Linear, convolutions (a block for each
     group) and Embedding have factors; norm layers and others have their exact block up to 1,024 parameters and its
-    exact diagonal beyond: no model is refused. Layers that share weights have one block.
+    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
+    block.
 
     Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
     the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
