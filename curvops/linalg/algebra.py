@@ -11,6 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
+from curvops.linalg.spaces import Spaces, common, spaces_of, spaces_of_sum
 
 
 class Transposed(Operator):
@@ -23,6 +24,10 @@ class Transposed(Operator):
     def base(self) -> LinearOperator:
         """The operator A that this transposes."""
         return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)[::-1]
 
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
@@ -43,6 +48,7 @@ class Sum(Operator):
 
     def __init__(self, *terms: LinearOperator) -> None:
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
+        _ = spaces_of_sum(flat)
         if len({term.matrix_shape for term in flat}) > 1:
             raise ValueError(f"cannot add operators of shapes {[tuple(term.shape) for term in flat]}.")
         super().__init__(*flat)
@@ -51,6 +57,10 @@ class Sum(Operator):
     def terms(self) -> tuple[LinearOperator, ...]:
         """The summands."""
         return self._args
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of_sum(self.terms)
 
     @property
     def symmetric(self) -> bool:
@@ -94,6 +104,10 @@ class Scaled(Operator):
         return self._args[1]
 
     @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
+
+    @property
     def symmetric(self) -> bool:
         return is_symmetric(self.base)
 
@@ -128,6 +142,7 @@ class Product(Operator):
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
         for left, right in pairwise(flat):
+            common(spaces_of(left)[1], spaces_of(right)[0])
             if left.shape[-1] != right.shape[-2]:
                 raise ValueError(f"cannot multiply operators of shapes {[tuple(factor.shape) for factor in flat]}.")
         super().__init__(*flat)
@@ -136,6 +151,10 @@ class Product(Operator):
     def factors(self) -> tuple[LinearOperator, ...]:
         """The factors, left to right."""
         return self._args
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.factors[0])[0], spaces_of(self.factors[-1])[1]
 
     @property
     def symmetric(self) -> bool:
@@ -185,6 +204,11 @@ class Sliced(Operator):
         return self._kwargs["columns"]
 
     @property
+    def spaces(self) -> Spaces:
+        rows, columns = spaces_of(self.base)
+        return rows if self.rows is None else None, columns if self.columns is None else None
+
+    @property
     def symmetric(self) -> bool:
         return is_symmetric(self.base) and self._is_principal()
 
@@ -222,6 +246,10 @@ class Expanded(Operator):
     def base(self) -> Operator:
         """The operator that is repeated."""
         return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return self.base.spaces
 
     @property
     def symmetric(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvops.linalg.cache import Cache
 from curvops.linalg.contract import SolverContract
 from curvops.linalg.partition import Partition
+from curvops.linalg.spaces import Spaces, common, spaces_of
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
 COLUMN_BLOCK = 64
@@ -55,6 +56,12 @@ class Operator(SolverContract, LinearOperator):
     def psd(self) -> bool:
         """Whether A is known to be symmetric positive semi-definite."""
         return False
+
+    @property
+    def spaces(self) -> Spaces:
+        """What the rows and the columns stand for, from the keyword `space`, which conversions and rebuilds keep."""
+        space = self._kwargs.get("space")
+        return space, space
 
     # Products
 
@@ -105,6 +112,7 @@ class Operator(SolverContract, LinearOperator):
         if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
             return self.add_diagonal(other._diagonal())
         if isinstance(other, structured.Diagonal):
+            common(*spaces_of(self), *other.spaces)
             return self.add_diagonal(other.entries)
         if isinstance(other, damped.Damped):
             return other + self

@@ -20,7 +20,7 @@ class BlockDiagonal(Operator):
     """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. `kept` are a subclass's own keywords.
+    product costs one with each block. `kept` are a subclass's own keywords, and `space` (see `Operator.spaces`).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockDiagonal(Operator):
     def _transpose_nonbatch(self) -> LinearOperator:
         if self.symmetric and not recorded(self.representation()):
             return self
-        return BlockDiagonal(*(block.mT for block in self.blocks), positions=self.partition)
+        return BlockDiagonal(*(block.mT for block in self.blocks), positions=self.partition, space=self.spaces[0])
 
     def _product(self, block: Tensor) -> Tensor:
         parts = self.partition.split(block.mT)
@@ -82,7 +82,8 @@ class BlockDiagonal(Operator):
     def _mul_constant(self, other: Any) -> LinearOperator:
         if torch.as_tensor(other).ndim:
             return super()._mul_constant(other)
-        return BlockDiagonal(*(block._mul_constant(other) for block in self.blocks), positions=self.partition)
+        scaled = (block._mul_constant(other) for block in self.blocks)
+        return BlockDiagonal(*scaled, positions=self.partition, space=self.spaces[0])
 
     def _closed_form(self) -> Any:
         return self.cache.kept("undamped", self.representation(), self._undamped)._closed_form()

@@ -20,6 +20,7 @@ from curvops.linalg.cache import recorded
 from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite
 from curvops.linalg.differentiable import inverse_root
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
+from curvops.linalg.solve import default_rtol
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 
 # Blocks without a closed form are formed and factorised up to this many rows; larger ones are solved for iteratively.
@@ -126,10 +127,16 @@ class OfLowRank(ClosedForm):
         """D⁻¹U, (n, r)."""
         return self.inverse_shift * self.base.vectors
 
+    def _pulled(self, block: Tensor) -> Tensor:
+        """UᵀD⁻¹B, (r, K): without a second matrix of U's size where d is one number."""
+        if self.shift.ndim == 0:
+            return self.inverse_shift * (self.base.vectors.mT @ block)
+        return self.scaled.mT @ block
+
     @cached_property
     def capacitance(self) -> Tensor:
         """I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where an eigenvalue in S is zero."""
-        return self._eye + (self.base.vectors.mT @ self.scaled) * self.base.values
+        return self._eye + self._pulled(self.base.vectors) * self.base.values
 
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -143,13 +150,13 @@ class OfLowRank(ClosedForm):
 
     @cached_property
     def _needs_splitting(self) -> bool:
-        """Whether Woodbury's difference would cancel the digits: s/d times rounding is large, and U orthonormal."""
+        """Whether Woodbury's difference would cancel more digits than `solve` promises, and U is orthonormal."""
         base = self.base
         if self.shift.ndim or recorded((base.vectors, base.values, self.shift)) or not len(base.values):
             return False
         eps = torch.finfo(base.dtype).eps
         slack = (base.vectors.mT @ base.vectors - self._eye).abs().max() / (100 * eps)
-        return bool((base.values.max() / self.shift * eps > 1e-8) & (slack <= 1))
+        return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
 
     def _split_solve(self, block: Tensor) -> Tensor:
         """U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part cleaned of U twice."""
@@ -162,7 +169,7 @@ class OfLowRank(ClosedForm):
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
         if self._needs_splitting:
             return self._split_solve(block)
-        inner = torch.linalg.lu_solve(*self.factors, self.scaled.mT @ block)
+        inner = torch.linalg.lu_solve(*self.factors, self._pulled(block))
         weights = self.base.values.unsqueeze(-1) * inner
         # As (K, n): the layout of a block, and one pass over it instead of three.
         return torch.addmm(block.mT, weights.mT, self.base.vectors.mT, alpha=-1).mT.mul_(self.inverse_shift)

@@ -26,6 +26,7 @@ from curvops.linalg.solve import Promises, default_rtol, solve
 from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.svds import svds
 from curvops.linalg.trace import trace
+from curvops.linalg.vectors import require_precision
 
 DENSE_SIZE = 256
 
@@ -110,6 +111,7 @@ class SolverContract:
 
     def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
         """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
+        require_precision(self.dtype)
         return solve(self, rhs, rtol=rtol)
 
     def inv_quad(self: Any, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
@@ -131,6 +133,7 @@ class SolverContract:
 
         Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
         """
+        require_precision(self.dtype)
         form = self._exactly()
         if form is not None:
             return form.logdet()
@@ -156,6 +159,7 @@ class SolverContract:
         Dense where A is small, else by the closed form, else by contour quadrature (`co.linalg.inverse_sqrt`), which
         raises `FunctionNotConverged` where the tolerance was not reached and `NotPositiveSemidefinite` where A is not.
         """
+        require_precision(self.dtype)
         form = None if self._is_small else self._closed_form()
         if form is not None:
             root = form.inverse_root
@@ -189,6 +193,7 @@ class SolverContract:
         self: Any, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
     ) -> tuple[Tensor, LinearOperator | None]:
         self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
+        require_precision(self.dtype)
         values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
         return values, to_linear_operator(vectors) if eigenvectors else None
 
@@ -203,6 +208,7 @@ class SolverContract:
 
     def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
         """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
+        require_precision(self.dtype)
         if self._is_small:
             return super().root_decomposition(method="cholesky" if method == "lanczos" else method)  # type: ignore
         return RootLinearOperator(self._root_decomposition())
@@ -215,6 +221,7 @@ class SolverContract:
         self: Any, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
     ) -> RootLinearOperator:
         """R with R Rᵀ ≈ A⁻¹: from the Cholesky factor where A is small, else from the Ritz pairs of Lanczos."""
+        require_precision(self.dtype)
         if self._is_small:
             return super().root_inv_decomposition(  # type: ignore
                 initial_vectors, test_vectors, method="cholesky" if method in (None, "lanczos") else method

@@ -20,7 +20,9 @@ from curvops.linalg.logdet import logdet, paired_logdet
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
+from curvops.linalg.spaces import Spaces, spaces_of
 from curvops.linalg.structured import Diagonal, draw
+from curvops.linalg.vectors import require_precision
 
 
 class Damped(Operator):
@@ -43,6 +45,10 @@ class Damped(Operator):
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
         return self._args[1]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
 
     @property
     def _cache(self) -> Cache:
@@ -163,6 +169,7 @@ class Damped(Operator):
         """This operand's row, factorised once."""
         if self.batch_shape or row_of(self.base) is None:
             return None
+        require_precision(self.dtype)
         tensors = (*self.base.representation(), self.shift)
         return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
 
@@ -211,6 +218,10 @@ class Inverse(Operator):
     def base(self) -> LinearOperator:
         """The operator A."""
         return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)[::-1]
 
     @property
     def symmetric(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
 from curvops.linalg.vectors import Description, Matrix, combine, describe_square, gram, norm, product, random_block
 
@@ -77,7 +78,7 @@ def low_rank(
     found = approximate(op, facts, limit, aim is None, generator, satisfied)
     error = check(found.vectors, found.values, found.matvecs)
     _warn(found, error, aim, rank, limit)
-    return LowRank(found.vectors, found.values, error=error)
+    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0])
 
 
 @dataclass(frozen=True, eq=False)

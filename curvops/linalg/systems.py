@@ -41,11 +41,6 @@ def check(
         ValueError: shapes or devices do not fit, or an option is negative.
     """
     m, n, dtype, device = facts
-    if torch.finfo(dtype).bits < 32:
-        raise TypeError(
-            f"A is {dtype}, whose products are good to two or three digits: no Krylov method survives that. Solve with "
-            "A.to(torch.float32), which loses nothing; a network's weights may stay in half precision below it."
-        )
     for name, V in (("B", B), ("x0", x0)):
         if V is not None and V.dtype != dtype:
             raise TypeError(f"{name} must have A's dtype {dtype}, got {V.dtype}.")

@@ -31,7 +31,7 @@ def describe(A: Matrix) -> Description:
     """Size, dtype and device of a dense or lazy matrix.
 
     Raises:
-        TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype.
+        TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype of 32 bits or more.
         ValueError: A is not a matrix (batches are not supported).
     """
     if not isinstance(A, (Tensor, LinearOperator)):
@@ -40,7 +40,18 @@ def describe(A: Matrix) -> Description:
         raise ValueError(f"A must be a single matrix, got shape {tuple(A.shape)}.")
     if not A.dtype.is_floating_point:
         raise TypeError(f"A must have a real floating dtype, got {A.dtype}.")
+    require_precision(A.dtype)
     return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
+
+
+def require_precision(dtype: torch.dtype) -> None:
+    """Raise TypeError for half precision: it is only multiplied."""
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
+            "convert the operator with op.to(torch.float32), or linearise a model in single precision (model.float()). "
+            "Its products work as it is."
+        )
 
 
 def describe_square(A: Matrix) -> Description:

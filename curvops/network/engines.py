@@ -15,7 +15,7 @@ from curvops.network.inputs import num_points, take
 from curvops.network.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
-from curvops.network.plan import Choice, Kind, Plan
+from curvops.network.plan import ASKED_FOR, Choice, Kind, Plan
 from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
 from curvops.network.self_check import mismatches, wrong_layers
 
@@ -147,7 +147,7 @@ class Engines:
     def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
         names = self.model.selection.names
         if self._choice in ("streamed", "autodiff"):
-            return (), dict.fromkeys(names, "asked for")
+            return (), dict.fromkeys(names, ASKED_FOR)
         owners = self._owners(self._rejected)
         if not owners:
             return (), {name: self._rejected.get(name, "no layer rule") for name in names}

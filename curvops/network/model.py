@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvops.network.lookups import PlainLookups, needs_plain_lookups
 from curvops.network.parameters import Blocks, Selection, select
+from curvops.network.tangent_space import TangentSpace, tangent_space
 from curvops.network.wrappers import eagerly, holds_compiled, unwrapped
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -91,6 +93,11 @@ class Model:
 
     def _held_copies(self) -> Copies | None:
         return None if self._copies is None else self._copies()
+
+    @cached_property
+    def tangent_space(self) -> TangentSpace:
+        """Where the snapshot stands; a cast keeps it."""
+        return tangent_space(self.selection, self.values)
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""
@@ -180,6 +187,7 @@ class Model:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
+        _ = self.tangent_space  # before rounding
         copy = object.__new__(Model)
         copy.__dict__.update(self.__dict__)
         copy._flat, copy._copies = convert(self._flat), None

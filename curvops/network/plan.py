@@ -20,6 +20,8 @@ from curvops.network.layerwise import Layer
 
 Kind = Literal["streamed", "recorded", "layerwise"]
 Choice = Literal["auto", "streamed", "autodiff", "layerwise"]
+ASKED_FOR = "asked for"
+"""Why autodiff serves a parameter where the user chose it."""
 READ = 16
 STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
 

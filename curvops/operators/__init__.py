@@ -7,6 +7,7 @@ from curvops.operators.hessian import Hessian
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kernel import TangentKernel
 from curvops.operators.kfac import EKFAC, KFAC
+from curvops.operators.kfac_factors import NoFactors
 from curvops.operators.linearization import Linearization, linearize
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
@@ -20,6 +21,7 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "Linearization",
+    "NoFactors",
     "Subnetwork",
     "TangentKernel",
     "linearize",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -37,10 +39,12 @@ class DiagonalGGN(Diagonal):
         fisher: str = "exact",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
+        space: Any = None,
     ) -> None:
         if isinstance(source, Linearization):
+            space = source.tangent_space
             source = curvature_diagonal(source, output_fisher(source, fisher, mc_samples, generator))
-        super().__init__(source)
+        super().__init__(source, space)
 
 
 @torch.no_grad()

@@ -43,8 +43,7 @@ class EmpiricalFisher(Curvature):
 
 def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
     """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
-    if mc_samples < 1:
-        raise ValueError(f"mc_samples={mc_samples} must be at least 1.")
+    _check_samples(mc_samples)
     with torch.no_grad():
         walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
         # All points at once: equal seeds draw alike however the data are batched.
@@ -56,8 +55,19 @@ def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Gene
 
 
 def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
-    """The H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical"."""
+    """The H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical".
+
+    Raises ValueError for another word, for `mc_samples` below 1, and above 1 where nothing is drawn.
+    """
     check_kind(kind)
+    _check_samples(mc_samples)
+    if kind != "mc" and mc_samples != 1:
+        raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":
         return Sampled(lin.likelihood, sampled_residuals(lin, mc_samples, generator))
     return Exact(lin.likelihood) if kind == "exact" else Empirical(lin.likelihood)
+
+
+def _check_samples(mc_samples: int) -> None:
+    if mc_samples < 1:
+        raise ValueError(f"mc_samples={mc_samples} must be at least 1.")

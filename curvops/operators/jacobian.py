@@ -7,6 +7,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.spaces import Spaces
 from curvops.network.passes import Passes, accumulate
 from curvops.operators.network_operator import NetworkOperator
 
@@ -24,6 +25,10 @@ class Jacobian(NetworkOperator):
     def passes(self) -> Passes:
         """The walk over the inputs."""
         return self._kwargs["passes"]
+
+    @property
+    def spaces(self) -> Spaces:
+        return None, self.passes.model.tangent_space
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

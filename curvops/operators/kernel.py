@@ -11,7 +11,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.base import Operator
+from curvops.linalg.base import Operator, convert
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.linearization import Linearization
@@ -69,6 +69,14 @@ class TangentKernel(Operator):
             raise ValueError("a kernel between two sets of inputs is no covariance; draw from the kernel of one set.")
         z = torch.randn(k, left.shape[-1], dtype=self.dtype, device=self.device, generator=generator).mT
         return left._product(z * (prior if prior.ndim == 0 else prior.unsqueeze(-1)).rsqrt())
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        """The kernel in another dtype or on another device; that of one set of inputs stays one."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        left, right, prior = self._args
+        first = left.to(device=device, dtype=dtype)
+        second = first if self.psd else right.to(device=device, dtype=dtype)
+        return TangentKernel(first, second, convert(prior, device, dtype))
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
         """The Gram matrix."""

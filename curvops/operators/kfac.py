@@ -22,7 +22,8 @@ class KFAC(BlockDiagonal):
     Fisher's square root. Where a layer is applied at several positions, *expand* takes each as a point of its own and
     *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023). Linear, convolutions (a block for each
     group) and Embedding have factors; norm layers and others have their exact block up to 1,024 parameters and its
-    exact diagonal beyond: no model is refused. Layers that share weights have one block.
+    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
+    block.
 
     Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
     the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
@@ -40,6 +41,7 @@ class KFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
+        space: Any = None,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
@@ -47,10 +49,11 @@ class KFAC(BlockDiagonal):
     ) -> None:
         if isinstance(source, Linearization):
             check_sharing(sharing)
+            space = source.tangent_space
             found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
             source, blocks = _apart([block.operator() for block in found])
             positions, names = _layout(source.device, found)
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -66,7 +69,7 @@ class KFAC(BlockDiagonal):
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
             for block in self.blocks
         ]
-        return BlockDiagonal(*damped, positions=self.partition)
+        return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
 
 
 class EKFAC(BlockDiagonal):
@@ -84,6 +87,7 @@ class EKFAC(BlockDiagonal):
         positions: Any = None,
         cache: Cache | None = None,
         names: Any = (),
+        space: Any = None,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
@@ -91,11 +95,12 @@ class EKFAC(BlockDiagonal):
     ) -> None:
         if isinstance(source, Linearization):
             check_sharing(sharing)
+            space = source.tangent_space
             output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws
             found = kfac_blocks(source, output, sharing)
             positions, names = _layout(source.theta.device, found)
             source, blocks = _apart(eigenvalue_corrected(source, output, found))
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names)
+        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:

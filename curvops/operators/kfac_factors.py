@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,6 +14,7 @@ from torch import Tensor
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Blocks
+from curvops.network.plan import ASKED_FOR
 from curvops.network.roots import Group
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
@@ -45,6 +47,10 @@ class Block:
         return Kronecker(mirrored(self.left), mirrored(self.right).div_(max(1, self.count)))
 
 
+class NoFactors(UserWarning):
+    """Parameters that have no Kronecker factors and are too many for an exact block: they got its diagonal."""
+
+
 @torch.no_grad()
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str) -> list[Block]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
@@ -59,7 +65,24 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str) -> list[
             _add_exact(block, group, positions, lin.passes.chunk_bytes)
         else:
             _add_factors(block, group, [shared(pair, sharing) for pair in matrices], sharing)
+    _warn_of_diagonals(lin, blocks.values())
     return [*blocks.values(), *_silent(lin, positions, blocks)]
+
+
+def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.exact is None or block.exact.ndim == 2:
+            continue
+        why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
+        remedy = "use co.GGN(lin) where that is too crude"
+        if why == ASKED_FOR:
+            why, remedy = f"engine={lin.engine!r} uses no layer rule", "linearise with engine='auto'"
+        warnings.warn(
+            f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
+            f"({len(block.positions):,}): they get the exact diagonal of their block alone; {remedy}.",
+            NoFactors,
+            stacklevel=5,
+        )
 
 
 def shared(pair: tuple[Tensor, Tensor], sharing: str) -> tuple[Tensor, Tensor]:
@@ -97,7 +120,7 @@ def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor
 
 
 def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) -> None:
-    kept = _kept(positions, group.names)
+    kept = kept_entries(positions, group.names)
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
         flat = flat[:, kept]
@@ -126,11 +149,11 @@ def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Flo
     """Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
     matrices = group.matrices()
     assert matrices is not None
-    rotated = [(_rotate(left, base.left_vectors), _rotate(right, base.right_vectors)) for left, right in matrices]
+    rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
     return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
 
-def _rotate(side: Tensor, vectors: Tensor) -> Tensor:
+def rotate(side: Tensor, vectors: Tensor) -> Tensor:
     """(*m, g, t, p) with its last dimension in the eigenbasis of its group; vectors (g, p) mean the unit basis."""
     if vectors.ndim == 2:
         return side
@@ -151,7 +174,7 @@ def check_sharing(sharing: str) -> None:
 def _positions(positions: Blocks, group: Group, kronecker: bool) -> Tensor:
     """Where a group's entries stand in the flat vector, in the order of its matrix or of its names."""
     if not kronecker:
-        return torch.cat([positions[name].flatten() for name in group.names])[_kept(positions, group.names)]
+        return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
     assert group.layer is not None
     found = as_matrix(group.layer, positions).flatten()
     if bool((found < 0).any()):
@@ -163,7 +186,7 @@ def _positions(positions: Blocks, group: Group, kronecker: bool) -> Tensor:
     return found
 
 
-def _kept(positions: Blocks, names: tuple[str, ...]) -> Tensor:
+def kept_entries(positions: Blocks, names: tuple[str, ...]) -> Tensor:
     """Which entries of these tensors, one after the other, are selected."""
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 

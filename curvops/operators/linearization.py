@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.network.autodiff import saved_bytes
 from curvops.network.data import Batch, Batches, as_batches, as_source
-from curvops.network.inputs import Inputs, as_inputs, move, normalise, num_points, take
+from curvops.network.inputs import Inputs, as_inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import default_budget
@@ -21,6 +21,7 @@ from curvops.network.output_fisher import OutputFisher
 from curvops.network.passes import BatchMap, Passes, accumulate
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
+from curvops.network.tangent_space import TangentSpace
 from curvops.operators.jacobian import Jacobian
 
 
@@ -49,6 +50,11 @@ class Linearization:
     def theta(self) -> Float[Tensor, " D"]:
         """The selected parameters as one vector."""
         return self._theta
+
+    @property
+    def tangent_space(self) -> TangentSpace:
+        """Which parameters, at which values: operators of different ones are refused in a sum."""
+        return self.model.tangent_space
 
     @property
     def num_parameters(self) -> int:
@@ -201,7 +207,7 @@ def linearize(
     theta = network.theta
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
     probability = as_likelihood(likelihood).to(device=theta.device, dtype=theta.dtype)
-    few = _first_points(data, theta)
+    few, first_targets = _first_points(data, theta)
     output_shape = _check_outputs(network, few)
     if len(output_shape) == 2:
         probability = _over_positions(probability, output_shape)
@@ -209,6 +215,7 @@ def linearize(
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     check = partial(probability.check_targets, num_outputs=output_shape.numel())
     batches = as_batches(data, step, theta.device, theta.dtype, check, positions)
+    _check_scores(network, probability, few, first_targets)
     if isinstance(probability, Sequences):
         output_shape = probability.output_shape  # of rows (N, T·C) too, where the likelihood is given as sequences
     lin = Linearization(network, batches, probability, output_shape, engine, budget)
@@ -227,16 +234,23 @@ def _over_positions(likelihood: Likelihood, output_shape: torch.Size) -> Sequenc
     return likelihood
 
 
-def _first_points(data: Any, theta: Tensor) -> Inputs:
-    """The inputs of the first two points."""
+def _first_points(data: Any, theta: Tensor) -> tuple[Inputs, Any]:
+    """The inputs of the first two points, and their targets as they are given."""
     for item in as_source(data, 2):
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             break
         inputs = normalise(item[0])
         if num_points(inputs) > 0:
-            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype)
+            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), item[1]
     as_batches(data, 1)  # says what is wrong with the data
     raise ValueError("the data hold no points.")
+
+
+def _check_scores(model: Model, likelihood: Likelihood, few: Inputs, targets: Tensor) -> None:
+    """Score the first points: what a likelihood can say only when it sees outputs and targets together, it says now."""
+    y = move_tensor(targets[: num_points(few)], model.theta.device, model.theta.dtype)
+    with torch.no_grad():
+        likelihood.log_prob(model(model.values, few), y)
 
 
 def _check_outputs(model: Model, few: Inputs) -> torch.Size:

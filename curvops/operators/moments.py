@@ -11,10 +11,14 @@ from torch import Tensor
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
-# From this size on a symmetric product is made of blocks on and above its diagonal: two thirds of the time.
-LEAST_SYMMETRIC = 512
-ROWS_A_SUM = 65536
-"""Rows that are converted to float64 at a time."""
+# From this size on a symmetric product is made of blocks on and above its diagonal: six tenths of the time.
+LEAST_SYMMETRIC = 256
+MOST_EXACT = 64
+"""Columns up to which outer products are summed in float64 throughout: it costs little there."""
+ROWS_A_SUM = 2048
+"""Rows that are summed in single precision at a time."""
+TILE = 128
+"""Columns that are mirrored at a time."""
 
 
 def second_moments(
@@ -29,9 +33,19 @@ def second_moments(
     if len(matrices) == 1 and not right.is_floating_point():
         return embedding_squares(left, right, width)
     if len(matrices) == 1 and right.shape[2] == 1:
-        return torch.einsum("ngp,ngq->gpq", left.square().sum(1)[:, :, 0], right.square()[:, :, 0])
+        return torch.einsum("ngp,ngq->gpq", _sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
     pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
     return _squares_by_blocks(pairs, most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES))
+
+
+def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"]:
+    """Σ_r left², on a CPU column by column: what is added to stays in its cache, and no squares are stored."""
+    if left.is_cuda:
+        return left.square().sum(1)
+    total = left[:, 0].square()
+    for column in left.unbind(1)[1:]:
+        total.addcmul_(column, column)
+    return total
 
 
 def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Tensor:
@@ -97,9 +111,8 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
     """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
     p = rows.shape[-1]
     if p < LEAST_SYMMETRIC:
-        # In float64: a softmax's factor is singular, and the rounding of a long single sum would make it indefinite.
-        part = sum(piece.mT @ piece for piece in (r.double() for r in rows.split(ROWS_A_SUM, 1)))
-        total.copy_(part + beta * total if beta else part)
+        part = _outer_sum(rows)
+        total.copy_(part.add_(total) if beta else part)
         return
     half = p // 2
     _add_upper(total[:, :half, :half], rows[..., :half], beta)
@@ -107,11 +120,22 @@ def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta
     _add_upper(total[:, half:, half:], rows[..., half:], beta)
 
 
+def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
+    """rowsᵀ rows in float64, wide ones from single-precision sums over few rows.
+
+    A softmax's factor is singular: the rounding of one long sum in single precision would make it indefinite.
+    """
+    total = rows.new_zeros(len(rows), rows.shape[-1], rows.shape[-1], dtype=torch.float64)
+    for piece in rows.split(ROWS_A_SUM, 1):
+        piece = piece.double() if rows.shape[-1] <= MOST_EXACT else piece
+        total += piece.mT @ piece
+    return total
+
+
 def mirrored(total: Tensor) -> Tensor:
     """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
-    step = LEAST_SYMMETRIC
-    for start in range(0, total.shape[-1] if total.ndim == 3 else 0, step):
-        here, after = slice(start, start + step), slice(start + step, None)
+    for start in range(0, total.shape[-1] if total.ndim == 3 else 0, TILE):
+        here, after = slice(start, start + TILE), slice(start + TILE, None)
         corner = total[:, here, here].triu()
         total[:, here, here] = corner + corner.triu(1).mT
         total[:, after, here] = total[:, here, after].mT

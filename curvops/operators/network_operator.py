@@ -9,6 +9,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator, convert
+from curvops.linalg.spaces import Spaces
 
 
 class NetworkOperator(Operator):
@@ -19,10 +20,10 @@ class NetworkOperator(Operator):
         """θ*, (D,)."""
         return self._args[0]
 
-    def __add__(self, other: Any) -> LinearOperator:
-        if isinstance(other, NetworkOperator):
-            require_same_parameters(self, other)
-        return super().__add__(other)
+    @property
+    def spaces(self) -> Spaces:
+        space = self._kwargs["lin"].tangent_space
+        return space, space
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))
@@ -49,21 +50,3 @@ class NetworkOperator(Operator):
     ) -> LinearOperator:
         lin = self._kwargs["lin"].cast(dtype, device)
         return self.__class__(lin.theta, *hyperparameters, lin=lin)
-
-
-def require_same_parameters(one: NetworkOperator, other: NetworkOperator) -> None:
-    """Raise ValueError where two linearisations' parameters differ: their curvatures are of different points."""
-    a, b = one._kwargs.get("lin"), other._kwargs.get("lin")
-    if a is None or b is None or a is b:
-        return
-    first, second = a.model.selection, b.model.selection
-    if (first.names, first.shapes) != (second.names, second.shapes) or one.theta.shape != other.theta.shape:
-        raise ValueError(
-            f"the two operators are of different parameters ({len(one.theta)} in {list(first.names)[:4]}… and "
-            f"{len(other.theta)} in {list(second.names)[:4]}…); linearise both with the same parameters=."
-        )
-    if not torch.equal(one.theta, other.theta):
-        raise ValueError(
-            "the two operators were linearised at different weights, so that their sum is the curvature of neither; "
-            "linearise both data sets at one set of weights."
-        )

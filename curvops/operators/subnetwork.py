@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
 from curvops.linalg.cache import Cache
+from curvops.linalg.spaces import spaces_of
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
@@ -31,12 +32,16 @@ class Subnetwork(Dense):
     same block as an operator that is never formed. Raises ValueError for indices out of range, repeated, or none.
     """
 
-    def __init__(self, source: LinearOperator | Tensor, indices: Any = None, psd: bool = False) -> None:
+    def __init__(
+        self, source: LinearOperator | Tensor, indices: Any = None, psd: bool = False, space: Any = None
+    ) -> None:
         if isinstance(source, LinearOperator):
             indices = checked_indices(indices, source.shape[-1]).to(source.device)
+            whole = spaces_of(source)[0]
+            space = None if whole is None else whole.part(indices)
             psd = bool(getattr(source, "psd", False))
             source = principal_block(source, indices)
-        super().__init__(source, indices=indices, psd=psd)
+        super().__init__(source, psd, space, indices=indices)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -61,14 +66,16 @@ class BlockDiagonal(Blocks):
         blocks: Any = "layer",
         positions: Any = None,
         cache: Cache | None = None,
+        space: Any = None,
     ) -> None:
         if isinstance(source, Linearization):
+            space = source.tangent_space
             positions = tuple(_partition(source, blocks))
             _require_room(source, positions)
             exact = Exact(source.likelihood)
             dense = [Dense(fisher_block(source, exact, index), psd=True) for index in positions]
             source, others = dense[0], tuple(dense[1:])
-        super().__init__(source, *others, positions=positions, cache=cache)
+        super().__init__(source, *others, positions=positions, cache=cache, space=space)
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

@@ -12,6 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Operator
+from curvops.operators.point_covariance import point_covariances
 
 # Rows of J solved for at a time.
 BLOCK = 128
@@ -31,7 +32,8 @@ class Blocks:
 class PointCovariance(Operator):
     """The C × C diagonal blocks of J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
 
-    The first use solves N·C systems with P, in blocks; the result takes N·C² numbers and is kept.
+    The first use solves N·C systems with P, in blocks (for KFAC and EKFAC none, see `operators.point_covariance`); the
+    result takes N·C² numbers and is kept.
     """
 
     def __init__(self, jacobian: LinearOperator, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
@@ -56,6 +58,9 @@ class PointCovariance(Operator):
     def _solve_blocks(self) -> Tensor:
         jacobian, inverse = self._args
         num_points, c, _ = self.shape
+        of_layers = point_covariances(jacobian, inverse, c)
+        if of_layers is not None:
+            return (of_layers + of_layers.mT) / 2
         step = max(1, BLOCK // c)
         found = []
         for start in range(0, num_points, step):

@@ -18,6 +18,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
+from curvops.linalg.spaces import common, spaces_of
 from curvops.network.likelihoods import Categorical, Sequences
 from curvops.operators import GGN, Linearization
 from curvops.posterior import links
@@ -162,9 +163,12 @@ def laplace(
     vector (D,): weight decay × N where training minimised a *mean* loss + ½ · weight decay · ‖θ‖². check_mode: compare
     the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
 
-    Raises ValueError for a prior precision that is not positive and finite, or a curvature of another size.
+    Raises ValueError for a prior precision that is not positive and finite, or a curvature of another size
+    or at other weights; TypeError for parameters in half precision.
     """
+    _require_precision(lin)
     operator = curvature(lin) if isinstance(curvature, type) else curvature
+    common(lin.tangent_space, *spaces_of(operator))
     if not isinstance(operator, LinearOperator) or tuple(operator.shape) != (lin.num_parameters,) * 2:
         raise ValueError(
             f"curvature must be an operator class or an operator of shape ({lin.num_parameters}, "
@@ -181,6 +185,16 @@ def laplace(
             stacklevel=2,
         )
     return posterior
+
+
+def _require_precision(lin: Linearization) -> None:
+    dtype = lin.theta.dtype
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"the selected parameters are in {dtype}, too coarse for a posterior (its rounding is "
+            f"{torch.finfo(dtype).eps:.1g}); pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
+            "may stay in half precision where the selected parameters (adapters) are float32."
+        )
 
 
 def checked_prior(prior_precision: float | Tensor, lin: Linearization) -> Tensor:

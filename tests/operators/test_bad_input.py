@@ -1,5 +1,7 @@
 """Bad input to operators is refused at the door, naming what to do instead."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,10 @@ CASES = {
     "fisher of a diagonal": (lambda lin: co.DiagonalGGN(lin, fisher="true"), ValueError, "'exact', 'mc'"),
     "sharing": (lambda lin: co.EKFAC(lin, sharing="sum"), ValueError, "'expand' or 'reduce'"),
     "mc_samples": (lambda lin: co.GGN(lin, mc_samples=0), ValueError, "at least 1"),
+    "mc_samples of the exact Fisher": (lambda lin: co.KFAC(lin, mc_samples=-1), ValueError, "at least 1"),
+    "mc_samples of nothing drawn": (lambda lin: co.KFAC(lin, mc_samples=5), ValueError, "fisher='mc'"),
+    "mc_samples of EKFAC": (lambda lin: co.EKFAC(lin, fisher="empirical", mc_samples=0), ValueError, "at least 1"),
+    "mc_samples of a diagonal": (lambda lin: co.DiagonalGGN(lin, mc_samples=2), ValueError, "draws nothing"),
     "rank above D": (lambda lin: co.low_rank(co.GGN(lin), rank=27), ValueError, "27"),
     "rank below 1": (lambda lin: co.low_rank(co.GGN(lin), rank=0), ValueError, "rank"),
     "index out of range": (lambda lin: co.Subnetwork(co.GGN(lin), [0, 26]), ValueError, "26 is out of range"),
@@ -92,3 +98,44 @@ def test_heuristic_damping_stays_kronecker_factored():
         B + shift / pi * torch.eye(len(B), dtype=B.dtype), A + shift * pi * torch.eye(len(A), dtype=A.dtype)
     )
     torch.testing.assert_close(damped.blocks[0].to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
+    torch.manual_seed(0)
+    data = torch.randn(4, 40).double(), torch.arange(4) % 3
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    forced = co.linearize(model, data, "classification", engine="autodiff")
+    with pytest.warns(co.NoFactors, match=r"'0.weight', '0.bias'.*1,230.*engine='auto'") as caught:
+        diagonal = kind(forced)
+    assert len(caught) == 1  # the last layer's block is exact
+    torch.testing.assert_close(diagonal.blocks[0].entries, co.DiagonalGGN(forced).entries[:1230], rtol=1e-10, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind(co.linearize(model, data, "classification"))
+
+
+def test_a_layer_without_a_rule_that_gets_a_diagonal_is_named():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 24, batch_first=True), nn.Linear(24, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    lin = co.linearize(Last().double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
+    with pytest.warns(co.NoFactors, match="rnn.*no layer rule.*co.GGN"):
+        co.KFAC(lin)
+
+
+def test_a_kernel_in_another_dtype_stays_symmetric():
+    lin = linearized()
+    for kernel in (co.TangentKernel(lin), co.TangentKernel(lin, 2.0, x=torch.randn(3, 3), x2=torch.randn(2, 3))):
+        single = kernel.to(torch.float32)
+        assert single.psd == kernel.psd and single.symmetric == kernel.symmetric and single.dtype == torch.float32
+        torch.testing.assert_close(single.to_dense().double(), kernel.to_dense(), rtol=1e-4, atol=1e-4)
+    P = co.TangentKernel(lin).to(torch.float32).add_diagonal(1.0)
+    b = torch.ones(P.shape[-1])
+    torch.testing.assert_close(P @ P.solve(b), b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,87 @@
+"""Where a network was linearised: the parameters selected, and the values that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from curvops.network.fingerprints import fingerprint
+from curvops.network.parameters import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class TangentSpace:
+    """The tangent space at θ, in which steps, gradients and curvatures live; it keeps fingerprints, not weights.
+
+    `index` are the positions of a subnetwork within the named tensors, None where all of them are selected.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    weights: tuple[int, ...]
+    index: Int[Tensor, " S"] | None = None
+
+    def difference(self, other: Any) -> str | None:
+        """What differs between this and another place to linearise at, and what to do; None where nothing does."""
+        if not isinstance(other, TangentSpace):
+            return f"one is of a network's parameters, the other of {other!r}."
+        if (self.names, self.shapes) != (other.names, other.shapes) or not _same(self.index, other.index):
+            return (
+                f"they are of different parameters ({self._described()} and {other._described()}); linearise both with "
+                "the same parameters=."
+            )
+        moved = [name for name, a, b in zip(self.names, self.weights, other.weights) if a != b]
+        if moved:
+            return (
+                f"they were linearised at different weights (of {_some(moved)}), so that together they are the "
+                "curvature of neither; linearise both data sets at one set of weights."
+            )
+        return None
+
+    def part(self, indices: Int[Tensor, " S"]) -> TangentSpace:
+        """The space of a subnetwork, as if its positions had been selected."""
+        index = indices if self.index is None else self.index[indices.to(self.index.device)]
+        kept, moved, start, shift = [], torch.empty_like(index), 0, 0
+        for i, size in enumerate(shape.numel() for shape in self.shapes):
+            inside = (index >= start) & (index < start + size)
+            if bool(inside.any()):
+                kept.append(i)
+                moved[inside] = index[inside] - start + shift
+                shift += size
+            start += size
+        names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
+        return TangentSpace(names, shapes, tuple(self.weights[i] for i in kept), _unless_all(moved, shift))
+
+    def _described(self) -> str:
+        count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)
+        return f"{count} in {_some(self.names)}"
+
+
+def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
+    """The tangent space at these values of the selected parameters. One pass over them.
+
+    Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
+    """
+    found = torch.stack([fingerprint([values[name].to(torch.float32)]) for name in selection.names]).tolist()
+    index = None if selection.index is None else _unless_all(selection.index, selection.size)
+    return TangentSpace(selection.names, selection.shapes, tuple(found), index)
+
+
+def _unless_all(index: Tensor, size: int) -> Tensor | None:
+    """The positions, None where they are all of them in their order."""
+    return None if torch.equal(index, torch.arange(size, device=index.device)) else index
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other.to(one.device))
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(repr(name) for name in names[:most]) + (", …" if len(names) > most else "")

@@ -1,0 +1,116 @@
+"""J P⁻¹ Jᵀ of each point under KFAC and EKFAC, from each layer's a and δ in the eigenbases: no row of J is solved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Damped, EigenKronecker, Inverse
+from curvops.linalg.closed_forms import OfBlocks, OfEigenKronecker
+from curvops.network.parameters import Blocks
+from curvops.network.roots import Group
+from curvops.operators.jacobian import Jacobian
+from curvops.operators.kfac import EKFAC, KFAC
+from curvops.operators.kfac_factors import kept_entries, rotate
+
+
+@torch.no_grad()
+def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs: int) -> Float[Tensor, "m C C"] | None:
+    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = KFAC or EKFAC plus a prior.
+
+    A forward pass, C backward passes and, for each layer, two rotations; where it is applied at one position
+    Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, elsewhere the layer's own Jacobian, in chunks. None for other operators, and where
+    parameters have no layer rule.
+    """
+    precision = inverse.base if isinstance(inverse, Inverse) else None
+    if not (isinstance(precision, Damped) and isinstance(precision.base, KFAC | EKFAC)):
+        return None
+    form = precision._closed_form()
+    if not isinstance(form, OfBlocks) or not isinstance(jacobian, Jacobian) or jacobian.passes.engines.plan.others:
+        return None
+    passes, rows = jacobian.passes, dict(zip(precision.base.names, form.rows))
+    positions = passes.model.selection.positions()
+    total = jacobian.theta.new_zeros(jacobian.shape[0] // outputs, outputs, outputs)
+    for first, groups in passes.jacobian_rows():
+        for group in groups:
+            if group.names not in rows:  # the layers were found otherwise when the curvature was built
+                return None
+            start, count = (first + group.first_row) // outputs, group.num_rows // outputs
+            target = total[start : start + count]
+            _add(target, group, rows[group.names], positions, passes.chunk_bytes)
+    return total
+
+
+def _add(target: Float[Tensor, "m C C"], group: Group, row: Any, positions: Blocks, most_bytes: int) -> None:
+    """target += the blocks of one layer, or of layers that share weights."""
+    if not isinstance(row, OfEigenKronecker):
+        _add_solved(target, group, row, kept_entries(positions, group.names), most_bytes)
+        return
+    matrices, base = group.matrices(), row.eigen
+    assert matrices is not None
+    weights = row.definite_spectrum.reshape(base.values.shape).reciprocal()
+    sides = [(rotate(left, base.left_vectors), right) for left, right in matrices]
+    if len(sides) == 1 and not sides[0][1].is_floating_point():
+        _add_embedded(target, *sides[0], weights)
+        return
+    pairs = [(left, _rotated(right, base).to(left.dtype)) for left, right in sides]
+    if len(pairs) == 1 and pairs[0][1].shape[2] == 1:
+        _add_separable(target, *pairs[0], weights)
+    else:
+        _add_rows(target, pairs, weights.sqrt(), most_bytes)
+
+
+def _rotated(right: Tensor, base: EigenKronecker) -> Tensor:
+    right = right if right.is_floating_point() else F.one_hot(right, base.values.shape[2]).to(base.dtype)
+    return rotate(right, base.right_vectors)
+
+
+def _add_separable(target: Tensor, left: Tensor, right: Tensor, weights: Float[Tensor, "g p q"]) -> None:
+    """δ̃ (n, R, g, 1, p) and ã (n, g, 1, q)."""
+    variances = torch.einsum("ngq,gpq->ngp", right[:, :, 0].square(), weights)
+    delta = left[:, :, :, 0]
+    _add_products(target, (delta * variances.unsqueeze(1)).flatten(2), delta.flatten(2))
+
+
+def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
+    """δ̃ (n, R, 1, t, E) and tokens (n, 1, t): positions of one token add up before they are multiplied."""
+    tokens, delta = indices[:, 0], left[:, :, 0]
+    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(delta.dtype)
+    summed = torch.einsum("nts,nrse->nrte", same, delta)
+    _add_products(target, (summed * weights[0].mT[tokens].unsqueeze(1)).flatten(2), delta.flatten(2))
+
+
+def _add_rows(
+    target: Tensor, pairs: list[tuple[Tensor, Tensor]], roots: Float[Tensor, "g p q"], most_bytes: int
+) -> None:
+    """The layer's own Jacobian in the eigenbasis, (n, R, g, p, q), some points at a time."""
+    n, columns = pairs[0][0].shape[:2]
+    blocks = target.shape[0] // n
+    step = max(1, most_bytes // (2 * columns * roots.numel() * roots.element_size()))
+    for start in range(0, n, step):
+        points = slice(start, start + step)
+        rows = sum(torch.einsum("nrgtp,ngtq->nrgpq", left[points], right[points]) for left, right in pairs)
+        rows = (rows * roots).flatten(2)
+        _add_products(target[start * blocks : (start + len(rows)) * blocks], rows, rows)
+
+
+def _add_solved(target: Tensor, group: Group, row: Any, kept: Tensor, most_bytes: int) -> None:
+    """A small layer without Kronecker factors: its rows, and their solves with its own block."""
+    start = 0
+    for rows in group.pieces(most_bytes):
+        flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)[..., kept]
+        solved = row.solve(flat.flatten(0, 1).mT).mT.reshape(flat.shape)
+        count = flat.shape[0] * flat.shape[1] // target.shape[1]
+        _add_products(target[start : start + count], solved, flat)
+        start += count
+
+
+def _add_products(target: Float[Tensor, "m C C"], one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"]) -> None:
+    """target += one otherᵀ within each point; of sequences, within each position."""
+    m, outputs, _ = target.shape
+    target.baddbmm_(one.reshape(m, outputs, -1), other.reshape(m, outputs, -1).mT)

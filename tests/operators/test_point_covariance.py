@@ -1,0 +1,99 @@
+"""Predictive covariances under KFAC and EKFAC from rotated factors: the same as from solves for the rows of J."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import curvops as co
+from curvops.operators.point_covariance import point_covariances
+from tests.zoo import ZOO, batches, call
+
+NETWORKS = [
+    "mlp",
+    "cnn",
+    "cnn_1d",
+    "resnet_groupnorm",
+    "bilinear",
+    "norms_1d",
+    "sequence_layernorm",
+    "transformer_encoder",
+    "attention",
+    "tied_embedding",
+    "embedding_padding",
+    "embedding_few_rows",
+    "bag_mean",
+    "bag_sum",
+    "linear_twice",
+    "shared_parameter",
+    "dead_branch",
+    "mapping_inputs",
+]
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def linearized(name, **options):
+    model, inputs = ZOO[name].build()
+    y = torch.zeros_like(call(model, inputs))
+    data = [(part, y[start : start + 3]) for start, (part, _) in zip((0, 3), batches(inputs))]
+    return co.linearize(model, data, "regression", **options), inputs
+
+
+def by_solves(J, inverse, outputs):
+    dense = J.to_dense()
+    blocks = (dense @ (inverse @ dense.mT)).unflatten(0, (-1, outputs)).unflatten(2, (-1, outputs))
+    return torch.diagonal(blocks, dim1=0, dim2=2).permute(2, 0, 1)
+
+
+CASES = [(name, "KFAC") for name in NETWORKS] + [(name, "EKFAC") for name in ("mlp", "cnn_1d", "embedding_few_rows")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_it_is_what_solves_for_the_rows_give(name, kind):
+    lin, inputs = linearized(name)
+    curvature = co.KFAC(lin) if kind == "KFAC" else co.EKFAC(lin, sharing="reduce")
+    inverse = curvature.add_diagonal(0.7).inverse()
+    for J in (lin.jacobian(), lin.jacobian(inputs)):
+        expected = by_solves(J, inverse, lin.output_shape[-1])
+        torch.testing.assert_close(point_covariances(J, inverse, lin.output_shape[-1]), expected, **TIGHT)
+
+
+def test_some_points_at_a_time():
+    for name in ("mlp", "cnn", "tied_embedding"):
+        lin, inputs = linearized(name, memory_budget=20_000)
+        inverse, J = co.KFAC(lin).add_diagonal(0.7).inverse(), lin.jacobian(inputs)
+        expected = by_solves(J, inverse, lin.num_outputs)
+        for most in (1, 3000):
+            with patch.object(type(lin.passes), "chunk_bytes", most):
+                torch.testing.assert_close(point_covariances(J, inverse, lin.num_outputs), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+def test_a_prior_for_each_layer_and_selections(kind):
+    for parameters in (None, "last_layer", "*weight", ["*bias"]):
+        lin, inputs = linearized("mlp", parameters=parameters)
+        curvature = kind(lin)
+        prior = torch.zeros(lin.num_parameters, dtype=torch.float64)
+        for i, part in enumerate(curvature.partition.parts):  # one number a block
+            prior[list(part) if isinstance(part, range) else part] = 0.5 + i
+        J, inverse = lin.jacobian(inputs), curvature.add_diagonal(prior).inverse()
+        torch.testing.assert_close(point_covariances(J, inverse, 3), by_solves(J, inverse, 3), **TIGHT)
+
+
+def test_a_posterior_uses_it_and_solves_for_no_row_of_the_jacobian():
+    lin, inputs = linearized("cnn")
+    post = co.laplace(lin, co.KFAC, 0.9, check_mode=False)
+    expected = by_solves(lin.jacobian(inputs), post.precision.inverse(), lin.num_outputs)
+    with patch("curvops.operators.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
+        predicted = post.predict(inputs)
+        torch.testing.assert_close(predicted.covariance_matrix, expected, **TIGHT)
+
+
+def test_other_operators_and_layers_without_rules_go_by_solves():
+    lin, inputs = linearized("mlp")
+    J = lin.jacobian(inputs)
+    for other in (co.GGN(lin), co.DiagonalGGN(lin), 2 * co.KFAC(lin), co.KFAC(lin) + co.KFAC(lin)):
+        assert point_covariances(J, other.add_diagonal(1.0).inverse(), 3) is None
+    lin, inputs = linearized("lstm")
+    inverse = co.KFAC(lin).add_diagonal(1.0).inverse()
+    assert point_covariances(lin.jacobian(inputs), inverse, lin.num_outputs) is None
