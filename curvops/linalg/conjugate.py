@@ -15,6 +15,8 @@ from curvops.linalg.results import Reason
 from curvops.linalg.vectors import columns, gram, norm
 
 CHECK_EVERY = 50
+SKEWED = 0.01
+"""⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
 Block = Callable[[Tensor], Tensor]
 
 
@@ -157,7 +159,7 @@ class Run:
             residual, drift, size, norm_A, gap_here = facts[:, i].tolist()
             column = self.active[j]
             backward = residual / (norm_A * size + 1)
-            skewed = gap_here > math.sqrt(self.eps) * norm_A * size
+            skewed = gap_here > SKEWED * norm_A * size
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= self.best[column]:
                 stopped = Reason.STAGNATION

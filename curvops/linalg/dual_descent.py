@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +110,15 @@ class Descent:
         self.B, self.options, self.callback = system.unit, options, callback
         self.n, k = self.B.shape
         self.rows = rows(K)
-        plain, noise = product(K), options.noise
-        self.multiply: Callable[[Tensor], Tensor] = lambda V: plain(V) + noise * V
+        self.plain = product(K)
         level = 10 * torch.finfo(self.B.dtype).eps * math.sqrt(self.n)
         self.alpha = system.X.mT.clone().mT
         self.records = Records(system.X, [math.inf] * k, rtol, level, options.epochs)
         self.norm_A = 0.0
+
+    def multiply(self, V: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """(K + noise I) V."""
+        return self.plain(V) + self.options.noise * V
 
     def solve(self) -> None:
         """Epochs until every column has converged, nothing moves any more, or the limit."""

@@ -154,13 +154,13 @@ MADE = {
 
 @pytest.mark.parametrize("method", MADE)
 def test_gradients_inside_the_operator_and_in_the_right_hand_side(method):
-    t, B = right_hand_sides(6, 6), right_hand_sides(6, 2, seed=4)
+    t, B = right_hand_sides(3, 3), right_hand_sides(3, 2, seed=4)
     assert checked(lambda t, B: solve(MADE[method](t), B, method=method, rtol=1e-13), t, B)
     tensor = "minres" if method == "closed form" else method
     assert checked(lambda t, b: solve(MADE[method](t).to_dense(), b, method=tensor, rtol=1e-13), t, B[:, 0])
 
 
-@pytest.mark.parametrize("shape", [(7, 4), (4, 7)])
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
 def test_gradients_of_least_squares(shape):
     A, B = right_hand_sides(*shape), right_hand_sides(shape[0], 2, seed=4)
     assert checked(lambda A, B: solve(A, B, rtol=1e-13), A, B)
