@@ -19,7 +19,6 @@ from curvops.linalg.block_diagonal import BlockDiagonal
 from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite
 from curvops.linalg.differentiable import inverse_root
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
-from curvops.linalg.solve import default_rtol
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
 from curvops.linalg.woodbury import OfLowRank
 

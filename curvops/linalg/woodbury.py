@@ -11,8 +11,8 @@ from torch import Tensor
 from curvops.linalg.algebra import is_psd
 from curvops.linalg.cache import recorded
 from curvops.linalg.closed_form import ClosedForm
-from curvops.linalg.contract import default_rtol
 from curvops.linalg.differentiable import inverse_root
+from curvops.linalg.solve import default_rtol
 from curvops.linalg.structured import draw
 
 
