@@ -19,16 +19,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.linalg.matrix_entries import columns_of, diagonal_of
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import (
     Matrix,
     axpy,
-    columns_of,
     combine,
     describe_square,
-    diagonal_of,
     draw_positions,
     empty_block,
     entries,

@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from curvops.linalg.matrix_entries import rows
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, Columns, check, shaped_as
-from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block, rows
+from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block
 from curvops.linalg.verdicts import Records
 
 EPOCHS = 200

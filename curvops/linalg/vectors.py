@@ -5,9 +5,10 @@ Small results (scalars per column, K × K matrices) are float64 tensors whatever
 
 Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
 function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); what
-creates blocks (``like``) for a subclass of `Description` too, and `describe`, which returns it, for your operators. A
-block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a block, a number, or a tensor of K
-numbers, one a column. `Vectors` annotates what may be such a block. `tests/linalg/split.py` is an example.
+creates blocks (``like``) for a subclass of `Description` too; and `describe`, which returns that, and `product` for
+your operators. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a block, a number, or
+a tensor of K numbers, one a column. `Vectors` annotates what may be such a block. `tests/linalg/split.py` is an
+example.
 """
 
 from __future__ import annotations
@@ -114,25 +115,6 @@ def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
         return result.detach()
 
     return apply
-
-
-def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map index -> A[index, :], dense (b, n).
-
-    A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
-    one transposed product each.
-    """
-    if isinstance(A, Tensor):
-        dense = A.detach()
-        return lambda index: dense[index]
-
-    def take(index: Tensor) -> Tensor:
-        with torch.no_grad():
-            part = A[index, :]
-            result: Tensor = part if isinstance(part, Tensor) else part.to_dense()
-        return result.detach()
-
-    return take
 
 
 def as_columns(B: Vectors) -> Vectors:
@@ -248,29 +230,14 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
     return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
 
 
-def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
-    if isinstance(A, Tensor):
-        return columns(A.detach(), index)
-    if hasattr(A, "_columns"):
-        with torch.no_grad():
-            own: Tensor = A._columns(index)
-        return own.detach()
-    units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
-    return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
-
-
-def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
-    """The diagonal of a square A, and the products it took (0 where they cannot be counted)."""
-    if isinstance(A, Tensor):
-        return A.detach().diagonal(), 0
-    with torch.no_grad():
-        diagonal: Tensor = A._diagonal()
-    return diagonal.detach(), getattr(A, "diagonal_matvecs", 0)
-
-
 def _chunks(n: int) -> range:
     return range(0, max(n, 1), CHUNK)
+
+
+@singledispatch
+def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """X with zero in place of NaN and Inf."""
+    return torch.where(torch.isfinite(X), X, 0.0)
 
 
 @singledispatch

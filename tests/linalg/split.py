@@ -108,7 +108,7 @@ def _(A: SplitMatrix) -> Any:
 
 
 # Rows are independent in these: each piece by itself, by the primitive for tensors.
-for _name in ("part", "as_block", "columns", "combine"):
+for _name in ("part", "as_block", "columns", "combine", "finite_part"):
     _primitive = getattr(vectors, _name)
     _primitive.register(Split, lambda X, *rest, f=_primitive: Split(*(f(piece, *rest) for piece in X.pieces)))
 

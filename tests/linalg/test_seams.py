@@ -67,6 +67,27 @@ def test_cg(block, preconditioned):
     torch.testing.assert_close(found.history[:5], expected.history[:5], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("lowest", [-0.5, 0.0])
+def test_cg_that_fails(block, lowest):
+    A = symmetric(torch.cat([torch.linspace(1, 4, N - 1), torch.tensor([lowest])]).double())
+    B = torch.randn(N, 3, dtype=torch.float64, generator=seeded())
+    B[7, 1] = float("nan")
+    expected, found = cg(A, B, block=block), cg(SplitMatrix.of(A), split(B), block=block)
+    assert found.reasons == expected.reasons and not expected.accepted
+    assert bool(joined(found.x)[:, 1].isnan().all())
+
+
+def test_cg_with_refinement():
+    A = symmetric(torch.linspace(1, 4, N, dtype=torch.float64))
+    B = torch.randn(N, 3, dtype=torch.float64, generator=seeded())
+    options = {"rtol": 1e-13, "refine": torch.float32, "memory_budget": 24 * 8 * N}
+    expected, found = cg(A, B, **options), cg(SplitMatrix.of(A), split(B), **options)
+    same(found.x, expected.x)
+    assert expected.accepted and found.reasons == expected.reasons
+    assert (found.matvecs, found.exact_matvecs) == (expected.matvecs, expected.exact_matvecs)
+
+
 def test_lanczos():
     results = [lanczos(A, 12, generator=seeded()) for A in (DECAYING, SplitMatrix.of(DECAYING))]
     expected, found = results
