@@ -18,10 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.linalg.matrix_entries import columns_of
 from curvops.linalg.partition import Partition, partition
 from curvops.linalg.preconditioners import Function
 from curvops.linalg.results import NotPositiveSemidefinite
-from curvops.linalg.vectors import Matrix, columns_of, describe_square, entries, put_entries
+from curvops.linalg.vectors import Matrix, describe_square, entries, put_entries
 
 Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64

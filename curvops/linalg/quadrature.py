@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from curvops.linalg.brackets import Function, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
@@ -50,7 +50,7 @@ def spectral_quadrature(
 
 
 def run(
-    multiply: Function,
+    multiply: Multiply,
     facts: Description,
     shifts: Sequence[float],
     rtol: float,

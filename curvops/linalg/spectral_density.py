@@ -224,15 +224,14 @@ class _Probes:
 
     @property
     def depth(self) -> int:
-        return self.run.basis.shape[1] - 1
+        return self.run.capacity
 
     @property
     def size(self) -> float:
         return self.run.scale
 
     def _start(self, count: int, depth: int) -> LockStep:
-        n, _, dtype, device = self.facts
-        Z = random_block(n, count, dtype=dtype, device=device, generator=self.generator)
+        Z = random_block(self.facts, count, generator=self.generator)
         return LockStep(self.multiply, Z, depth)
 
     def go(self, view: _View, level: float) -> None:
