@@ -75,10 +75,18 @@ class OfLowRank(ClosedForm):
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
         if self._needs_splitting:
             return self._split_solve(block)
+        U = self.base.vectors
         inner = torch.linalg.lu_solve(*self.factors, self._pulled(block))
         weights = self.base.values.unsqueeze(-1) * inner
-        # As (K, n): the layout of a block, and one pass over it instead of three.
-        return torch.addmm(block.mT, weights.mT, self.base.vectors.mT, alpha=-1).mT.mul_(self.inverse_shift)
+        # As (K, n): the layout of a block, and as few passes over it as there can be.
+        if self.shift.ndim or recorded((U, self.base.values, self.shift, block)):
+            return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
+        return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
+
+    @cached_property
+    def _scale(self) -> float:
+        """1/d on the host, fetched once."""
+        return float(self.inverse_shift)
 
     def logdet(self) -> Tensor:
         shift = self.shift.expand(self.base.shape[-1])
