@@ -67,7 +67,8 @@ def bench(
 
     from curvops.cli.bench import run as benchmark
     from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
-    from curvops.cli.bench.problems import NAMES, BenchError
+    from curvops.cli.bench.problem import BenchError
+    from curvops.cli.bench.problems import NAMES
 
     if names:
         for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):

@@ -15,14 +15,16 @@ from curvops.plots import style
 Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 
-def solves(curves: Mapping[tuple[str, str], Curve], rtol: float, title: str) -> Figure:
+def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: str) -> Figure:
     """Worst relative residual, on a log axis, against products and against seconds.
 
-    ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in;
-    the last point is marked. Colour tells the method, dashes the preconditioner.
+    ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in.
+    The last point is marked, by a cross where it is above rtol. Without rtol the problem is one of least squares, and
+    the residual is what is above the least. Colour tells the method, dashes the preconditioner.
     """
     figure = style.blank(11.5, 4.8 + 0.09 * max(0, len(curves) - 12), title)
     left, right = figure.subplots(1, 2, sharey=True)
+    ylabel = "worst relative residual" + (" (no unit)" if rtol is not None else " above the least (no unit)")
     methods, preconditioners = _unique(curves, 0), _unique(curves, 1)
     for (method, preconditioner), (products, seconds, residual) in curves.items():
         rank = methods.index(method)
@@ -34,13 +36,17 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float, title: str) -> 
             "marker": style.MARKERS[turn % len(style.MARKERS)],
         }
         name = method if preconditioner == "none" else f"{method} · {preconditioner}"
+        if rtol is not None and not (len(residual) and residual[-1] <= rtol):
+            look |= {"marker": "x", "markersize": 9, "markeredgewidth": 2.2}
+            name += " (does not reach it)"
         _line(left, products, residual, name, look)
         _line(right, seconds, residual, name, look)
     for axes, what in ((left, "products with single vectors"), (right, "seconds")):
-        axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
+        if rtol is not None:
+            axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
         axes.set_yscale("log")
         axes.set_xscale("log")
-        style.dress(axes, what, "worst relative residual (no unit)" if axes is left else "")
+        style.dress(axes, what, ylabel if axes is left else "")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
     return figure

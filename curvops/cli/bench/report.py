@@ -26,6 +26,12 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1e}"
 
 
+def _inside(row: EstimateRow) -> str:
+    if row.inside is None:
+        return "-"
+    return f"{row.inside:.0%}" if row.entries > 1 else f"{round(row.inside * row.runs)}/{row.runs}"
+
+
 SOLVES: tuple[Column, ...] = (
     ("method", lambda r: r.method),
     ("preconditioner", lambda r: r.preconditioner),
@@ -45,7 +51,7 @@ ESTIMATES: tuple[Column, ...] = (
     ("time", lambda r: _seconds(r.seconds)),
     ("mean error", lambda r: _number(r.error)),
     ("claimed 95 %", lambda r: "none" if math.isnan(r.claimed) else _number(r.claimed)),
-    ("inside", lambda r: "-" if r.inside is None else f"{r.inside}/{r.runs}"),
+    ("inside", _inside),
     ("memory", lambda r: _memory(r.memory_bytes)),
 )
 LEFT = {"method", "preconditioner", "outcome"}
