@@ -81,7 +81,7 @@ def bench(
         preconditioner or default.preconditioners,
         peers,
     )
-    usual = Settings(size=300, budgets=(25, 50, 100), seeds=3) if quick else Settings()
+    usual = Settings(size=300, budgets=(30, 100), seeds=3) if quick else Settings()
     settings = Settings(
         size=size or usual.size,
         columns=columns,

@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import Real
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from curvops.plots import style
 
+COLOURS = (*style.COLOURS, style.INK, "#882255", "#999933")  # with Tol's wine and olive
 Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 
@@ -28,7 +30,7 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: s
     methods, preconditioners = _unique(curves, 0), _unique(curves, 1)
     for (method, preconditioner), (products, seconds, residual) in curves.items():
         rank = methods.index(method)
-        color = style.COLOURS[rank % len(style.COLOURS)] if rank < len(style.COLOURS) else style.GREY
+        color = COLOURS[rank] if rank < len(COLOURS) else style.GREY
         turn = preconditioners.index(preconditioner)
         look: dict[str, Any] = {
             "color": color,
@@ -38,7 +40,7 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: s
         name = method if preconditioner == "none" else f"{method} · {preconditioner}"
         if rtol is not None and not (len(residual) and residual[-1] <= rtol):
             look |= {"marker": "x", "markersize": 9, "markeredgewidth": 2.2}
-            name += " (does not reach it)"
+            name += " (tolerance not reached)"
         _line(left, products, residual, name, look)
         _line(right, seconds, residual, name, look)
     for axes, what in ((left, "products with single vectors"), (right, "seconds")):
@@ -46,6 +48,10 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: s
             axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
         axes.set_yscale("log")
         axes.set_xscale("log")
+        lowest, highest = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 30 * lowest else (1,)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         style.dress(axes, what, ylabel if axes is left else "")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)

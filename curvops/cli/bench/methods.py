@@ -48,7 +48,7 @@ class Settings:
     rtol: float = 1e-6
     maxiter: int = 2000
     rank: int | None = None
-    budgets: tuple[int, ...] = (25, 50, 100, 200, 400)
+    budgets: tuple[int, ...] = (30, 100, 300)
     seeds: int = 5
     seed: int = 0
 
@@ -146,6 +146,8 @@ def _logdet(problem: Problem, P: Made | str, budget: int, generator: torch.Gener
     of_all: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
     if problem.shift and problem.shift >= problem.lower:
         return logdet(problem.G, shift=problem.shift, **of_all)
+    if not problem.lower and budget < len(problem.B):
+        raise Unfit("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
     return logdet(problem.A, lower_bound=problem.lower or None, **of_all)
 
 

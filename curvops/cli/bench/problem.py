@@ -61,9 +61,9 @@ class Problem:
 
     @property
     def size(self) -> str:
-        """A's size, for headings."""
-        m, n = self.G.shape
-        return f"n = {n:,}" if self.square else f"{m:,} × {n:,}"
+        """A's size and the number of right-hand sides, for headings."""
+        (m, n), K = self.G.shape, self.B.shape[1]
+        return f"{f'n = {n:,}' if self.square else f'{m:,} × {n:,}'}, {K} right-hand side{'s' if K != 1 else ''}"
 
     @property
     def kind(self) -> str:

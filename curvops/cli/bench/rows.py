@@ -99,8 +99,9 @@ def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: st
     trail.put(products, seconds, last)
     trail.seconds = [setup.seconds + s for s in trail.seconds]
     peaks = [peak for peak in (setup.peak_bytes, found.peak_bytes) if peak is not None]
+    m, n = problem.G.shape
     return SolveRow(
-        problem.name, *problem.G.shape, problem.B.shape[1], name, preconditioner, answer.iterations, products, spent,
+        problem.name, m, n, problem.B.shape[1], name, preconditioner, answer.iterations, products, spent,
         setup.seconds + seconds, setup.seconds, problem.residual(answer.x), max(peaks) if peaks else None, outcome,
         trail,
     )  # fmt: skip

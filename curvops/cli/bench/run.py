@@ -173,7 +173,8 @@ def _cell(
         if left:
             _cell(problem, name, method, preconditioner, _with_budgets(settings, left), results, bar)
     except Unfit as error:
-        results.notes.append(f"{problem.name}: {name} skipped, {error}")
+        note = f"{problem.name}: {name} skipped, {error}"
+        results.notes += [note] if note not in results.notes else []
     except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
         first = str(error).strip().splitlines() or [""]
         what = name if preconditioner == "none" else f"{name} with {preconditioner}"
@@ -187,8 +188,7 @@ def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
 def _print(
     problem: Problem, results: Results, before: tuple[int, int, int], settings: Settings, say: Callable[[str], None]
 ) -> None:
-    K = problem.B.shape[1]
-    say(f"\n{problem.name}: {problem.text}; {problem.size}, {K} right-hand sides, rtol {settings.rtol:.0e}")
+    say(f"\n{problem.name}: {problem.text}; {problem.size}, rtol {settings.rtol:.0e}")
     if rows := results.solves[before[0] :]:
         say("\n" + report.table(rows, report.SOLVES))
     estimates = results.estimates[before[1] :]
@@ -211,9 +211,8 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             )
             for r in solves
         }
-        title = f"{problem.name}, {problem.size}, {problem.B.shape[1]} right-hand sides"
         rtol = settings.rtol if problem.square else None
-        plots.save(plots.solves(curves, rtol, title), output / f"solves-{stem}.png")
+        plots.save(plots.solves(curves, rtol, f"{problem.name}, {problem.size}"), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     for row in of_problem:
