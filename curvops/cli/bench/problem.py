@@ -61,9 +61,15 @@ class Problem:
 
     @property
     def size(self) -> str:
-        """A's size and the number of right-hand sides, for headings."""
-        (m, n), K = self.G.shape, self.B.shape[1]
-        return f"{f'n = {n:,}' if self.square else f'{m:,} × {n:,}'}, {K} right-hand side{'s' if K != 1 else ''}"
+        """A's size, for headings."""
+        m, n = self.G.shape
+        return f"n = {n:,}" if self.square else f"{m:,} × {n:,}"
+
+    @property
+    def columns(self) -> str:
+        """How many right-hand sides, for headings."""
+        K = self.B.shape[1]
+        return f"{K} right-hand side{'s' if K != 1 else ''}"
 
     @property
     def kind(self) -> str:

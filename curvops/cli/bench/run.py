@@ -188,7 +188,7 @@ def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
 def _print(
     problem: Problem, results: Results, before: tuple[int, int, int], settings: Settings, say: Callable[[str], None]
 ) -> None:
-    say(f"\n{problem.name}: {problem.text}; {problem.size}, rtol {settings.rtol:.0e}")
+    say(f"\n{problem.name}: {problem.text}; {problem.size}, {problem.columns}, rtol {settings.rtol:.0e}")
     if rows := results.solves[before[0] :]:
         say("\n" + report.table(rows, report.SOLVES))
     estimates = results.estimates[before[1] :]
@@ -212,7 +212,8 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             for r in solves
         }
         rtol = settings.rtol if problem.square else None
-        plots.save(plots.solves(curves, rtol, f"{problem.name}, {problem.size}"), output / f"solves-{stem}.png")
+        title = f"{problem.name}, {problem.size}, {problem.columns}"
+        plots.save(plots.solves(curves, rtol, title), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     for row in of_problem:
