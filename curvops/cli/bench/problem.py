@@ -66,12 +66,6 @@ class Problem:
         return f"n = {n:,}" if self.square else f"{m:,} × {n:,}"
 
     @property
-    def columns(self) -> str:
-        """How many right-hand sides, for headings."""
-        K = self.B.shape[1]
-        return f"{K} right-hand side{'s' if K != 1 else ''}"
-
-    @property
     def kind(self) -> str:
         """What a method may rely on: a key of `STRENGTH`."""
         if not self.square:

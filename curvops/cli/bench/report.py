@@ -14,6 +14,11 @@ from curvops.cli.bench.rows import EstimateRow, SolveRow
 Column = tuple[str, Callable[[Any], str]]
 
 
+def plural(count: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
 

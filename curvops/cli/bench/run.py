@@ -188,7 +188,8 @@ def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
 def _print(
     problem: Problem, results: Results, before: tuple[int, int, int], settings: Settings, say: Callable[[str], None]
 ) -> None:
-    say(f"\n{problem.name}: {problem.text}; {problem.size}, {problem.columns}, rtol {settings.rtol:.0e}")
+    sides = report.plural(problem.B.shape[1], "right-hand side")
+    say(f"\n{problem.name}: {problem.text}; {problem.size}, {sides}, rtol {settings.rtol:.0e}")
     if rows := results.solves[before[0] :]:
         say("\n" + report.table(rows, report.SOLVES))
     estimates = results.estimates[before[1] :]
@@ -212,7 +213,7 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             for r in solves
         }
         rtol = settings.rtol if problem.square else None
-        title = f"{problem.name}, {problem.size}, {problem.columns}"
+        title = f"{problem.name}, {problem.size}, {report.plural(problem.B.shape[1], 'right-hand side')}"
         plots.save(plots.solves(curves, rtol, title), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
@@ -235,7 +236,8 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
 
 
 def _machine(settings: Settings) -> str:
-    return f"{str(settings.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = report.plural(torch.get_num_threads(), "thread")
+    return f"{str(settings.dtype).removeprefix('torch.')}, {threads}, torch {torch.__version__}"
 
 
 def _facts(choice: Choice, settings: Settings, results: Results) -> dict[str, Any]:
