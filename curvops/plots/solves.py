@@ -17,16 +17,16 @@ COLOURS = (*style.COLOURS, style.INK, "#882255", "#999933")  # with Tol's wine a
 Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 
-def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: str) -> Figure:
+def solves(
+    curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: str, what: str = "worst relative residual"
+) -> Figure:
     """Worst relative residual, on a log axis, against products and against seconds.
 
     ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in.
-    The last point is marked, by a cross where it is above rtol. Without rtol the problem is one of least squares, and
-    the residual is what is above the least. Colour tells the method, dashes the preconditioner.
+    The last point is marked, by a cross where it is above rtol, if there is one. Colour tells the method, dashes the preconditioner.
     """
     figure = style.blank(11.5, 4.8 + 0.09 * max(0, len(curves) - 12), title)
     left, right = figure.subplots(1, 2, sharey=True)
-    ylabel = "worst relative residual" + (" (no unit)" if rtol is not None else " above the least (no unit)")
     methods, preconditioners = _unique(curves, 0), _unique(curves, 1)
     for (method, preconditioner), (products, seconds, residual) in curves.items():
         rank = methods.index(method)
@@ -43,7 +43,7 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: s
             name += " (tolerance not reached)"
         _line(left, products, residual, name, look)
         _line(right, seconds, residual, name, look)
-    for axes, what in ((left, "products with single vectors"), (right, "seconds")):
+    for axes, cost in ((left, "products with single vectors"), (right, "seconds")):
         if rtol is not None:
             axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
         axes.set_yscale("log")
@@ -52,7 +52,7 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: s
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 30 * lowest else (1,)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        style.dress(axes, what, ylabel if axes is left else "")
+        style.dress(axes, cost, f"{what} (no unit)" if axes is left else "")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
     return figure

@@ -96,6 +96,11 @@ class Problem:
 
         return float(self._uncounted(relative, X.dtype).nan_to_num(torch.inf).max())
 
+    @property
+    def shown(self) -> str:
+        """What `worst` returns, for the axis of a figure."""
+        return "worst relative residual" + ("" if self._least is None else " above the least")
+
     def worst(self, relative: Tensor) -> float:
         """The worst of relative residuals (K,); of least squares how far it is above the least there is, if known."""
         if self._least is not None:

@@ -214,7 +214,7 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
         }
         rtol = settings.rtol if problem.square else None
         title = f"{problem.name}, {problem.size}, {report.plural(problem.B.shape[1], 'right-hand side')}"
-        plots.save(plots.solves(curves, rtol, title), output / f"solves-{stem}.png")
+        plots.save(plots.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     for row in of_problem:
