@@ -23,7 +23,8 @@ def solves(
     """Worst relative residual, on a log axis, against products and against seconds.
 
     ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in.
-    The last point is marked, by a cross where it is above rtol, if there is one. Colour tells the method, dashes the preconditioner.
+    The last point is marked, by a cross where it is above rtol, if there is one. Colour tells the method, dashes the
+    preconditioner.
     """
     figure = style.blank(11.5, 4.8 + 0.09 * max(0, len(curves) - 12), title)
     left, right = figure.subplots(1, 2, sharey=True)
