@@ -67,7 +67,8 @@ def bench(
 
     from curvops.cli.bench import run as benchmark
     from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
-    from curvops.cli.bench.problems import NAMES, BenchError
+    from curvops.cli.bench.problem import BenchError
+    from curvops.cli.bench.problems import NAMES
 
     if names:
         for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):
@@ -80,7 +81,7 @@ def bench(
         preconditioner or default.preconditioners,
         peers,
     )
-    usual = Settings(size=300, budgets=(25, 50, 100), seeds=3) if quick else Settings()
+    usual = Settings(size=300, budgets=(30, 100), seeds=3) if quick else Settings()
     settings = Settings(
         size=size or usual.size,
         columns=columns,

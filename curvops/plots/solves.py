@@ -9,24 +9,29 @@ import numpy as np
 from jaxtyping import Real
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from curvops.plots import style
 
+COLOURS = (*style.COLOURS, style.INK, "#882255", "#999933")  # with Tol's wine and olive
 Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 
-def solves(curves: Mapping[tuple[str, str], Curve], rtol: float, title: str) -> Figure:
+def solves(
+    curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: str, what: str = "worst relative residual"
+) -> Figure:
     """Worst relative residual, on a log axis, against products and against seconds.
 
-    ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in;
-    the last point is marked. Colour tells the method, dashes the preconditioner.
+    ``curves`` maps (method, preconditioner) to (products, seconds, residual), what the preconditioner cost counted in.
+    The last point is marked, by a cross where it is above rtol, if there is one. Colour tells the method, dashes the
+    preconditioner.
     """
     figure = style.blank(11.5, 4.8 + 0.09 * max(0, len(curves) - 12), title)
     left, right = figure.subplots(1, 2, sharey=True)
     methods, preconditioners = _unique(curves, 0), _unique(curves, 1)
     for (method, preconditioner), (products, seconds, residual) in curves.items():
         rank = methods.index(method)
-        color = style.COLOURS[rank % len(style.COLOURS)] if rank < len(style.COLOURS) else style.GREY
+        color = COLOURS[rank] if rank < len(COLOURS) else style.GREY
         turn = preconditioners.index(preconditioner)
         look: dict[str, Any] = {
             "color": color,
@@ -34,13 +39,21 @@ def solves(curves: Mapping[tuple[str, str], Curve], rtol: float, title: str) -> 
             "marker": style.MARKERS[turn % len(style.MARKERS)],
         }
         name = method if preconditioner == "none" else f"{method} · {preconditioner}"
+        if rtol is not None and not (len(residual) and residual[-1] <= rtol):
+            look |= {"marker": "x", "markersize": 9, "markeredgewidth": 2.2}
+            name += " (tolerance not reached)"
         _line(left, products, residual, name, look)
         _line(right, seconds, residual, name, look)
-    for axes, what in ((left, "products with single vectors"), (right, "seconds")):
-        axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
+    for axes, cost in ((left, "products with single vectors"), (right, "seconds")):
+        if rtol is not None:
+            axes.axhline(rtol, color=style.GREY, linewidth=1.4, linestyle=(0, (6, 3)), label=f"tolerance {rtol:.0e}")
         axes.set_yscale("log")
         axes.set_xscale("log")
-        style.dress(axes, what, "worst relative residual (no unit)" if axes is left else "")
+        lowest, highest = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 30 * lowest else (1,)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        style.dress(axes, cost, f"{what} (no unit)" if axes is left else "")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=style.SMALL, handlelength=3.2)
     return figure

@@ -19,7 +19,8 @@ from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.measure import Peak, Trail
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
 from curvops.cli.bench.peers import PEERS
-from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, build
+from curvops.cli.bench.problem import STRENGTH, Unfit
+from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, TALL, build
 from curvops.cli.bench.rows import TooDear, estimate, solve
 from curvops.linalg import Dense, Diagonal, as_preconditioner
 
@@ -35,6 +36,8 @@ def damped(): return Dense(A, psd=True).add_diagonal(0.5), torch.ones(40, 1, dty
 def nonsense(): return 3
 def strings(): return "A", "b"
 def wide(): return A[:20], torch.ones(20, dtype=torch.float64)
+def turned(): return A + torch.ones_like(A).triu(1) / 40, torch.ones(40, dtype=torch.float64)
+def empty(): return A[:0], torch.ones(0, dtype=torch.float64)
 def short(): return A, torch.ones(7, dtype=torch.float64)
 def other_dtype(): return A, torch.ones(40)
 def not_finite(): return A, torch.full((40,), float("nan"), dtype=torch.float64)
@@ -66,16 +69,37 @@ def test_a_spectrum_is_what_it_says(name):
     p = problem(name)
     values = SPECTRA[name].values(SIZE).sort().values + SPECTRA[name].shift
     torch.testing.assert_close(torch.linalg.eigvalsh(p.dense), values, rtol=1e-10, atol=1e-10)
-    assert p.kind == ("symmetric" if name == "indefinite" else "psd")
+    assert p.kind == ("symmetric" if name == "indefinite" else "damped" if p.shift else "psd")
     assert p.lower == pytest.approx(max(float(values[0]), 0.0))
     torch.testing.assert_close(p.exact["trace"], values.sum(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(p.exact["Frobenius norm"], values.norm(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(p.exact["largest eigenvalues"], values.flip(0)[:5], rtol=1e-10, atol=0)
+    assert ("logdet" in p.exact) == (name != "indefinite") and ("effective dimension" in p.exact) == bool(p.shift)
     if name != "indefinite":
         torch.testing.assert_close(p.exact["logdet"], values.log().sum(), rtol=1e-6, atol=0)
+    if p.shift:
+        dimension = (1 - p.shift / values).sum()
+        torch.testing.assert_close(p.exact["effective dimension"], dimension, rtol=1e-8, atol=0)
+
+
+def test_least_squares_know_their_least():
+    p = problem(TALL)
+    assert p.kind == "any" and p.A.shape == (180, 90) and set(p.exact) == {"Frobenius norm"}
+    best = torch.linalg.lstsq(p.dense, p.B).solution
+    start = torch.zeros_like(best)
+    assert p.residual(best) <= 1e-12 and p.worst(p.relative_residuals(best)) <= 1e-7
+    above = ((p.dense @ best).norm(dim=0) / p.B.norm(dim=0)).max()
+    assert p.worst(p.relative_residuals(start)) == pytest.approx(float(above), rel=1e-10)
+    assert p.residual(best + 1e-3) > 1e-5 and p.G.counter.count == 0
+    r = p.B - p.dense @ (best + 1e-3)
+    normal = (p.dense.mT @ r).norm(dim=0) / (torch.linalg.matrix_norm(p.dense, 2) * r.norm(dim=0))
+    assert p.residual(best + 1e-3) == pytest.approx(float(normal.max()), rel=0.05)
+    assert p.residual(best[:, 1:], 1) <= 1e-12
 
 
 def test_digits_problem_and_its_layers():
     p = problem(DIGITS)
-    assert p.kind == "psd" and p.A.shape == (85, 85) and p.lower == p.shift
+    assert p.kind == "damped" and p.A.shape == (85, 85) and p.lower == p.shift
     torch.testing.assert_close(p.diagonal + p.shift, p.dense.diagonal(), rtol=1e-10, atol=1e-10)
     P, layers = as_preconditioner(p.layers.add_diagonal(p.shift)), torch.zeros_like(p.dense)
     for rows in (slice(0, 65), slice(65, 85)):
@@ -86,7 +110,13 @@ def test_digits_problem_and_its_layers():
 
 
 SOLVERS = [name for name, method in METHODS.items() if isinstance(method, Solver)]
-RUNS = [("decaying", name, preconditioner) for name in SOLVERS for preconditioner in PRECONDITIONERS]
+ITERATIVE = [name for name in SOLVERS if name != "dual-descent"]
+RUNS = [
+    ("decaying", name, preconditioner)
+    for name in ITERATIVE
+    for preconditioner in (PRECONDITIONERS if METHODS[name].preconditioned else ("none",))
+]
+RUNS += [("indefinite", name, "none") for name in ("minres", "lsmr")] + [(TALL, "lsmr", "none")]
 RUNS += [(DIGITS, "block-cg", preconditioner) for preconditioner in PRECONDITIONERS]
 
 
@@ -94,14 +124,31 @@ RUNS += [(DIGITS, "block-cg", preconditioner) for preconditioner in PRECONDITION
 def test_each_solver_with_each_preconditioner(of, name, preconditioner):
     p = problem(of)
     row = solve(p, name, METHODS[name], preconditioner, TINY)
-    assert row.outcome == "converged" and row.true_residual <= 1e-6
+    assert row.outcome.startswith("converged") and row.true_residual <= 1e-6
+    assert ("products in float64" in row.outcome) == name.startswith("cg-refine")
     assert row.products > 0 and row.setup_products <= row.products and row.seconds >= row.setup_seconds
     trail = row.trail
-    assert trail.products[-1] == row.products and trail.residuals[-1] == row.true_residual
+    assert trail.products[-1] == row.products and (of == TALL or trail.residuals[-1] == row.true_residual)
+    assert trail.residuals[-1] < trail.residuals[0]
     assert trail.products == sorted(trail.products) and trail.seconds == sorted(trail.seconds)
     if preconditioner != "none":
         made = PRECONDITIONERS[preconditioner](p, TINY, torch.Generator().manual_seed(0))
         assert made.matvecs == row.setup_products
+
+
+@pytest.mark.parametrize("name", ["cg", "block-cg"])
+def test_conjugate_gradients_say_that_a_matrix_is_indefinite(name):
+    row = solve(problem("indefinite"), name, METHODS[name], "none", TINY)
+    assert row.outcome == "not positive definite" and row.true_residual > 1e-6
+
+
+def test_dual_descent_counts_the_rows_it_reads():
+    p, settings = problem("flat"), Settings(**{**vars(TINY), "rtol": 1e-2})
+    row = solve(p, "dual-descent", METHODS["dual-descent"], "none", settings)
+    assert row.outcome == "converged" and row.true_residual <= 1e-2
+    assert row.trail.products == sorted(row.trail.products) and row.trail.products[-1] == row.products > row.iterations
+    with pytest.raises(Unfit, match="reads rows"):
+        solve(problem(DIGITS), "dual-descent", METHODS["dual-descent"], "none", settings)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -115,21 +162,24 @@ def test_a_solution_tells_its_products_as_they_are_counted(name):
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, Estimator)])
 def test_each_estimator(name):
     method, done = METHODS[name], []
+    p = problem("decaying" if method.needs == "damped" else "kappa1e4")
+    assert STRENGTH[p.kind] >= STRENGTH[method.needs]
     for preconditioner in PRECONDITIONERS if method.preconditioned else ("none",):
         if preconditioner == "block-jacobi":
             with pytest.raises(TooDear, match="90"):
-                estimate(problem("kappa1e4"), name, method, preconditioner, 30, TINY, lambda: None)
+                estimate(p, name, method, preconditioner, 30, TINY, lambda: None)
             continue
-        row = estimate(problem("kappa1e4"), name, method, preconditioner, 30, TINY, lambda: done.append(1))
+        row = estimate(p, name, method, preconditioner, 30, TINY, lambda: done.append(1))
         assert row.products <= 30 and row.runs == 2 and len(row.errors) == 2
-        assert 0 < row.error < 1 and row.claimed > 0 and row.inside in (0, 1, 2)
+        assert 0 < row.error < 1 and row.claimed > 0 and 0 <= row.inside <= 1
+        assert row.entries == {"diagonal": SIZE, "largest eigenvalues": 5}.get(method.quantity, 1)
     assert len(done) % 2 == 0 and done
 
 
 def test_an_estimate_tells_its_products_as_they_are_counted():
     for name, method in METHODS.items():
         if isinstance(method, Estimator):
-            p = problem("kappa1e4")
+            p = problem("decaying" if method.needs == "damped" else "kappa1e4")
             p.G.counter.count = 0
             e = method.run(p, None, 30, torch.Generator().manual_seed(0))
             assert e.matvecs == p.G.counter.count, name
@@ -138,10 +188,14 @@ def test_an_estimate_tells_its_products_as_they_are_counted():
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_solver(name):
     for preconditioner in ("none", "nystrom") if PEERS[name].preconditioned else ("none",):
-        row = solve(problem("flat"), name, PEERS[name], preconditioner, TINY)
-        assert row.products > 0 and len(row.trail.products) > 1 and math.isfinite(row.true_residual)
-        if name == "linear_operator-cg":
-            assert "reached rtol" in row.outcome and row.true_residual <= 1e-6
+        row = solve(problem("decaying"), name, PEERS[name], preconditioner, TINY)
+        assert row.products > 0 and len(row.trail.products) > 1 and row.trail.seconds == sorted(row.trail.seconds)
+        assert "reached rtol" in row.outcome and row.true_residual <= 1e-6
+
+
+def test_a_peer_on_a_rectangular_problem():
+    row = solve(problem(TALL), "scipy-lsmr", PEERS["scipy-lsmr"], "none", TINY)
+    assert "reached rtol" in row.outcome and row.true_residual <= 1e-6 and row.products == row.trail.products[-1]
 
 
 def test_each_peer_estimator_that_is_installed():
@@ -184,14 +238,15 @@ def test_the_command(tmp_path):
         "claimed 95 %",
         "converged",
         "block-cg",
-        "indefinite is not positive definite; skipped: cg",
+        "indefinite is not positive definite; skipped: logdet",
+        "not positive definite",
     ):
         assert text in result.output
     with (tmp_path / "solves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert set(rows[0]) == {
-        "problem", "n", "columns", "method", "preconditioner", "iterations", "products", "setup_products", "seconds",
-        "setup_seconds", "true_residual", "memory_bytes", "outcome",
+        "problem", "m", "n", "columns", "method", "preconditioner", "iterations", "products", "setup_products",
+        "seconds", "setup_seconds", "true_residual", "memory_bytes", "outcome",
     }  # fmt: skip
     assert {row["problem"] for row in rows} == {"decaying", "indefinite"}
     assert {"cg", "block-cg", "scipy-cg", "linear_operator-cg"} <= {row["method"] for row in rows}
@@ -218,7 +273,8 @@ def test_names():
 
 def test_a_logdet_without_a_bound_is_a_note(module, tmp_path):
     result = invoke("--problem", f"{module}:dense", "--method", "logdet", "--budget", 20, "--output", tmp_path)
-    assert result.exit_code == 0 and "logdet failed, ValueError: a stochastic log-determinant needs" in result.output
+    assert result.exit_code == 0 and "logdet skipped, it needs a positive lower bound" in result.output
+    assert result.output.count("logdet skipped") == 1
 
 
 @pytest.mark.parametrize("name", ["dense", "vector", "damped"])
@@ -227,7 +283,20 @@ def test_a_problem_of_ones_own(module, name, tmp_path):
     assert result.exit_code == 0 and f"{module}:{name}" in result.output, result.output
     assert (tmp_path / "out" / f"solves-{module}-{name}.png").exists() and "converged" in result.output
     p = build(f"{module}:{name}", 0, 0, torch.float64, 0)
-    assert p.shift == p.lower == (0.5 if name == "damped" else 0.0) and p.kind == "psd"
+    assert p.shift == p.lower == (0.5 if name == "damped" else 0.0)
+    assert p.kind == ("damped" if name == "damped" else "psd")
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("wide", "is not square"), ("turned", "is not symmetric")])
+def test_a_rectangular_and_an_asymmetric_problem(module, name, lacks, tmp_path):
+    arguments = ["--method", "cg", "--method", "lsmr", "--method", "diagonal-xdiag", "--budget", 20]
+    result = invoke("--problem", f"{module}:{name}", *arguments, "--output", tmp_path)
+    assert result.exit_code == 0 and "converged" in result.output, result.output
+    assert f"{module}:{name} {lacks}; skipped: cg" in result.output
+    with (tmp_path / "solves.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["m"], row["n"]) == (("20", "40") if name == "wide" else ("40", "40"))
+    assert row["method"] == "lsmr" and float(row["true_residual"]) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -235,7 +304,7 @@ def test_a_problem_of_ones_own(module, name, tmp_path):
     [
         ("nonsense", "must return (operator, right-hand sides), got int"),
         ("strings", "got str and str"),
-        ("wide", "must be a square floating matrix, got (20, 40)"),
+        ("empty", "must be a floating matrix, got (0, 40)"),
         ("short", "(40,) or (40, K)"),
         ("other_dtype", "torch.float32"),
         ("not_finite", "NaN or Inf"),

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def estimate(samples, bias_bound=0.0):
 def test_every_reason_carries_its_own_remedy():
     assert len({reason.value for reason in Reason}) == len(Reason.__members__)
     assert all(reason.value.endswith(".") and 1 <= reason.value.count(". ") <= 2 for reason in Reason)
+
+
+def test_the_page_on_linear_algebra_lists_every_reason():
+    page = (Path(__file__).parents[2] / "docs" / "linalg.md").read_text(encoding="utf-8")
+    listed = [line for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in Reason.__members__]
+    assert listed == [f"| `{reason.name}` | {reason.value} |" for reason in Reason]
 
 
 def test_accepted_solutions_pass_through():

@@ -9,6 +9,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Operator
+from curvops.linalg.solve import seems_symmetric
 
 
 @dataclass
@@ -19,10 +20,16 @@ class Counter:
 
 
 class Counted(Operator):
-    """The same matrix, counting its products in ``counter``, which copies in another dtype share."""
+    """The same matrix, counting its products in ``counter``, which copies in another dtype share.
 
-    def __init__(self, base: LinearOperator, counter: Counter | None = None) -> None:
-        super().__init__(base, counter=Counter() if counter is None else counter)
+    Whether it is symmetric is asked once: of operators of ours, and by two products of others.
+    """
+
+    def __init__(self, base: LinearOperator, counter: Counter | None = None, symmetric: bool | None = None) -> None:
+        if symmetric is None:
+            square = base.shape[-1] == base.shape[-2]
+            symmetric = base.symmetric if isinstance(base, Operator) else square and seems_symmetric(base)
+        super().__init__(base, counter=Counter() if counter is None else counter, symmetric=symmetric)
 
     @property
     def base(self) -> LinearOperator:
@@ -36,7 +43,7 @@ class Counted(Operator):
 
     @property
     def symmetric(self) -> bool:
-        return bool(getattr(self.base, "symmetric", True))
+        return self._kwargs["symmetric"]
 
     @property
     def psd(self) -> bool:
@@ -46,7 +53,7 @@ class Counted(Operator):
         return self.base.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Counted(self.base.mT, counter=self.counter)
+        return self if self.symmetric else Counted(self.base.mT, self.counter, symmetric=False)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         self.counter.count += 1 if rhs.ndim == 1 else rhs.shape[-1]

@@ -68,9 +68,13 @@ def _give_back_freed() -> None:
 
 @dataclass
 class Trail:
-    """Points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like."""
+    """Points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like.
+
+    ``worst`` makes one number of the columns' residuals.
+    """
 
     counter: Counter
+    worst: Callable[[Tensor], float] = field(default=lambda residuals: float(residuals.max()), repr=False)
     products: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     residuals: list[float] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Trail:
 
     def __call__(self, iteration: int, residuals: Tensor) -> None:
         """What `cg` says of an iteration."""
-        self.mark(float(residuals.max()))
+        self.mark(self.worst(residuals))
 
     def mark(self, residual: float) -> None:
         """A point at the products and the time of now."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from curvops.cli.bench.measure import Trail
-from curvops.cli.bench.problems import Problem
+from curvops.cli.bench.problem import EIGENVALUES, Problem, Unfit
 from curvops.linalg import (
     Estimate,
     FactoredPreconditioner,
@@ -19,11 +19,20 @@ from curvops.linalg import (
     block_jacobi,
     cg,
     cholesky,
+    diagonal,
     diagonal_preconditioner,
+    dual_descent,
+    effective_dimension,
+    eigsh,
+    frobenius_norm,
     logdet,
+    lsmr,
+    minres,
     nystrom,
     trace,
 )
+from curvops.linalg.diagonal import METHODS as DIAGONALS
+from curvops.linalg.dual_descent import EPOCHS
 from curvops.linalg.trace import METHODS as TRACES
 
 Made = FactoredPreconditioner | None
@@ -39,17 +48,17 @@ class Settings:
     rtol: float = 1e-6
     maxiter: int = 2000
     rank: int | None = None
-    budgets: tuple[int, ...] = (25, 50, 100, 200, 400)
+    budgets: tuple[int, ...] = (30, 100, 300)
     seeds: int = 5
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Solver:
-    """Solves A X = B, leaving a trail. ``needs`` is the least that A must be: "psd", "symmetric" or "any"."""
+    """Solves A X = B, leaving a trail. ``needs`` is the least that A must be for it to be tried, of `STRENGTH`."""
 
     run: Callable[[Problem, Made, Settings, Trail], Solution]
-    needs: str = "psd"
+    needs: str = "symmetric"
     preconditioned: bool = True
 
 
@@ -62,7 +71,7 @@ class Estimator:
 
     run: Callable[[Problem, Made | str, int, torch.Generator], Estimate]
     quantity: str
-    needs: str = "any"
+    needs: str = "square"
     preconditioned: bool = False
 
 
@@ -78,24 +87,90 @@ def _cg(problem: Problem, P: Made, settings: Settings, trail: Trail, **options: 
     )
 
 
-def _trace(method: str, problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
-    return trace(problem.A, method=method, max_matvecs=budget, generator=generator)
+def _minres(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
+    return minres(problem.A, problem.B, preconditioner=P, rtol=settings.rtol, maxiter=settings.maxiter, callback=trail)
+
+
+def _lsmr(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
+    return lsmr(
+        problem.A,
+        problem.B,
+        consistent=problem.square,
+        rtol=settings.rtol,
+        maxiter=settings.maxiter,
+        callback=trail,
+    )
+
+
+def _dual_descent(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
+    """It reads rows, so nothing counts them but itself: they are spread evenly over the epochs."""
+    if problem.tensor is None:
+        raise Unfit("it reads rows, which only a tensor has for nothing")
+    counter, before = trail.counter, trail.counter.count
+    solution = dual_descent(
+        problem.tensor,
+        problem.B,
+        noise=problem.shift,
+        rtol=settings.rtol,
+        epochs=min(settings.maxiter, EPOCHS),
+        generator=torch.Generator(problem.B.device).manual_seed(settings.seed),
+        callback=trail,
+    )
+    counter.count = before + solution.matvecs
+    share = solution.matvecs / max(len(trail.products) - 1, 1)
+    trail.products = [before + round(i * share) for i in range(len(trail.products))]
+    return solution
+
+
+def _by(function: Any, method: str, problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
+    return function(problem.A, method=method, max_matvecs=budget, generator=generator)
+
+
+def _frobenius(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
+    return frobenius_norm(problem.A, max_matvecs=budget, generator=generator)
+
+
+def _effective(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
+    return effective_dimension(problem.G, problem.shift, rtol=1e-12, max_matvecs=budget, generator=generator)
+
+
+def _eigsh(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
+    """What it claims are the residuals, within which there is an eigenvalue, and rounding."""
+    k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
+    pairs = eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
+    bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
+    return Estimate(pairs.values, torch.zeros_like(pairs.values), 0, pairs.matvecs, bound)
 
 
 def _logdet(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
     of_all: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
     if problem.shift and problem.shift >= problem.lower:
         return logdet(problem.G, shift=problem.shift, **of_all)
+    if not problem.lower and budget < len(problem.B):
+        raise Unfit("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
     return logdet(problem.A, lower_bound=problem.lower or None, **of_all)
+
+
+def _least(method: str) -> str:
+    return "psd" if method.startswith("xnys") else "square"
 
 
 METHODS: dict[str, Solver | Estimator] = {
     "cg": Solver(partial(_cg, block=False)),
     "block-cg": Solver(_cg),
     "cg-refine": Solver(partial(_cg, refine=True)),
-    **{f"trace-{name}": Estimator(partial(_trace, name), "trace") for name in TRACES if name != "exact"},
+    "cg-refine32": Solver(partial(_cg, refine=torch.float32)),
+    "minres": Solver(_minres),
+    "lsmr": Solver(_lsmr, needs="any", preconditioned=False),
+    "dual-descent": Solver(_dual_descent, needs="psd", preconditioned=False),
+    **{f"trace-{m}": Estimator(partial(_by, trace, m), "trace", _least(m)) for m in TRACES if m != "exact"},
+    **{f"diagonal-{m}": Estimator(partial(_by, diagonal, m), "diagonal", _least(m)) for m in DIAGONALS if m != "exact"},
+    "frobenius": Estimator(_frobenius, "Frobenius norm", needs="any"),
     "logdet": Estimator(_logdet, "logdet", needs="psd", preconditioned=True),
+    "effective-dimension": Estimator(_effective, "effective dimension", needs="damped"),
+    "eigsh": Estimator(_eigsh, "largest eigenvalues", needs="symmetric"),
 }
+"""Conjugate gradients are tried on indefinite matrices too: the outcome is the reason they give."""
 
 
 def _rank(problem: Problem, settings: Settings) -> int:

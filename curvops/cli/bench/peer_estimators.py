@@ -12,7 +12,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.cli.bench.problems import Problem
+from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate
 
 STEPS = 20  # depth of linear_operator's quadrature by default, and of the log-determinants here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.cli.bench.counted import Counter
 from curvops.cli.bench.measure import Trail
 from curvops.cli.bench.methods import Made, Settings
-from curvops.cli.bench.problems import Problem
+from curvops.cli.bench.problem import Problem
 
 KEPT = 60
 TOLERANCES = 12
@@ -66,6 +69,8 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
         trail.put(counter.count, seconds, residual)
         if residual <= settings.rtol or counter.count - setup >= most:
             break
+    # A run passes through what one of a larger tolerance ends with, so that it cannot take less time.
+    trail.seconds = list(itertools.accumulate(reversed(trail.seconds), min))[::-1]
     verdict = "reached rtol" if residual <= settings.rtol else "does not reach rtol"
     return Answer(x, f"{verdict} at tolerance {tolerance:.0e}")
 
@@ -78,51 +83,85 @@ def _scipy(name: str) -> Callable[[Problem, Made, Settings, Trail], Answer]:
 
 
 def _by_columns(name: str, problem: Problem, P: Made, settings: Settings, trail: Trail) -> Answer:
-    """SciPy takes one right-hand side at a time; the trail shows them as if they went in step."""
+    """SciPy takes one right-hand side at a time; the trail shows them as if they went in step.
+
+    Its minres and lsmr stop by criteria of their own: each column is run again with a tenth of the tolerance until the
+    true residual is within rtol, and what counts is the last run.
+    """
     sparse = import_module("scipy.sparse.linalg")
     B, counter = problem.B, problem.G.counter
-    n, setup = len(B), counter.count
-
-    def wrap(multiply: Callable[[Tensor], Tensor]) -> Any:
-        def apply(v: np.ndarray) -> np.ndarray:
-            block = torch.as_tensor(v.reshape(n, -1), dtype=B.dtype, device=B.device)
-            return multiply(block).cpu().numpy().reshape(v.shape)
-
-        kind = torch.empty(0, dtype=B.dtype).numpy().dtype
-        return sparse.LinearOperator((n, n), matvec=apply, rmatvec=apply, dtype=kind)
-
-    A = wrap(problem.A._matmul)
-    options: dict[str, Any] = {} if P is None else {"M": wrap(lambda V: P @ V)}
-    tracks, solutions, verdicts = [], [], []
-    for b in B.mT:
-        start, before = time.perf_counter(), counter.count
-        kept: list[tuple[int, float, np.ndarray]] = []
-        seen = [0]
-
-        def keep(x: np.ndarray, kept: Any = kept, seen: Any = seen, start: float = start, before: int = before) -> None:
-            seen[0] += 1
-            if seen[0] <= KEPT or seen[0] % KEPT == 0:
-                kept.append((counter.count - before, time.perf_counter() - start, x.copy()))
-
-        arguments = options | {"rtol": settings.rtol, "maxiter": settings.maxiter, "callback": keep}
-        if name == "lsmr":
-            arguments = {"atol": settings.rtol, "btol": settings.rtol, "conlim": 0, "maxiter": settings.maxiter}
-        x, info, *_ = getattr(sparse, name)(A, b.cpu().numpy(), **arguments)
-        kept.append((counter.count - before, time.perf_counter() - start, x))
+    setup, A = counter.count, _wrapped(problem.A, B)
+    options: dict[str, Any] = {} if P is None else {"M": _wrapped(P, B)}
+    tracks, solutions, tightest, spent = [], [], settings.rtol, setup
+    for j, b in enumerate(B.mT):
+        tolerance = settings.rtol
+        for _ in range(1 if name == "cg" else TOLERANCES):
+            counter.count = spent
+            x, kept = _column(name, sparse, A, b, options, tolerance, settings, counter)
+            if problem.residual(x.unsqueeze(1), j) <= settings.rtol:
+                break
+            tolerance /= 10
+        tightest = min(tightest, tolerance)
+        spent = counter.count
         tracks.append(kept)
-        solutions.append(torch.as_tensor(x, dtype=B.dtype, device=B.device))
-        verdicts.append(info in (0, 1, 2) if name == "lsmr" else info == 0)
+        solutions.append(x)
+    X = torch.stack(solutions).mT
     _in_step(problem, tracks, trail, setup)
-    text = "says it converged" if all(verdicts) else "says it did not converge"
-    return Answer(torch.stack(solutions).mT, text)
+    verdict = "reached rtol" if problem.residual(X) <= settings.rtol else "does not reach rtol"
+    return Answer(X, f"{verdict} at tolerance {tightest:.0e}")
 
 
-def _in_step(problem: Problem, tracks: list[list[tuple[int, float, np.ndarray]]], trail: Trail, setup: int) -> None:
+def _wrapped(A: Any, B: Tensor) -> Any:
+    """A matrix or preconditioner as SciPy sees it."""
+
+    def through(multiply: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+        def apply(v: np.ndarray) -> np.ndarray:
+            block = torch.as_tensor(v.reshape(-1, 1), dtype=B.dtype, device=B.device)
+            return multiply(block).cpu().numpy().reshape(-1)
+
+        return apply
+
+    of_matrix = isinstance(A, LinearOperator)
+    forward = through(A._matmul if of_matrix else lambda V: A @ V)
+    adjoint = through(A._t_matmul) if of_matrix else forward
+    shape = tuple(A.shape) if of_matrix else (len(B), len(B))
+    kind = torch.empty(0, dtype=B.dtype).numpy().dtype
+    return import_module("scipy.sparse.linalg").LinearOperator(shape, matvec=forward, rmatvec=adjoint, dtype=kind)
+
+
+Kept = list[tuple[int, float, Tensor]]
+
+
+def _column(
+    name: str, sparse: Any, A: Any, b: Tensor, options: dict[str, Any], tolerance: float, settings: Settings,
+    counter: Counter,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """One right-hand side: the solution, and (products, seconds, iterate) on the way where SciPy shows them."""
+    start, before, turn = time.perf_counter(), counter.count, itertools.count(1)
+    kept: Kept = []
+
+    def keep(x: np.ndarray) -> None:
+        seen = next(turn)
+        if seen <= KEPT or seen % KEPT == 0:
+            iterate = torch.as_tensor(x.copy(), dtype=b.dtype, device=b.device)
+            kept.append((counter.count - before, time.perf_counter() - start, iterate))
+
+    arguments = options | {"rtol": tolerance, "maxiter": settings.maxiter, "callback": keep}
+    if name == "lsmr":
+        arguments = {"atol": tolerance, "btol": tolerance, "conlim": 0, "maxiter": settings.maxiter}
+    found, *_ = getattr(sparse, name)(A, b.cpu().numpy(), **arguments)
+    x = torch.as_tensor(found, dtype=b.dtype, device=b.device)
+    kept.append((counter.count - before, time.perf_counter() - start, x))
+    return x, kept
+
+
+def _in_step(problem: Problem, tracks: list[Kept], trail: Trail, setup: int) -> None:
     """One trail of all columns: iteration i of each, summed in cost, the worst in residual."""
     for i in range(max(map(len, tracks))):
         at = [track[min(i, len(track) - 1)] for track in tracks]
-        X = torch.stack([torch.as_tensor(x, dtype=problem.B.dtype, device=problem.B.device) for _, _, x in at]).mT
-        trail.put(setup + sum(p for p, _, _ in at), sum(s for _, s, _ in at), problem.residual(X))
+        X = torch.stack([x for _, _, x in at]).mT
+        worst = problem.worst(problem.relative_residuals(X))
+        trail.put(setup + sum(p for p, _, _ in at), sum(s for _, s, _ in at), worst)
 
 
 PEERS: dict[str, Peer] = {

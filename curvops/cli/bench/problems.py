@@ -1,93 +1,23 @@
-"""The matrices: spectra by name, the GGN of a small digits network, or what a user's function returns."""
+"""The problems by name: spectra with random eigenvectors, and the GGN of a small digits network."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
-from linear_operator import LinearOperator
 from torch import Tensor, nn
 
 import curvops as co
 from curvops.cli.bench.counted import Counted
+from curvops.cli.bench.own import users
+from curvops.cli.bench.problem import BenchError, Problem
 from curvops.cli.demo.digits import load_digits
-from curvops.linalg import Damped, Dense
+from curvops.linalg import Dense
 
-EXACT_SIZE = 4000
 DIGITS = "digits-ggn"
+TALL = "tall"
 DIGITS_PRIOR = 0.1
-
-
-class BenchError(ValueError):
-    """What was asked for cannot be run; the message is one line with the choices."""
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A = G + shift I, right-hand sides B (n, K), and what is known beforehand.
-
-    ``lower`` is a known lower bound of A's spectrum, 0 for none. ``definite`` is False where A is known to be
-    indefinite: of a user's matrix one may hope, since failures come with their reason. ``diagonal`` is G's where it is
-    cheap, ``layers`` its diagonal blocks. ``text`` says what it is, for the table's heading.
-    """
-
-    name: str
-    text: str
-    G: Counted
-    shift: float
-    B: Tensor
-    lower: float = 0.0
-    definite: bool = True
-    diagonal: Tensor | None = None
-    layers: LinearOperator | None = None
-
-    @cached_property
-    def A(self) -> LinearOperator:
-        """The matrix itself."""
-        return self.G.add_diagonal(self.shift) if self.shift else self.G
-
-    @property
-    def kind(self) -> str:
-        """What a method may rely on: "psd", "symmetric" or "any"."""
-        if not self.G.symmetric:
-            return "any"
-        return "psd" if self.definite else "symmetric"
-
-    def residual(self, x: Tensor) -> float:
-        """The worst ‖b − Ax‖/‖b‖, not counted."""
-        before = self.G.counter.count
-        A = self.A if x.dtype == self.B.dtype else self.A.to(x.dtype)
-        left = (self.B.to(x.dtype) - A._matmul(x)).norm(dim=0) / self.B.to(x.dtype).norm(dim=0)
-        self.G.counter.count = before
-        return float(left.nan_to_num(torch.inf).max())
-
-    @cached_property
-    def dense(self) -> Tensor | None:
-        """A in float64 by n products that are not counted, None where it is too large."""
-        n = self.B.shape[0]
-        if n > EXACT_SIZE:
-            return None
-        before = self.G.counter.count
-        eye = torch.eye(n, dtype=self.B.dtype, device=self.B.device)
-        dense = torch.cat([self.A._matmul(part) for part in eye.split(256, dim=1)], 1).double()
-        self.G.counter.count = before
-        return (dense + dense.mT) / 2
-
-    @cached_property
-    def exact(self) -> dict[str, Tensor]:
-        """Trace, diagonal and log-determinant of A by the dense matrix; those that exist."""
-        if self.dense is None:
-            return {}
-        diagonal = self.dense.diagonal()
-        L, info = torch.linalg.cholesky_ex(self.dense)
-        found = {"trace": diagonal.sum(), "diagonal": diagonal}
-        return found | ({} if bool(info != 0) else {"logdet": 2 * L.diagonal().log().sum()})
 
 
 @dataclass(frozen=True)
@@ -125,7 +55,7 @@ SPECTRA: dict[str, Spectrum] = {
         lambda n: torch.where(_index(n) == n, -0.243, 1 + 2 * _index(n) / n), 0.0, "1 to 3, and one -0.243"
     ),
 }
-NAMES = (*SPECTRA, DIGITS)
+NAMES = (*SPECTRA, DIGITS, TALL)
 
 
 def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> Problem:
@@ -136,9 +66,11 @@ def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> 
     """
     generator = torch.Generator().manual_seed(seed)
     if ":" in name:
-        return _users(name)
+        return users(name)
     if name == DIGITS:
         return _digits(size, columns, dtype, generator)
+    if name == TALL:
+        return _tall(size, columns, dtype, generator)
     if name not in SPECTRA:
         raise BenchError(f"no problem {name!r}; choose from {', '.join(NAMES)}, or a module:function of yours.")
     spectrum = SPECTRA[name]
@@ -147,10 +79,27 @@ def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> 
     dense = (Q * values) @ Q.mT
     lowest = float(values.min()) + spectrum.shift
     G = Dense(((dense + dense.mT) / 2).to(dtype), psd=bool((values >= 0).all()))
-    B = torch.randn(columns, size, generator=generator, dtype=torch.float64).to(dtype).mT
+    B = _right_hand_sides(size, columns, dtype, generator)
+    diagonal = G.tensor.diagonal()
     return Problem(
-        name, spectrum.text, Counted(G), spectrum.shift, B, max(lowest, 0.0), lowest > 0, G.tensor.diagonal()
+        name, spectrum.text, Counted(G), spectrum.shift, B, max(lowest, 0.0), lowest > 0, diagonal, tensor=G.tensor
     )
+
+
+def _right_hand_sides(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(columns, rows, generator=generator, dtype=torch.float64).to(dtype).mT
+
+
+def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
+    """Least squares with twice as many rows as columns and random right-hand sides."""
+    U, V = (
+        torch.linalg.qr(torch.randn(rows, size, generator=generator, dtype=torch.float64)).Q
+        for rows in (2 * size, size)
+    )
+    dense = ((U * _log_spaced(1e2)(size)) @ V.mT).to(dtype)
+    text = "least squares, singular values log-spaced from 1 to 1e-2"
+    B = _right_hand_sides(2 * size, columns, dtype, generator)
+    return Problem(TALL, text, Counted(Dense(dense)), 0.0, B, tensor=dense)
 
 
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
@@ -168,64 +117,7 @@ def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Genera
         optimizer.step()
     lin = co.linearize(network.eval(), (x, y), "classification")
     n = lin.num_parameters
-    B = torch.randn(columns, n, generator=generator, dtype=torch.float64).to(dtype).mT
     text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
-    diagonal = co.DiagonalGGN(lin).entries
-    return Problem(
-        DIGITS, text, Counted(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, co.BlockDiagonal(lin)
-    )
-
-
-def _users(name: str) -> Problem:
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way
-        raise BenchError(f"cannot import {module_name!r} for the problem {name!r}: {_line(error)}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
-        known = ", ".join(own) or "none"
-        raise BenchError(f"module {module_name!r} has no function {function_name!r}; it has: {known}.")
-    try:
-        returned = function()
-    except Exception as error:  # likewise
-        raise BenchError(f"{name} failed: {_line(error)}") from error
-    return _checked(name, returned)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _checked(name: str, returned: Any) -> Problem:
-    """What a user's function returned, as a problem."""
-    wanted = f"{name} must return (operator, right-hand sides)"
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise BenchError(f"{wanted}, got {type(returned).__name__}.")
-    A, B = returned
-    if not isinstance(A, Tensor | LinearOperator) or not isinstance(B, Tensor):
-        raise BenchError(
-            f"{wanted}: a tensor or LinearOperator and a tensor, got {type(A).__name__} and {type(B).__name__}."
-        )
-    if len(A.shape) != 2 or A.shape[0] != A.shape[1] or not A.dtype.is_floating_point:
-        raise BenchError(f"{wanted}: the operator must be a square floating matrix, got {tuple(A.shape)}, {A.dtype}.")
-    if B.ndim not in (1, 2) or B.shape[0] != A.shape[0] or B.dtype != A.dtype or B.device != A.device:
-        raise BenchError(
-            f"{wanted}: the right-hand sides must be ({A.shape[0]},) or ({A.shape[0]}, K), {A.dtype} on {A.device}; "
-            f"got {tuple(B.shape)}, {B.dtype} on {B.device}."
-        )
-    if not bool(torch.isfinite(B).all()):
-        raise BenchError(f"{wanted}: the right-hand sides hold NaN or Inf.")
-    wide = B.detach().reshape(len(B), -1)
-    text = f"{type(A).__name__} of {name}"
-    if isinstance(A, Damped) and A.shift.ndim == 0:
-        shift = float(A.shift)
-        lower = shift if getattr(A.base, "psd", False) else 0.0
-        return Problem(name, text, Counted(A.base), shift, wide, lower)
-    if isinstance(A, Tensor):
-        A = Dense(A.detach())
-    return Problem(name, text, Counted(A), 0.0, wide)
+    diagonal, layers = co.DiagonalGGN(lin).entries, co.BlockDiagonal(lin)
+    B = _right_hand_sides(n, columns, dtype, generator)
+    return Problem(DIGITS, text, Counted(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, layers)

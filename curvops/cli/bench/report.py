@@ -14,6 +14,11 @@ from curvops.cli.bench.rows import EstimateRow, SolveRow
 Column = tuple[str, Callable[[Any], str]]
 
 
+def plural(count: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
 
@@ -24,6 +29,12 @@ def _memory(value: int | None) -> str:
 
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1e}"
+
+
+def _inside(row: EstimateRow) -> str:
+    if row.inside is None:
+        return "-"
+    return f"{row.inside:.0%}" if row.entries > 1 else f"{round(row.inside * row.runs)}/{row.runs}"
 
 
 SOLVES: tuple[Column, ...] = (
@@ -45,7 +56,7 @@ ESTIMATES: tuple[Column, ...] = (
     ("time", lambda r: _seconds(r.seconds)),
     ("mean error", lambda r: _number(r.error)),
     ("claimed 95 %", lambda r: "none" if math.isnan(r.claimed) else _number(r.claimed)),
-    ("inside", lambda r: "-" if r.inside is None else f"{r.inside}/{r.runs}"),
+    ("inside", _inside),
     ("memory", lambda r: _memory(r.memory_bytes)),
 )
 LEFT = {"method", "preconditioner", "outcome"}

@@ -15,7 +15,7 @@ from curvops.cli.bench.measure import Measured, Trail, measured
 from curvops.cli.bench.methods import PRECONDITIONERS, Estimator, Made, Settings, Solver
 from curvops.cli.bench.peer_estimators import PeerEstimator
 from curvops.cli.bench.peers import Peer
-from curvops.cli.bench.problems import Problem
+from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate, Solution
 
 
@@ -24,6 +24,7 @@ class SolveRow:
     """One solve. Products and seconds are all there were, the preconditioner's included and also apart."""
 
     problem: str
+    m: int
     n: int
     columns: int
     method: str
@@ -41,7 +42,10 @@ class SolveRow:
 
 @dataclass(frozen=True, eq=False)
 class EstimateRow:
-    """One estimator at one budget, over several seeds. Errors are relative; NaN where the truth is not known."""
+    """One estimator at one budget, over several seeds. Errors are relative; NaN where the truth is not known.
+
+    ``inside`` is the share of the entries (``entries``, 1 of a number) and runs whose interval holds the truth.
+    """
 
     problem: str
     n: int
@@ -53,7 +57,8 @@ class EstimateRow:
     seconds: float
     error: float
     claimed: float
-    inside: int | None
+    inside: float | None
+    entries: int
     runs: int
     memory_bytes: int | None
     errors: list[float] = field(repr=False)
@@ -74,7 +79,7 @@ def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: st
     solver.run(problem, None, warm, Trail(counter))
     counter.count = 0
     P, setup, spent = make(problem, preconditioner, settings)
-    trail = Trail(counter)
+    trail = Trail(counter, problem.worst)
 
     def call() -> Any:
         trail.start()
@@ -84,18 +89,21 @@ def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: st
     products, answer = counter.count, found.value
     if isinstance(answer, Solution):
         outcome = ", ".join(sorted({reason.name.lower().replace("_", " ") for reason in answer.reasons}))
+        if answer.exact_matvecs:
+            outcome += f"; {answer.exact_matvecs} products in float64"
     else:
         outcome = answer.verdict
-    residual = problem.residual(answer.x)
+    last = problem.worst(problem.relative_residuals(answer.x))
     # The last point is the end of the run with the residual that is true.
     seconds = trail.seconds[-1] if isinstance(solver, Peer) and trail.seconds else found.seconds
-    trail.put(products, seconds, residual)
+    trail.put(products, seconds, last)
     trail.seconds = [setup.seconds + s for s in trail.seconds]
     peaks = [peak for peak in (setup.peak_bytes, found.peak_bytes) if peak is not None]
-    n, K = problem.B.shape
+    m, n = problem.G.shape
     return SolveRow(
-        problem.name, n, K, name, preconditioner, answer.iterations, products, spent, setup.seconds + seconds,
-        setup.seconds, residual, max(peaks) if peaks else None, outcome, trail,
+        problem.name, m, n, problem.B.shape[1], name, preconditioner, answer.iterations, products, spent,
+        setup.seconds + seconds, setup.seconds, problem.residual(answer.x), max(peaks) if peaks else None, outcome,
+        trail,
     )  # fmt: skip
 
 
@@ -110,7 +118,7 @@ def estimate(
 ) -> EstimateRow:
     """Run it with each seed; the error and the claim are relative to the true value."""
     truth = problem.exact.get(estimator.quantity)
-    errors, claims, seconds, products, peaks, inside = [], [], [], [], [], 0
+    errors, claims, seconds, products, peaks, inside = [], [], [], [], [], 0.0
     for turn in range(settings.seeds):
         generator = torch.Generator().manual_seed(settings.seed + turn)
         problem.G.counter.count = 0
@@ -122,17 +130,18 @@ def estimate(
         size = float((e.value if truth is None else truth).norm())
         claims.append(float(((high - low) / 2).norm()) / size)
         errors.append(math.nan if truth is None else float((e.value - truth).norm()) / size)
-        inside += truth is not None and bool(((low <= truth) & (truth <= high)).double().mean() >= 0.95)
+        if truth is not None:
+            inside += float(((low <= truth) & (truth <= high)).double().mean()) / settings.seeds
         seconds.append(found.seconds)
         products.append(problem.G.counter.count)
         peaks.append(found.peak_bytes)
         advance()
-    known = truth is not None and not math.isnan(claims[0])
+    known = truth is not None and not any(math.isnan(claim) for claim in claims)
     memory = [peak for peak in peaks if peak is not None]
     return EstimateRow(
-        problem.name, len(problem.B), estimator.quantity, name, preconditioner, budget, sum(products) / len(products),
-        statistics.median(seconds), statistics.mean(errors), statistics.mean(claims), inside if known else None,
-        settings.seeds, max(memory) if memory else None, errors,
+        problem.name, problem.G.shape[1], estimator.quantity, name, preconditioner, budget,
+        sum(products) / len(products), statistics.median(seconds), statistics.mean(errors), statistics.mean(claims),
+        inside if known else None, e.value.numel(), settings.seeds, max(memory) if memory else None, errors,
     )  # fmt: skip
 
 

@@ -18,14 +18,21 @@ from curvops.cli.bench.measure import MEMORY
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
 from curvops.cli.bench.peer_estimators import PEER_ESTIMATORS, PeerEstimator
 from curvops.cli.bench.peers import PEERS, Peer, installed
-from curvops.cli.bench.problems import NAMES, BenchError, Problem, build
+from curvops.cli.bench.problem import STRENGTH, BenchError, Problem, Unfit
+from curvops.cli.bench.problems import NAMES, build
 from curvops.cli.bench.rows import EstimateRow, SolveRow, TooDear, estimate, solve
 
-PROBLEMS = ("decaying", "kappa1e4", "digits-ggn")
+PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")
-CHOSEN = ("cg", "block-cg", "trace-hutchinson", "trace-xtrace", "trace-xnystrace", "logdet")
+CHOSEN = ("cg", "block-cg", "minres", "trace-hutchinson", "trace-xtrace", "trace-xnystrace", "logdet")
 PRECONDITIONED = ("none", "nystrom", "rp-cholesky")
-STRENGTH = {"any": 0, "symmetric": 1, "psd": 2}
+LACKS = {
+    "any": "is not square",
+    "square": "is not symmetric",
+    "symmetric": "is not positive definite",
+    "psd": "has no shift (prior precision)",
+}
+"""What stands between a kind and the next stronger one."""
 Method = Solver | Estimator | Peer | PeerEstimator
 
 
@@ -125,23 +132,25 @@ def _problem(
     results: Results,
     bar: Any,
 ) -> None:
-    for _ in range(2):  # caches of products, built by the first
-        problem.A._matmul(problem.B)
-    unfit: dict[str, dict[str, None]] = {}
+    for width in range(problem.B.shape[1], 0, -1):  # what the first product with so many columns builds
+        problem.A._matmul(problem.B.new_zeros(problem.G.shape[1], width))
+    plain = STRENGTH[problem.kind] < STRENGTH["psd"]
+    unfit: dict[str, None] = {}
     for name, method in methods.items():
         for preconditioner in _preconditioners(method, choice):
             estimator = isinstance(method, Estimator | PeerEstimator)
             steps = settings.seeds * len(settings.budgets) if estimator else 1
             start = bar.n
             if STRENGTH[problem.kind] < STRENGTH[method.needs]:
-                unfit.setdefault(method.needs, {})[name] = None
+                unfit[name] = None
+            elif plain and preconditioner != "none":
+                unfit[f"preconditioner {preconditioner}"] = None
             else:
                 bar.set_postfix_str(f"{problem.name} · {name} · {preconditioner}")
                 _cell(problem, name, method, preconditioner, settings, results, bar)
             bar.update(start + steps - bar.n)
-    for needs, names in unfit.items():
-        kind = "positive definite" if needs == "psd" else needs
-        results.notes.append(f"{problem.name} is not {kind}; skipped: {', '.join(names)}")
+    if unfit:
+        results.notes.append(f"{problem.name} {LACKS[problem.kind]}; skipped: {', '.join(unfit)}")
 
 
 def _cell(
@@ -163,6 +172,9 @@ def _cell(
         left = tuple(b for b in settings.budgets if budget is not None and b > budget)
         if left:
             _cell(problem, name, method, preconditioner, _with_budgets(settings, left), results, bar)
+    except Unfit as error:
+        note = f"{problem.name}: {name} skipped, {error}"
+        results.notes += [note] if note not in results.notes else []
     except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
         first = str(error).strip().splitlines() or [""]
         what = name if preconditioner == "none" else f"{name} with {preconditioner}"
@@ -176,8 +188,8 @@ def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
 def _print(
     problem: Problem, results: Results, before: tuple[int, int, int], settings: Settings, say: Callable[[str], None]
 ) -> None:
-    n, K = problem.B.shape
-    say(f"\n{problem.name}: {problem.text}; n = {n:,}, {K} right-hand sides, rtol {settings.rtol:.0e}")
+    sides = report.plural(problem.B.shape[1], "right-hand side")
+    say(f"\n{problem.name}: {problem.text}; {problem.size}, {sides}, rtol {settings.rtol:.0e}")
     if rows := results.solves[before[0] :]:
         say("\n" + report.table(rows, report.SOLVES))
     estimates = results.estimates[before[1] :]
@@ -200,8 +212,9 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             )
             for r in solves
         }
-        title = f"{problem.name}, n = {len(problem.B):,}, {problem.B.shape[1]} right-hand sides"
-        plots.save(plots.solves(curves, settings.rtol, title), output / f"solves-{stem}.png")
+        rtol = settings.rtol if problem.square else None
+        title = f"{problem.name}, {problem.size}, {report.plural(problem.B.shape[1], 'right-hand side')}"
+        plots.save(plots.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     for row in of_problem:
@@ -219,11 +232,12 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             }
             for quantity, methods in panels.items()
         }
-        plots.save(plots.estimates(drawn, f"{problem.name}, n = {len(problem.B):,}"), output / f"estimates-{stem}.png")
+        plots.save(plots.estimates(drawn, f"{problem.name}, {problem.size}"), output / f"estimates-{stem}.png")
 
 
 def _machine(settings: Settings) -> str:
-    return f"{str(settings.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = report.plural(torch.get_num_threads(), "thread")
+    return f"{str(settings.dtype).removeprefix('torch.')}, {threads}, torch {torch.__version__}"
 
 
 def _facts(choice: Choice, settings: Settings, results: Results) -> dict[str, Any]:
