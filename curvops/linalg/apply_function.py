@@ -19,7 +19,7 @@ from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.results import FunctionProduct, Reason
 from curvops.linalg.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.systems import Callback, check
-from curvops.linalg.vectors import Matrix, columns, describe_square, empty_block, largest, product
+from curvops.linalg.vectors import Matrix, columns, describe_square, largest, product, put, zero_block
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -118,7 +118,7 @@ class _Run:
             if target == self.depth or affordable < 1:
                 self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
                 return
-            if target >= self.run.basis.shape[1]:
+            if target > self.run.capacity:
                 self.run.reserve(min(self.limit, 2 * target))
             self.run.extend(target)
             self._judge(rtol)
@@ -175,11 +175,11 @@ class _Run:
         self.run.done[k] = True  # no more products for this column
 
     def value(self) -> Tensor:
-        X = empty_block(self.B.shape[0], self.B.shape[1], self.B).zero_()
+        X = zero_block(self.B, self.B.shape[1])
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]
             if found is not None:
-                X[:, j] = self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j]))
+                put(X, j, self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j])))
         for j in range(X.shape[1]):
             if self.reasons[j] is Reason.NON_FINITE and not math.isfinite(float(self.heights[j])):
                 X[:, j] = math.nan

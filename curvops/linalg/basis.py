@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.vectors import axpy, combine, empty_block, gram, part, put, random_block, rotate, tall_qr
+from curvops.linalg.orthogonal import tall_qr
+from curvops.linalg.vectors import Vectors, axpy, combine, empty_block, gram, join, part, put, random_block, rotate
 
 # A fresh direction counts as orthogonal once a pass of Gram–Schmidt leaves this share of it.
 KEPT_SHARE = 0.7
@@ -16,18 +17,18 @@ MOST_PASSES = 4
 class Basis:
     """Orthonormal columns in one piece of memory, n × capacity; ``width`` of them are in use."""
 
-    def __init__(self, like: Float[Tensor, "n k"], capacity: int, generator: torch.Generator | None) -> None:
-        self.n = len(like)
-        self.store = empty_block(self.n, capacity, like)
+    def __init__(self, like: Float[Vectors, "n k"], capacity: int, generator: torch.Generator | None) -> None:
+        self.n = like.shape[0]
+        self.store = empty_block(like, capacity)
         self.width = 0
         self.generator = generator
 
     @property
-    def columns(self) -> Float[Tensor, "n m"]:
+    def columns(self) -> Float[Vectors, "n m"]:
         """The columns in use, sharing memory."""
         return part(self.store, 0, self.width)
 
-    def append(self, V: Float[Tensor, "n b"]) -> None:
+    def append(self, V: Float[Vectors, "n b"]) -> None:
         """Take orthonormal columns, orthogonal to those in use."""
         put(self.store, self.width, V)
         self.width += V.shape[1]
@@ -38,8 +39,8 @@ class Basis:
         self.width = C.shape[1]
 
     def expand(
-        self, W: Float[Tensor, "n b"], floor: float
-    ) -> tuple[Float[Tensor, "m b"], Float[Tensor, "n r"], Float[Tensor, "r b"]]:
+        self, W: Float[Vectors, "n b"], floor: float
+    ) -> tuple[Float[Tensor, "m b"], Float[Vectors, "n r"], Float[Tensor, "r b"]]:
         """H, V, R with W = Q H + V R, V orthonormal and orthogonal to Q; W is overwritten, H and R are on the host.
 
         Directions of W − Q H of size at most ``floor`` are dropped, so that r ≤ b. Cost: 8 n m b operations.
@@ -58,24 +59,19 @@ class Basis:
             H += again.cpu() @ R
         return H, V, R
 
-    def fresh(self, width: int, beside: Float[Tensor, "n r"]) -> Float[Tensor, "n b"]:
+    def fresh(self, width: int, beside: Float[Vectors, "n r"]) -> Float[Vectors, "n b"]:
         """``beside`` and random directions orthogonal to it and to the basis, ``width`` columns if so many are left."""
         missing = min(width, self.n - self.width) - beside.shape[1]
         if missing <= 0:
             return beside
-        drawn = random_block(
-            self.n, missing, "gaussian", dtype=beside.dtype, device=beside.device, generator=self.generator
-        )
-        whole = empty_block(self.n, beside.shape[1] + missing, beside)
-        put(whole, 0, beside)
+        drawn = random_block(beside, missing, "gaussian", self.generator)
         for _ in range(2):
             drawn = axpy(drawn, self.columns, -gram(self.columns, drawn))
             drawn, _ = tall_qr(axpy(drawn, beside, -gram(beside, drawn)))
-        put(whole, beside.shape[1], drawn)
-        return whole
+        return join(beside, drawn)
 
 
-def _trimmed(V: Tensor, R: Tensor, floor: float, most: int) -> tuple[Tensor, Tensor, float]:
+def _trimmed(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tensor, float]:
     """An orthonormal basis of V without directions where V R is at most ``floor``, its R, V's least singular value."""
     Q, S = tall_qr(V)
     S = S.cpu()

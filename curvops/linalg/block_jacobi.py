@@ -19,11 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.matrix_entries import columns_of
 from curvops.linalg.partition import Partition, partition
 from curvops.linalg.preconditioners import Function
 from curvops.linalg.results import NotPositiveSemidefinite
 from curvops.linalg.symmetry import require_symmetric
-from curvops.linalg.vectors import Matrix, columns_of, describe_square, entries, put_entries
+from curvops.linalg.vectors import Matrix, describe_square, entries, put_entries
 
 Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64

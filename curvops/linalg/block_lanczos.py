@@ -23,6 +23,7 @@ from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Description,
     Matrix,
+    Vectors,
     as_block,
     describe_square,
     largest,
@@ -43,9 +44,9 @@ class BlockLanczosResult:
     NOT_SYMMETRIC for an A that is not: then T is not QᵀAQ.
     """
 
-    Q: Float[Tensor, "n m"]
+    Q: Float[Vectors, "n m"]
     T: Float[Tensor, "m m"]
-    V: Float[Tensor, "n r"]
+    V: Float[Vectors, "n r"]
     C: Float[Tensor, "r m"]
     reason: Reason
     matvecs: int
@@ -55,7 +56,7 @@ def block_lanczos(
     A: Matrix,
     steps: int,
     *,
-    start: Float[Tensor, "n b"] | None = None,
+    start: Float[Vectors, "n b"] | None = None,
     block_size: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
@@ -78,7 +79,7 @@ def block_lanczos(
     check_limits(memory_budget=memory_budget)
     block = start_block(facts, start, min(4, n) if block_size is None else block_size, generator)
     wanted = min(steps * block.shape[1], n)
-    within = columns_within(memory_budget, n, n * block.element_size(), block.shape[1])
+    within = columns_within(memory_budget, n, n * facts.dtype.itemsize, block.shape[1])
     capacity = min(wanted, max(block.shape[1], within))
     run = BlockLanczos(Counted(product(A)), block, capacity + block.shape[1], generator, inject=False)
     done = 0
@@ -97,21 +98,21 @@ def block_lanczos(
 
 
 def start_block(
-    facts: Description, start: Tensor | None, block_size: int, generator: torch.Generator | None
-) -> Float[Tensor, "n b"]:
+    facts: Description, start: Vectors | None, block_size: int, generator: torch.Generator | None
+) -> Float[Vectors, "n b"]:
     """The start given, checked and with columns of size about 1, or a random one."""
     n, _, dtype, device = facts
     if start is None:
         if not 1 <= block_size <= n:
             raise ValueError(f"block_size must lie in 1..{n}, the size of the matrix, got {block_size}.")
-        return random_block(n, block_size, "gaussian", dtype=dtype, device=device, generator=generator)
+        return random_block(facts, block_size, "gaussian", generator)
     if start.ndim != 2 or start.shape[0] != n or not start.shape[1] or start.dtype != dtype or start.device != device:
         given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
         raise ValueError(f"start must have shape ({n}, b), {dtype} on {device}, got {given}.")
     sizes = largest(start)
     if not bool(torch.isfinite(sizes).all() & (sizes > 0).any()):
         raise ValueError("start must be finite and not zero.")
-    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start))
+    return as_block(start / torch.where(sizes > 0, sizes, 1.0).to(start.dtype))
 
 
 def columns_within(memory_budget: int | None, n: int, size: int, block_size: int) -> int:

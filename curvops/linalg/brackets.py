@@ -23,8 +23,10 @@ from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.vectors import Vectors
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
+Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
 
 @dataclass(frozen=True, eq=False)

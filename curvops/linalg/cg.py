@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from jaxtyping import Shaped
-from torch import Tensor
 
 from curvops.linalg.conjugate import Run
 from curvops.linalg.directions import BlockDirections, ColumnDirections
@@ -30,7 +29,7 @@ from curvops.linalg.systems import (
     iterations_allowed,
     shaped_as,
 )
-from curvops.linalg.vectors import Matrix, as_block, describe_square, product
+from curvops.linalg.vectors import Matrix, Vectors, as_block, as_columns, describe_square, product
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
@@ -38,12 +37,12 @@ VECTORS = 12
 
 def cg(
     A: Matrix,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     preconditioner: Preconditioner | None = None,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
-    x0: Tensor | None = None,
+    x0: Vectors | None = None,
     callback: Callback | None = None,
     block: bool = True,
     refine: bool | torch.dtype = False,
@@ -82,20 +81,20 @@ def cg(
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
-    n, maxiter = facts.rows, iterations_allowed(facts.rows, maxiter)
-    start = None if x0 is None else x0.reshape(n, -1)
+    maxiter = iterations_allowed(facts.rows, maxiter)
+    start = None if x0 is None else as_columns(x0)
     apply = applied(preconditioner)
 
     low = facts.dtype if isinstance(refine, bool) else refine
 
-    def solve(part: Tensor, start: Tensor | None) -> Solution:
+    def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
             return _solve(A, apply, block, part, start, float(rtol), maxiter, callback)
         correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
         return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
 
     with torch.no_grad():
-        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+        return shaped_as(in_groups(solve, as_columns(B), start, VECTORS, memory_budget), B)
 
 
 def _in_dtype(precondition: Block, dtype: torch.dtype) -> Block:
@@ -107,15 +106,15 @@ def _solve(
     A: Matrix,
     precondition: Block,
     block: bool,
-    B: Tensor,
-    X0: Tensor | None,
+    B: Vectors,
+    X0: Vectors | None,
     rtol: float,
     maxiter: int,
     callback: Callback | None,
 ) -> Solution:
     """Scale each column to unit norm, leave out those that need no solve, run, and put all together."""
     multiply = product(A)
-    system = Columns.of(B, X0, len(B))
+    system = Columns.of(B, X0, B)
     R = as_block(system.unit)
     if X0 is not None and len(system.live):
         R -= multiply(system.X)

@@ -20,21 +20,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.matrix_entries import columns_of, diagonal_of
+from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import (
     Matrix,
     axpy,
-    columns_of,
     combine,
     describe_square,
-    diagonal_of,
     draw_positions,
     empty_block,
     entries,
     gram,
+    join,
     square_sums,
-    tall_qr,
 )
 
 MOST_RANK = 1024
@@ -178,7 +178,7 @@ def _grow(
 ) -> _Grown:
     """Columns in blocks until ``limit``, the aim, or nothing but rounding is left. One small transfer a block."""
     n = len(left)
-    F = empty_block(n, min(limit, FIRST_ROOM), left)
+    F = empty_block(left, min(limit, FIRST_ROOM))
     floor = n * torch.finfo(left.dtype).eps * scale
     pivots: list[Tensor] = []
     r, spent, trace = 0, 0, float(left.double().sum())
@@ -199,7 +199,7 @@ def _grow(
             inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
             fresh = combine(G[:, where], inverse.mT.to(G.device))
             if r + len(kept) > F.shape[1]:
-                F = torch.cat([F.mT, empty_block(n, min(limit - F.shape[1], F.shape[1]), F).mT]).mT
+                F = join(F, empty_block(F, min(limit - F.shape[1], F.shape[1])))
             F[:, r : r + len(kept)] = fresh
             left = left - square_sums(fresh)
             pivots.append(chosen[where])

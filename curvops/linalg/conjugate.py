@@ -12,12 +12,12 @@ from torch import Tensor
 
 from curvops.linalg.directions import Directions, Step
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import columns, gram, norm
+from curvops.linalg.vectors import Vectors, as_block, columns, gram, norm, part, put, put_columns
 
 CHECK_EVERY = 50
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
-Block = Callable[[Tensor], Tensor]
+Block = Callable[[Vectors], Vectors]
 
 
 @dataclass(eq=False)
@@ -31,9 +31,9 @@ class Run:
     multiply: Block
     precondition: Block
     directions: Directions
-    B: Float[Tensor, "n K"]
-    X: Float[Tensor, "n K"]
-    r: Float[Tensor, "n k"]
+    B: Float[Vectors, "n K"]
+    X: Float[Vectors, "n K"]
+    r: Float[Vectors, "n k"]
     rtol: float
     maxiter: int
     callback: Callable[[int, Tensor], object] | None = None
@@ -50,7 +50,7 @@ class Run:
         self.level = 10 * self.eps * math.sqrt(n)
         self.patience = max(500, self.maxiter // 2)
         self.active = list(range(K))
-        self.x = self.X.mT.clone().mT
+        self.x = as_block(self.X)
         self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
         self.best: list[float] = norm(self.r).tolist()
         self.backward = list(self.best)
@@ -102,7 +102,7 @@ class Run:
                 step = self.take_step(Q)
                 P = self.propose(step)
 
-    def take_step(self, Q: Tensor) -> Step:
+    def take_step(self, Q: Vectors) -> Step:
         AQ = self.multiply(Q)
         self.matvecs += Q.shape[1]
         self.iteration += 1
@@ -116,11 +116,11 @@ class Run:
         self.directions.move(self.x, step.Q, step.alpha, 1)
         self.directions.move(self.r, step.AQ, step.alpha, -1)
 
-    def propose(self, step: Step | None) -> Tensor:
+    def propose(self, step: Step | None) -> Vectors:
         Z = self.precondition(self.r)
         return Z if step is None else self.directions.conjugate(Z, step)
 
-    def fetch(self, P: Tensor, step: Step | None) -> tuple[list[float], bool, Tensor]:
+    def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
         """The one small transfer of an iteration: residual norms, soundness of the step, overlap of the directions."""
         overlap = self.directions.overlap(P)
         sound = torch.ones((), device=P.device) if step is None else step.sound.all()
@@ -163,7 +163,7 @@ class Run:
             stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
             if stopped is None and skewed and residual >= self.best[column]:
                 stopped = Reason.STAGNATION
-            self.keep_best(column, x[:, i], residual, backward)
+            self.keep_best(column, part(x, i, i + 1), residual, backward)
             if stopped is not None:
                 reason = self.classify(column, stopped)
                 unsolved = reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT)
@@ -172,23 +172,23 @@ class Run:
             elif drift > 0.1 * residual:
                 replaced.append(i)
         if replaced:
-            self.r.mT[index[replaced].to(self.r.device)] = true.mT[torch.tensor(replaced, device=self.r.device)]
+            put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
         return bool(replaced)
 
-    def asymmetry(self, x: Tensor, image: Tensor) -> Tensor:
+    def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
         """The largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
         if self.last is None or not self.last.Q.shape[1]:
             return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
         return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
 
-    def keep_best(self, column: int, x: Tensor, residual: float, backward: float) -> None:
+    def keep_best(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
         # The residual may first grow by √κ while the error shrinks: the backward error shows progress then.
         if residual < 0.99 * self.best[column] or backward < 0.99 * self.nearest[column]:
             self.gained[column] = self.iteration
             self.nearest[column] = min(backward, self.nearest[column])
         if residual <= self.best[column]:
             self.best[column], self.backward[column] = residual, backward
-            self.X[:, column] = x
+            put(self.X, column, x)
 
     def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
         """Whether a column may stop: converged, or checks that show drift and no gain by half.

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.matrix_entries import diagonal_of
 from curvops.linalg.results import NotPositiveSemidefinite
-from curvops.linalg.vectors import Matrix, describe_square, diagonal_of
+from curvops.linalg.vectors import Matrix, describe_square
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,16 +13,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from curvops.linalg.orthogonal import independent_basis
 from curvops.linalg.results import Reason
-from curvops.linalg.vectors import axpy, columns, combine, gram, independent_basis, inner, norm
+from curvops.linalg.vectors import Vectors, axpy, columns, combine, gram, inner, largest, norm
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """Orthonormal directions Q, their images AQ, their curvature QᵀAQ (or its diagonal) and the step along them."""
 
-    Q: Float[Tensor, "n r"]
-    AQ: Float[Tensor, "n r"]
+    Q: Float[Vectors, "n r"]
+    AQ: Float[Vectors, "n r"]
     curvature: Float[Tensor, "..."]
     alpha: Float[Tensor, "..."]
     sound: Bool[Tensor, "..."]
@@ -36,22 +37,22 @@ class Directions(Protocol):
     def noise(self) -> float:
         """The curvature below which rounding decides, relative to ‖A‖."""
 
-    def overlap(self, P: Tensor) -> Tensor:
+    def overlap(self, P: Vectors) -> Tensor:
         """What ``basis`` must know of P, to travel to the host with the residual norms."""
 
-    def basis(self, P: Tensor, overlap_host: Tensor) -> Tensor:
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
         """Orthonormal directions spanning P."""
 
-    def step(self, Q: Tensor, AQ: Tensor, R: Tensor, norm_A: Tensor) -> Step:
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         """The energy-minimising step; nothing moves along directions that are not safely positive."""
 
-    def move(self, Y: Tensor, block: Tensor, alpha: Tensor, sign: int) -> None:
+    def move(self, Y: Vectors, block: Vectors, alpha: Tensor, sign: int) -> None:
         """Y ← Y ± block alpha, in place."""
 
-    def conjugate(self, Z: Tensor, step: Step) -> Tensor:
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         """Z made A-conjugate to the directions of the last step."""
 
-    def repair(self, step: Step, R: Tensor, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
         """The step without its unsafe directions, and the columns that must stop, with their reasons."""
 
     def keep(self, step: Step, index: Tensor) -> Step:
@@ -77,13 +78,13 @@ class BlockDirections:
 
     noise: float
 
-    def overlap(self, P: Tensor) -> Tensor:
+    def overlap(self, P: Vectors) -> Tensor:
         return gram(P, P)
 
-    def basis(self, P: Tensor, overlap_host: Tensor) -> Tensor:
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
         return independent_basis(P, overlap_host)
 
-    def step(self, Q: Tensor, AQ: Tensor, R: Tensor, norm_A: Tensor) -> Step:
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature = gram(Q, AQ)
         curvature = (curvature + curvature.mT) / 2
         shifted = curvature - self.noise * norm_A * torch.eye(len(curvature), dtype=torch.float64, device=R.device)
@@ -93,19 +94,19 @@ class BlockDirections:
         sound = (unsafe == 0) & (info == 0) & torch.isfinite(alpha).all() & torch.isfinite(curvature).all()
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def move(self, Y: Tensor, block: Tensor, alpha: Tensor, sign: int) -> None:
+    def move(self, Y: Vectors, block: Vectors, alpha: Tensor, sign: int) -> None:
         axpy(Y, block, sign * alpha)
 
-    def conjugate(self, Z: Tensor, step: Step) -> Tensor:
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         if not step.Q.shape[1]:
             return Z
         L, _ = torch.linalg.cholesky_ex(step.curvature)
         return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
 
-    def repair(self, step: Step, R: Tensor, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
         everyone = range(R.shape[1])
         curvature = step.curvature.cpu()
-        if not bool(torch.isfinite(curvature).all()) or not bool(torch.isfinite(R).all()):
+        if not bool(torch.isfinite(curvature).all()) or not bool(torch.isfinite(largest(R)).all()):
             return step, dict.fromkeys(everyone, Reason.NON_FINITE)
         values, V = torch.linalg.eigh(curvature)
         V = V.to(R.device)
@@ -130,27 +131,27 @@ class ColumnDirections:
 
     noise: float
 
-    def overlap(self, P: Tensor) -> Tensor:
+    def overlap(self, P: Vectors) -> Tensor:
         return norm(P)
 
-    def basis(self, P: Tensor, overlap_host: Tensor) -> Tensor:
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
         sizes = torch.where(overlap_host > 0, overlap_host, 1.0)
-        return P / sizes.to(P)
+        return P / sizes.to(P.device, P.dtype)
 
-    def step(self, Q: Tensor, AQ: Tensor, R: Tensor, norm_A: Tensor) -> Step:
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature, image = inner(Q, AQ), norm(AQ)
         sound, _, _ = _judge(curvature, image, norm_A, self.noise)
         alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
-    def move(self, Y: Tensor, block: Tensor, alpha: Tensor, sign: int) -> None:
-        Y.addcmul_(block, (sign * alpha).to(Y))
+    def move(self, Y: Vectors, block: Vectors, alpha: Tensor, sign: int) -> None:
+        axpy(Y, block, sign * alpha)
 
-    def conjugate(self, Z: Tensor, step: Step) -> Tensor:
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
-        return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z)
+        return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z.dtype)
 
-    def repair(self, step: Step, R: Tensor, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
         curvature, image = step.curvature.cpu(), norm(step.AQ).cpu()
         sound, indefinite, null = _judge(curvature, image, norm_A.cpu(), self.noise)
         failed = {}

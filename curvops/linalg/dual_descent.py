@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from curvops.linalg.matrix_entries import rows
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, Columns, check, shaped_as
-from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block, rows
+from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block
 from curvops.linalg.verdicts import Records
 
 EPOCHS = 200
@@ -84,7 +85,7 @@ def dual_descent(
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
     with torch.no_grad():
-        system = Columns.of(B.reshape(n, -1), None if x0 is None else x0.reshape(n, -1), n)
+        system = Columns.of(B.reshape(n, -1), None if x0 is None else x0.reshape(n, -1), facts)
         options = Options(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
         descent = Descent(K, system, options, float(rtol), system.spread(callback))
         descent.solve()
@@ -184,7 +185,7 @@ class Descent:
     def default_step(self) -> float:
         """1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
         n, b = self.n, self.options.batch
-        V = random_block(n, 1, dtype=self.B.dtype, device=self.B.device, generator=self.options.generator)
+        V = random_block(self.B, 1, generator=self.options.generator)
         size = 0.0
         for _ in range(POWER_STEPS):
             V = self.multiply(V)

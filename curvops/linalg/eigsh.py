@@ -23,7 +23,17 @@ from curvops.linalg.projection import Counted
 from curvops.linalg.results import Eigenpairs, Reason
 from curvops.linalg.shift_invert import Solver, shift_inverted
 from curvops.linalg.thick_restart import Callback, Search, Which
-from curvops.linalg.vectors import Description, Matrix, columns, describe_square, inner, norm, product
+from curvops.linalg.vectors import (
+    Description,
+    Matrix,
+    Vectors,
+    columns,
+    describe_square,
+    inner,
+    norm,
+    product,
+    zero_block,
+)
 
 MOST_ITERATIONS = 10_000
 # A basis of up to so many bytes and columns is used without asking: more room means fewer products.
@@ -43,7 +53,7 @@ def eigsh(
     block_size: int = 2,
     maxiter: int | None = None,
     max_matvecs: int | None = None,
-    start: Float[Tensor, "n b"] | None = None,
+    start: Float[Vectors, "n b"] | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
     solver: Solver | None = None,
@@ -152,8 +162,8 @@ def basis_columns(
 
 
 def _certified(
-    vectors: Tensor,
-    images: Tensor,
+    vectors: Vectors,
+    images: Vectors,
     which: str,
     sigma: float | None,
     rtol: float,
@@ -165,7 +175,7 @@ def _certified(
     values = inner(vectors, images) / inner(vectors, vectors)
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
     order = keys.get(which, -values).argsort()
-    residuals = norm(images - vectors * values.to(vectors))[order]
+    residuals = norm(images - vectors * values.to(vectors.dtype))[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
     residuals = residuals.nan_to_num(math.inf)
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
@@ -192,5 +202,5 @@ def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> t
 
 def _broken(facts: Description, k: int, matvecs: int) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
-    vectors = torch.full((k, facts.rows), math.nan, dtype=facts.dtype, device=facts.device).mT
+    vectors = zero_block(facts, k) * math.nan
     return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs)

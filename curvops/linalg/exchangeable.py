@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.symmetry import require_symmetric
-from curvops.linalg.vectors import Description, axpy, combine, gram, join, norm, random_block, tall_qr
+from curvops.linalg.vectors import Description, axpy, combine, gram, join, norm, random_block
 
 # The spread of leave-one-out estimates understates their error: they share all but one probe, and the more probes, the
 # more. Factors on Student's t for K probes, calibrated on the spectra of docs/estimators.md by benchmarks/coverage.py
@@ -32,11 +33,10 @@ Multiply = Callable[[Tensor], Tensor]
 
 def probes(facts: Description, k: int, kind: Kind, generator: torch.Generator | None) -> Float[Tensor, "n k"]:
     """Random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
-    n, dtype, device = facts.columns, facts.dtype, facts.device
     if kind == "rademacher":
-        return random_block(n, k, dtype=dtype, device=device, generator=generator)
-    Z = random_block(n, k, "gaussian", dtype=dtype, device=device, generator=generator)
-    return Z * (math.sqrt(n) / norm(Z)).to(Z)
+        return random_block(facts, k, generator=generator)
+    Z = random_block(facts, k, "gaussian", generator)
+    return Z * (math.sqrt(facts.columns) / norm(Z)).to(Z)
 
 
 class RangeSketch:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvops.linalg.basis import Basis
 from curvops.linalg.projection import DROPPED, Counted, Projection, rotation
-from curvops.linalg.vectors import as_block, empty_block, part
+from curvops.linalg.vectors import Description, as_block, empty_block, part
 
 
 class GolubKahan(Projection):
@@ -21,14 +21,14 @@ class GolubKahan(Projection):
         self,
         multiply: Counted,
         adjoint: Counted,
-        rows: int,
+        left: Description,
         start: Float[Tensor, "n b"],
         capacity: int,
         generator: torch.Generator | None,
     ) -> None:
         super().__init__(multiply, start, capacity, generator, inject=True)
         self.adjoint = adjoint
-        self.left = Basis(empty_block(rows, 0, start), min(capacity, self.n), generator)
+        self.left = Basis(empty_block(left, 0), min(capacity, self.n), generator)
         self.X = self.Y
 
     def step(self) -> None:

@@ -20,7 +20,7 @@ from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.results import Estimate
 from curvops.linalg.solve import accept
 from curvops.linalg.systems import shifted
-from curvops.linalg.vectors import Matrix
+from curvops.linalg.vectors import Matrix, Vectors
 
 SOLVE_RTOL = 1e-6
 Pairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
@@ -47,7 +47,7 @@ def carried(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
     return replace(estimate, value=value)
 
 
-def solved_pairs(solves: list[tuple[Tensor, Tensor]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
+def solved_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
     """Pairs for (A + shift I)⁻¹ from probes z of Lanczos runs and (P^-½(A + shift I)P^-½)⁻¹z as far as they reach.
 
     With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Conjugate gradients go on from what Lanczos

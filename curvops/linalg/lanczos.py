@@ -14,13 +14,20 @@ from curvops.linalg.results import Reason
 from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Matrix,
+    Vectors,
+    columns,
     combine,
     describe_square,
+    empty_block,
+    inner,
     join,
     largest,
     norm,
-    orthogonalize,
+    part,
     product,
+    project_out,
+    put,
+    put_columns,
     random_block,
 )
 
@@ -35,7 +42,7 @@ class LanczosResult:
     an A that is not: then the identity does not hold.
     """
 
-    Q: Float[Tensor, "n m"]
+    Q: Float[Vectors, "n m"]
     alphas: Float[Tensor, " m"]
     betas: Float[Tensor, " m"]
     residual_norm: Float[Tensor, ""]
@@ -61,7 +68,7 @@ def lanczos(
     A: Matrix,
     steps: int,
     *,
-    start: Float[Tensor, " n"] | None = None,
+    start: Float[Vectors, " n"] | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
 ) -> LanczosResult:
@@ -74,20 +81,23 @@ def lanczos(
 
     Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
     """
-    n, _, dtype, device = describe_square(A)
+    facts = describe_square(A)
+    n, _, dtype, device = facts
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
     check_limits(memory_budget=memory_budget)
     if start is None:
-        start = random_block(n, 1, "gaussian", dtype=dtype, device=device, generator=generator)[:, 0]
-    if start.shape != (n,) or start.dtype != dtype or start.device != device:
+        block = random_block(facts, 1, "gaussian", generator)
+    elif start.shape != (n,) or start.dtype != dtype or start.device != device:
         given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
         raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {given}.")
-    size = float(largest(start[:, None]))
+    else:
+        block = start.unsqueeze(1)
+    size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    depth = depth_within(steps, n, start.element_size(), 1, memory_budget)
-    run = LockStep(product(A), (start / size)[:, None], depth)
+    depth = depth_within(steps, n, dtype.itemsize, 1, memory_budget)
+    run = LockStep(product(A), block / size, depth)
     run.extend(depth)
     return _result(run, steps)
 
@@ -105,23 +115,25 @@ def _result(run: LockStep, steps: int) -> LanczosResult:
         reason = Reason.RANK_CAPPED if m < min(steps, run.n) else Reason.CONVERGED
     alphas, betas = run.alphas[0, :m], run.betas[0, :m]
     last = betas[-1] if m else torch.zeros((), dtype=torch.float64)
-    return LanczosResult(run.basis[0, :m].mT, alphas, betas, last, reason, run.matvecs)
+    return LanczosResult(run.vectors(0, m), alphas, betas, last, reason, run.matvecs)
 
 
 class LockStep:
     """Lanczos for K start vectors at once: one block product a step, each vector with its own basis.
 
+    The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
     ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, and
     ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper.
     """
 
-    def __init__(self, multiply: Callable[[Tensor], Tensor], starts: Float[Tensor, "n K"], capacity: int) -> None:
+    def __init__(self, multiply: Callable[[Vectors], Vectors], starts: Float[Vectors, "n K"], capacity: int) -> None:
         self.n, self.K = starts.shape
         self.multiply = multiply
         self.eps = torch.finfo(starts.dtype).eps
         self.sizes = norm(starts)
-        self.basis = torch.empty(self.K, capacity + 1, self.n, dtype=starts.dtype, device=starts.device)
-        self.basis[:, 0] = (starts / self.sizes.to(starts)).mT
+        self.capacity = capacity
+        self.store = empty_block(starts, self.K * (capacity + 1))
+        put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
         self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
@@ -140,11 +152,16 @@ class LockStep:
         off = self.betas[k, : m - 1]
         return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
 
-    def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
-        """The combination of the first m vectors of start vector k's basis."""
-        return combine(self.basis[k, : len(coefficients)].mT, coefficients[:, None].to(self.basis.device))[:, 0]
+    def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
+        """The first m vectors of start vector k's basis, sharing memory."""
+        first = k * (self.capacity + 1)
+        return part(self.store, first, first + m)
 
-    def inverse_times_start(self, shift: float) -> Float[Tensor, "n K"]:
+    def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Vectors, "n 1"]:
+        """The combination of the first m vectors of start vector k's basis."""
+        return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
+
+    def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
         """(A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
         found = []
         for k in range(self.K):
@@ -152,37 +169,37 @@ class LockStep:
             unit = torch.zeros(m, dtype=torch.float64)
             unit[0] = self.sizes[k]
             y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
-            found.append(combine(self.basis[k, :m].mT, y[:, None]))
+            found.append(self.expand(k, y))
         return join(*found)
 
     def reserve(self, capacity: int) -> None:
         """Room for ``capacity`` steps, keeping those done."""
-        missing = capacity + 1 - self.basis.shape[1]
-        if missing > 0:
-            self.basis = torch.cat([self.basis, self.basis.new_empty(self.K, missing, self.n)], 1)
+        if capacity <= self.capacity:
+            return
+        store, done = empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
+        for k in range(self.K):
+            put(store, k * (capacity + 1), self.vectors(k, done))
+        self.store, self.capacity = store, capacity
 
     def extend(self, depth: int) -> None:
         """Go on to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
-        while (m := self.alphas.shape[1]) < min(depth, self.basis.shape[1] - 1):
+        while (m := self.alphas.shape[1]) < min(depth, self.capacity):
             live = (~self.done).nonzero().squeeze(1)
             if not len(live):
                 return
             self.step(m, live)
 
     def step(self, m: int, live: Tensor) -> None:
-        where = live.to(self.basis.device)
-        everyone = len(live) == self.K
-        V = self.basis[:, m] if everyone else self.basis[where, m]
-        basis = self.basis[:, : m + 1] if everyone else self.basis[where, : m + 1]
-        W = self.multiply(V.mT)
+        """One product and one projection for the start vectors ``live``, each with m vectors done."""
+        here = (live * (self.capacity + 1) + m).to(self.store.device)
+        V = columns(self.store, here)
+        W = self.multiply(V)
         self.matvecs += len(live)
         image = norm(W)
-        rows = W.mT.contiguous() if W.mT.data_ptr() != V.data_ptr() else W.mT.clone()
-        alpha = torch.linalg.vecdot(V.double(), rows.double())
-        mirrored = torch.linalg.vecdot(basis[:, m - 1].double(), rows.double())
-        rows = orthogonalize(rows, basis)
-        beta = norm(rows.mT)
-        self.basis[where, m + 1] = rows / torch.where(beta > 0, beta, 1.0).to(rows)[:, None]
+        alpha, mirrored = inner(V, W), inner(columns(self.store, here - 1), W) if m else image
+        W = project_out(W, self.store, self.capacity + 1, m + 1, live)
+        beta = norm(W)
+        put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
         alpha_host, beta_host, image_host, mirrored_host = torch.stack([alpha, beta, image, mirrored]).cpu()
         if m:
             gaps = (mirrored_host - self.betas[live, m - 1]).abs()

@@ -22,7 +22,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from curvops.linalg.adaptive import check_budget
-from curvops.linalg.brackets import Function, single
+from curvops.linalg.brackets import Multiply, single
 from curvops.linalg.dense_logdet import DenseSpectrum, dense_spectrum
 from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.lanczos import LockStep
@@ -31,7 +31,7 @@ from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler
 from curvops.linalg.quadrature import LEAST, run
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, describe_square, product, random_block
+from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 
 EXACT_SIZE = 256
 MOST_RANK = 400
@@ -174,7 +174,7 @@ def _grid(
     return quadrature.logdet(mus) + describe_square(A).rows * mus.log()
 
 
-def _excess(A: Matrix, bound: float) -> Function:
+def _excess(A: Matrix, bound: float) -> Multiply:
     multiply = product(A)
     return (lambda V: multiply(V) - bound * V) if bound else multiply
 
@@ -216,26 +216,26 @@ def _stochastic(
     return found, solved_pairs(sampler.solves, P, mu - bound) if keep else None
 
 
-def _whitened(excess: Function, P: FactoredPreconditioner, mu: float, floor: float) -> Function:
+def _whitened(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float) -> Multiply:
     """What P^-½(G + μ)P^-½ exceeds its lower bound by: positive semidefinite."""
 
-    def multiply(V: Tensor) -> Tensor:
+    def multiply(V: Vectors) -> Vectors:
         inner = P.sqrt_inverse(V)
         return P.sqrt_inverse(excess(inner) + mu * inner) - floor * V
 
     return multiply
 
 
-def _size(excess: Function, facts: Description, steps: int, generator: torch.Generator | None) -> tuple[float, int]:
+def _size(excess: Multiply, facts: Description, steps: int, generator: torch.Generator | None) -> tuple[float, int]:
     """The size of the largest eigenvalue, by a few steps of Lanczos, and the products they took."""
-    start = random_block(facts.rows, 1, dtype=facts.dtype, device=facts.device, generator=generator)
+    start = random_block(facts, 1, generator=generator)
     run = LockStep(excess, start, max(1, steps))
     run.extend(max(1, steps))
     return run.scale, run.matvecs
 
 
 def _preconditioner(
-    excess: Function, facts: Description, mu: float, most: int, generator: torch.Generator | None
+    excess: Multiply, facts: Description, mu: float, most: int, generator: torch.Generator | None
 ) -> tuple[FactoredPreconditioner | None, float, int]:
     """A preconditioner, the largest eigenvalue, the products spent; none for a spectrum that starts flat or below μ."""
     pilot = grow(excess, facts, None, min(most, PILOT_RANK), 0.0, 1, generator)

@@ -111,9 +111,8 @@ def _by_lanczos(
     generator: torch.Generator | None,
     satisfied: Satisfied,
 ) -> _Found:
-    n, _, dtype, device = facts
     depth = limit if fixed else min(limit, FIRST_RANK)
-    start = random_block(n, 1, "gaussian", dtype=dtype, device=device, generator=generator)
+    start = random_block(facts, 1, "gaussian", generator)
     run = LockStep(product(op), start, depth)
     while True:
         run.reserve(depth)
@@ -138,8 +137,8 @@ def _ritz(run: LockStep) -> tuple[Tensor, Tensor]:
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
         )
     kept = (values > noise).nonzero().squeeze(1).flip(0)
-    basis = run.basis[0, : len(values)].mT
-    return combine(basis, rotation[:, kept].to(basis.device)), values[kept].to(basis)
+    basis = run.vectors(0, len(values))
+    return combine(basis, rotation[:, kept]), values[kept].to(basis)
 
 
 class _Check:
@@ -153,7 +152,7 @@ class _Check:
         n, _, dtype, device = self.facts
         if self.exact:
             return torch.eye(n, dtype=dtype, device=device)
-        return random_block(n, PROBES, dtype=dtype, device=device, generator=self.generator)
+        return random_block(self.facts, PROBES, generator=self.generator)
 
     @property
     def exact(self) -> bool:

@@ -70,7 +70,7 @@ def lsmr(
     operator = Augmented(product(A), transposed_product(A), float(damp))
 
     def solve(part: Tensor, start: Tensor | None) -> Solution:
-        system = Columns.of(part, start, n)
+        system = Columns.of(part, start, facts)
         run = Run(operator, system, start is not None, consistent, float(rtol), limit, callback)
         run.solve()
         return system.solution(run.records)

@@ -80,7 +80,7 @@ def minres(
     precondition = None if preconditioner is None else applied(preconditioner)
 
     def solve(part: Tensor, start: Tensor | None) -> Solution:
-        system = Columns.of(part, start, n)
+        system = Columns.of(part, start, facts)
         run = Run(multiply, precondition, system, start is not None, float(rtol), limit, callback)
         run.solve()
         return system.solution(run.records)

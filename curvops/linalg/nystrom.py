@@ -11,20 +11,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import (
     Description,
     Matrix,
+    Vectors,
+    as_block,
+    as_columns,
     axpy,
     combine,
     describe_square,
+    empty_block,
     gram,
+    join,
     norm,
+    part,
     product,
     random_block,
-    tall_qr,
 )
 
 FIRST_RANK = 8
@@ -39,7 +45,7 @@ class Nystrom:
     the range. ``reason`` is CONVERGED for the rank asked for or chosen, RANK_CAPPED where a budget ended the growth.
     """
 
-    U: Float[Tensor, "n r"]
+    U: Float[Vectors, "n r"]
     eigenvalues: Float[Tensor, " r"]
     shift: float
     tail: float
@@ -62,10 +68,10 @@ class Nystrom:
         ratios = (self.eigenvalues + shift) / (self.tail + shift)
         return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """The approximation times a vector or a block."""
-        block = V.reshape(len(V), -1)
-        return combine(self.U, self.eigenvalues[:, None] * gram(self.U, block)).reshape(V.shape)
+        found = combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V)))
+        return found if V.ndim == 2 else found.squeeze(1)
 
 
 def nystrom(
@@ -102,30 +108,29 @@ def nystrom(
 
 
 def grow(
-    multiply: Callable[[Tensor], Tensor],
+    multiply: Callable[[Vectors], Vectors],
     facts: Description,
     rank: int | None,
     limit: int,
     shift: float,
     rhs: float | int,
     generator: torch.Generator | None,
-    satisfied: Callable[[Tensor, Tensor], bool] | None = None,
+    satisfied: Callable[[Vectors, Tensor], bool] | None = None,
 ) -> Nystrom:
     """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
 
     ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays.
     """
-    n, _, dtype, device = facts
-    Omega = torch.empty(0, n, dtype=dtype, device=device).mT
-    Y = Omega
+    n = facts.rows
+    Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
     while True:
-        fresh = random_block(n, target - Omega.shape[1], "gaussian", dtype=dtype, device=device, generator=generator)
+        fresh = random_block(facts, target - Omega.shape[1], "gaussian", generator)
         fresh, _ = tall_qr(fresh)
         for _ in range(2 if Omega.shape[1] else 0):
-            fresh, _ = tall_qr(axpy(fresh.clone(), Omega, -gram(Omega, fresh)))
-        Omega = torch.cat([Omega.mT, fresh.mT]).mT
-        Y = torch.cat([Y.mT, multiply(fresh).mT]).mT
+            fresh, _ = tall_qr(axpy(as_block(fresh), Omega, -gram(Omega, fresh)))
+        Omega = join(Omega, fresh)
+        Y = join(Y, multiply(fresh))
         U, values, exhausted = _factor(Omega, Y)
         if rank is not None or exhausted or target >= limit:
             break
@@ -133,19 +138,24 @@ def grow(
             break
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
-    cut = limit < wanted and target >= limit and not exhausted and not (rank is None and len(values) and _enough(values, shift))
+    cut = (
+        limit < wanted
+        and target >= limit
+        and not exhausted
+        and not (rank is None and len(values) and _enough(values, shift))
+    )
     tail = 0.0 if exhausted or not len(values) else float(values[-1])
     return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
 
 
-def _factor(Omega: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _factor(Omega: Vectors, Y: Vectors) -> tuple[Vectors, Tensor, bool]:
     """U, eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
     if not math.isfinite(size):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
     if size == 0:
-        return Omega[:, :0], torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
+        return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
     core = gram(Omega, Y)
     require_symmetric(core)

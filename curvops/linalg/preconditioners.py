@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.vectors import combine, gram
+from curvops.linalg.vectors import Vectors, as_columns, combine, gram
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[[Vectors], Vectors]
 
 
 @runtime_checkable
@@ -35,13 +35,13 @@ class FactoredPreconditioner(Protocol):
     def matvecs(self) -> int:
         """Products with A that were spent on making P."""
 
-    def __matmul__(self, V: Tensor, /) -> Tensor:
+    def __matmul__(self, V: Vectors, /) -> Vectors:
         """P⁻¹V."""
 
-    def sqrt_inverse(self, V: Tensor, /) -> Tensor:
+    def sqrt_inverse(self, V: Vectors, /) -> Vectors:
         """P^-½V, the symmetric root."""
 
-    def sqrt(self, V: Tensor, /) -> Tensor:
+    def sqrt(self, V: Vectors, /) -> Vectors:
         """P^½V, the symmetric root."""
 
     def logdet(self) -> Tensor:
@@ -61,47 +61,47 @@ class LowRankPreconditioner:
     Rank 0 is a multiple of the identity.
     """
 
-    U: Float[Tensor, "n r"]
+    U: Float[Vectors, "n r"]
     eigenvalues: Float[Tensor, " r"]
     values: Float[Tensor, " r"]
     level: float
     matvecs: int = 0
 
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """P⁻¹V for a vector or a block."""
         return self._filtered(torch.reciprocal, V)
 
-    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+    def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """P^-½V for a vector or a block."""
         return self._filtered(torch.rsqrt, V)
 
-    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+    def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """P^½V for a vector or a block."""
         return self._filtered(torch.sqrt, V)
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P, exact."""
-        return self.values.log().sum() + (len(self.U) - len(self.values)) * math.log(self.level)
+        return self.values.log().sum() + (self.U.shape[0] - len(self.values)) * math.log(self.level)
 
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest eigenvalue of P."""
-        every = [self.level] if len(self.values) < len(self.U) else []
+        every = [self.level] if len(self.values) < self.U.shape[0] else []
         if len(self.values):
             every += [float(self.values.amin()), float(self.values.amax())]
         return min(every), max(every)
 
     def floor(self, level: float) -> float:
         """A c with B ≥ c P: from B ≥ Â and B ≥ level follows B ≥ (Â + level)/2, which U diagonalises as it does P."""
-        ratios = [level / (2 * self.level)] if len(self.values) < len(self.U) else []
+        ratios = [level / (2 * self.level)] if len(self.values) < self.U.shape[0] else []
         if len(self.values):
             ratios.append(float(((self.eigenvalues + level) / (2 * self.values)).amin()))
         return min(ratios)
 
-    def _filtered(self, function: Function, V: Tensor) -> Tensor:
+    def _filtered(self, function: Callable[[Tensor], Tensor], V: Vectors) -> Vectors:
         outside = float(function(torch.tensor(self.level, dtype=torch.float64)))
         scaled = V if outside == 1 else V * outside
         if not len(self.values):
             return scaled
         weights = function(self.values) - outside
-        block = V.reshape(len(V), -1)
-        return (scaled.reshape(len(V), -1) + combine(self.U, weights[:, None] * gram(self.U, block))).reshape(V.shape)
+        found = as_columns(scaled) + combine(self.U, weights[:, None] * gram(self.U, as_columns(V)))
+        return found if V.ndim == 2 else found.squeeze(1)

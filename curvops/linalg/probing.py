@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvops.linalg.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
+from curvops.linalg.brackets import Function, Multiply, Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.nystrom import Nystrom, grow
 from curvops.linalg.results import Estimate, Reason
-from curvops.linalg.vectors import Description, gram, random_block
+from curvops.linalg.vectors import Description, Vectors, gram, random_block
 
 FIRST_PROBES = 3
 UNLIMITED = 10**12
@@ -27,7 +27,7 @@ class Sketch:
 
     def __init__(
         self,
-        multiply: Function,
+        multiply: Multiply,
         facts: Description,
         generator: torch.Generator | None,
         memory_budget: int | None,
@@ -50,7 +50,7 @@ class Sketch:
     def nodes(self) -> Tensor:
         return torch.zeros(0, dtype=torch.float64) if self.made is None else self.made.eigenvalues.cpu()
 
-    def weights(self, Z: Tensor) -> Tensor:
+    def weights(self, Z: Vectors) -> Tensor:
         if self.made is None:
             return torch.zeros(Z.shape[1], 0, dtype=torch.float64)
         return gram(Z, self.made.U).square().cpu()
@@ -67,7 +67,7 @@ class Sampler:
 
     def __init__(
         self,
-        multiply: Function,
+        multiply: Multiply,
         facts: Description,
         mu: float,
         rtol: float,
@@ -82,19 +82,18 @@ class Sampler:
         self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
         self.functions = tuple(functions) or (log_ratio(mu),)
         self.f, self.keep = self.functions[0], keep
-        self.solves: list[tuple[Tensor, Tensor]] = []
+        self.solves: list[tuple[Vectors, Vectors]] = []
         self.known, self.scale = known, scale
         self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
         self.rules: list[Rules] = []
-        self.signs: list[Tensor] = []
+        self.signs: list[Vectors] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
 
     def goal(self, values: Tensor) -> float:
         return self.rtol * abs(self.known + float(values.mean()))
 
     def start(self, count: int, depth: int) -> LockStep:
-        n, _, dtype, device = self.facts
-        Z = random_block(n, count, dtype=dtype, device=device, generator=self.generator)
+        Z = random_block(self.facts, count, generator=self.generator)
         self.signs.append(Z.to(torch.int8))
         return LockStep(self.multiply, Z, depth)
 

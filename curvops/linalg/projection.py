@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.basis import Basis
-from curvops.linalg.vectors import as_block, norm, part
+from curvops.linalg.vectors import Vectors, as_block, norm, part
 
 # Directions of a residual below so many units of rounding are dropped.
 DROPPED = 10
@@ -20,10 +20,10 @@ DROPPED = 10
 class Counted:
     """A product with blocks that counts the vectors it was given."""
 
-    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, multiply: Callable[[Vectors], Vectors]) -> None:
         self.multiply, self.matvecs = multiply, 0
 
-    def __call__(self, V: Tensor) -> Tensor:
+    def __call__(self, V: Vectors) -> Vectors:
         """The product with a block."""
         self.matvecs += V.shape[1]
         return self.multiply(V)
@@ -41,7 +41,7 @@ class Projection(ABC):
     def __init__(
         self,
         multiply: Counted,
-        start: Float[Tensor, "n b"],
+        start: Float[Vectors, "n b"],
         capacity: int,
         generator: torch.Generator | None,
         inject: bool,
@@ -121,7 +121,7 @@ class Projection(ABC):
         return self.eps * self.size
 
     @property
-    def settled(self) -> Float[Tensor, "n k"]:
+    def settled(self) -> Float[Vectors, "n k"]:
         """The locked columns."""
         return part(self.basis.store, 0, self.locked)
 
@@ -129,7 +129,7 @@ class Projection(ABC):
         """The eigenvalue, in the operator whose powers make the Krylov space, of a value (a bound may be negative)."""
         return value
 
-    def _scaled(self, W: Tensor) -> Tensor:
+    def _scaled(self, W: Vectors) -> Vectors:
         """A copy of a product in units of ``scale``, which is set by the first that is not zero."""
         W = as_block(W)
         image = float(norm(W).amax())
@@ -139,7 +139,8 @@ class Projection(ABC):
         if self.size == 0 and image > 0:
             self.scale = 2.0 ** round(math.log2(image))  # a power of two: dividing by it is exact
         self.size = max(self.size, image / self.scale)
-        return W.div_(self.scale)
+        W /= self.scale
+        return W
 
     def _advance(self, R: Tensor) -> None:
         """Take the residual's coefficients on the new pending block."""

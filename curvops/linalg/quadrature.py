@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from curvops.linalg.adaptive import check_budget
-from curvops.linalg.brackets import Function, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
@@ -52,7 +52,7 @@ def spectral_quadrature(
 
 
 def run(
-    multiply: Function,
+    multiply: Multiply,
     facts: Description,
     shifts: Sequence[float],
     rtol: float,

@@ -6,11 +6,21 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, converged
-from curvops.linalg.vectors import Matrix, columns, largest, norm, product
+from curvops.linalg.vectors import (
+    Matrix,
+    Vectors,
+    as_block,
+    columns,
+    finite_part,
+    largest,
+    norm,
+    product,
+    put_columns,
+    zero_block,
+)
 
 # What float32 can give of a well-conditioned system, and what it can nearly always give.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
@@ -19,9 +29,9 @@ FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
 def refined(
     exact: Matrix,
     dtype: torch.dtype,
-    B: Tensor,
-    X0: Tensor | None,
-    solve: Callable[[Tensor, Tensor | None, float, int, Callback | None], Solution],
+    B: Vectors,
+    X0: Vectors | None,
+    solve: Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution],
     rtol: float,
     maxiter: int,
     callback: Callback | None,
@@ -33,31 +43,33 @@ def refined(
     """
     if exact.dtype != torch.float64:
         raise ValueError(f"refine needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
-    multiply, target = product(exact), B.double()
+    multiply, target = product(exact), B.to(torch.float64)
     height = largest(target)
     zero, finite = (height == 0).cpu(), torch.isfinite(height).cpu()
     size = torch.where((height > 0) & torch.isfinite(height), norm(target), 1.0)
-    X = torch.zeros_like(target)
+    X = zero_block(target, target.shape[1])
     if X0 is not None:
-        X[:, ~zero] = X0.double()[:, ~zero]
-    residual, last = target.clone(), torch.where(zero, 0.0, math.inf).double()
+        begin = (~zero).nonzero().squeeze(1)
+        put_columns(X, begin, columns(X0.to(torch.float64), begin))
+    residual, last = as_block(target), torch.where(zero, 0.0, math.inf).double()
     history = torch.ones(1, B.shape[1], dtype=torch.float64)
     reasons = [Reason.ZERO_RIGHT_HAND_SIDE if z else Reason.NON_FINITE for z in zero.tolist()]
     iterations = matvecs = taken = 0
-    begun, best, digits = X0 is not None, X.clone(), FIRST_DIGITS
+    begun, best, digits = X0 is not None, as_block(X), FIRST_DIGITS
     norm_A = torch.zeros((), dtype=torch.float64, device=B.device)
     todo = (~zero & finite).nonzero().squeeze(1)
     while len(todo):
         where = todo.to(B.device)
         if begun:
-            image = multiply(X[:, where])
+            x = columns(X, where)
+            image = multiply(x)
             taken += len(todo)
-            residual[:, where] = target[:, where] - image
-            norm_A = torch.maximum(norm_A, torch.nan_to_num(norm(image) / norm(X[:, where]), nan=0.0).amax())
+            put_columns(residual, where, columns(target, where) - image)
+            norm_A = torch.maximum(norm_A, torch.nan_to_num(norm(image) / norm(x), nan=0.0).amax())
         begun = True
-        now = (norm(residual[:, where]) / size[where]).cpu()
+        now = (norm(columns(residual, where)) / size[where]).cpu()
         gained, better = now < 0.5 * last[todo], todo[now < last[todo]].to(B.device)
-        best[:, better] = X[:, better]
+        put_columns(best, better, columns(X, better))
         last[todo] = torch.where(now < last[todo], now, last[todo])
         history[-1] = last.nan_to_num(posinf=1.0)
         todo = todo[(now > rtol) & gained]
@@ -65,7 +77,9 @@ def refined(
             break
         where = todo.to(B.device)
         inner = max(digits, 0.5 * rtol / float(last[todo].amax()))
-        part = solve((residual[:, where] / size[where]).to(dtype), None, min(inner, 0.5), maxiter - iterations, None)
+        part = solve(
+            (columns(residual, where) / size[where]).to(dtype), None, min(inner, 0.5), maxiter - iterations, None
+        )
         iterations, matvecs = iterations + part.iterations, matvecs + part.matvecs
         if Reason.PRECISION_LIMIT in part.reasons:
             digits = FEWER_DIGITS
@@ -74,13 +88,14 @@ def refined(
         history = torch.cat([history, rows[1:], rows[-1:]])
         for j, reason in zip(todo.tolist(), part.reasons):
             reasons[j] = reason
-        step = columns(part.x, torch.arange(len(todo))).double() * size[where]
-        X[:, where] += torch.where(torch.isfinite(step), step, 0.0)
+        step = part.x.to(torch.float64) * size[where]
+        put_columns(X, where, columns(X, where) + finite_part(step))
         if callback is not None:
             callback(iterations, history[-1])
     backward = last / ((norm_A * norm(best) / size).cpu() + 1)
-    best[:, ~finite.to(B.device)] = math.nan
-    level = 10 * torch.finfo(torch.float64).eps * math.sqrt(len(B))
+    lost = (~finite).nonzero().squeeze(1)
+    put_columns(best, lost, columns(best, lost) * math.nan)
+    level = 10 * torch.finfo(torch.float64).eps * math.sqrt(B.shape[0])
     for j, reason in enumerate(reasons):
         if not zero[j] and bool(last[j] <= rtol):
             reasons[j] = Reason.CONVERGED

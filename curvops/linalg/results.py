@@ -12,6 +12,8 @@ from linear_operator.utils.errors import NotPSDError
 from scipy.special import stdtrit
 from torch import Tensor
 
+from curvops.linalg.vectors import Vectors
+
 
 class Reason(Enum):
     """Why an algorithm stopped. The value is the remedy, in plain sentences."""
@@ -85,7 +87,7 @@ class Solution:
     for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
     """
 
-    x: Tensor
+    x: Vectors
     reasons: tuple[Reason, ...]
     converged: Bool[Tensor, " K"]
     relative_residuals: Float[Tensor, " K"]
@@ -206,7 +208,7 @@ class Eigenpairs:
     """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
 
     values: Float[Tensor, " k"]
-    vectors: Float[Tensor, "n k"]
+    vectors: Float[Vectors, "n k"]
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int

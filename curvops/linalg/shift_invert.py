@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.minres import minres
+from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import ACCEPTED, Reason, Solution
 from curvops.linalg.systems import shifted
-from curvops.linalg.vectors import Matrix, combine, gram, product, tall_qr
+from curvops.linalg.vectors import Matrix, combine, gram, product
 
 Solver: TypeAlias = Callable[..., Solution]
 

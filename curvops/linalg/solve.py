@@ -100,11 +100,11 @@ def method_for(A: Matrix) -> Method:
 
 def seems_symmetric(A: Matrix) -> bool:
     """Whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors, to half the digits: wrong with a probability of about √eps."""
-    n, _, dtype, device = describe(A)
-    pair = random_block(n, 2, "gaussian", dtype=dtype, device=device, generator=torch.Generator().manual_seed(0))
+    facts = describe(A)
+    pair = random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
     image = product(A)(pair)
     gap = inner(pair.flip(1), image)
-    scale = norm(image).amax() * torch.finfo(dtype).eps ** 0.5
+    scale = norm(image).amax() * torch.finfo(facts.dtype).eps ** 0.5
     return bool((gap[0] - gap[1]).abs() <= scale)
 
 

@@ -94,8 +94,8 @@ def spectral_density(
     Costs at most probes × steps products and keeps as many vectors.
 
     Raises:
-        ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log scale), or an
-            option is out of range, such as a bandwidth finer than the grid.
+        ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log
+            scale), or an option is out of range, such as a bandwidth finer than the grid.
 
     Source: Lin, Saad & Yang 2016; Ghorbani, Krishnan & Xiao 2019; the log density as in Papyan 2020.
     """
@@ -226,15 +226,14 @@ class _Probes:
 
     @property
     def depth(self) -> int:
-        return self.run.basis.shape[1] - 1
+        return self.run.capacity
 
     @property
     def size(self) -> float:
         return self.run.scale
 
     def _start(self, count: int, depth: int) -> LockStep:
-        n, _, dtype, device = self.facts
-        Z = random_block(n, count, dtype=dtype, device=device, generator=self.generator)
+        Z = random_block(self.facts, count, generator=self.generator)
         return LockStep(self.multiply, Z, depth)
 
     def go(self, view: _View, level: float) -> None:

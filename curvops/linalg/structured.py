@@ -16,7 +16,7 @@ from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.results import Estimate
 from curvops.linalg.roots import sqrt
 from curvops.linalg.spaces import Space, common, spaces_of
-from curvops.linalg.vectors import random_block, require_precision
+from curvops.linalg.vectors import Description, random_block, require_precision
 
 # Draws of an operator without a root: columns that run together, and their relative error.
 DRAW_BLOCK = 32
@@ -279,4 +279,4 @@ def _draw_by_products(operator: Operator, k: int, generator: torch.Generator | N
 
 def normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """k standard normal vectors as columns, (n, k), in the dtype and on the device of a tensor."""
-    return random_block(n, k, "gaussian", dtype=like.dtype, device=like.device, generator=generator)
+    return random_block(Description(n, n, like.dtype, like.device), k, "gaussian", generator)

@@ -51,7 +51,7 @@ def svds(
     Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
     """
     facts = describe(A)
-    rows, n = max(facts.rows, facts.columns), min(facts.rows, facts.columns)
+    n = min(facts.rows, facts.columns)
     if not 1 <= k <= n:
         raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
     if which not in ("largest", "smallest"):
@@ -65,8 +65,8 @@ def svds(
         raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     multiply, adjoint = Counted(product(tall)), Counted(product(wide))
-    start = random_block(n, b, "gaussian", dtype=facts.dtype, device=facts.device, generator=generator)
-    process = GolubKahan(multiply, adjoint, rows, start, capacity, generator)
+    start = random_block(describe(tall), b, "gaussian", generator)
+    process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
     search = Search(
         process,
         cast(Which, which),

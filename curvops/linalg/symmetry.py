@@ -11,9 +11,8 @@ SKEWED = 1e-3
 """The difference between a matrix and its transpose, relative to its size, that no rounding explains."""
 
 
-def require_symmetric(*matrices: Tensor) -> None:
-    """Raise ValueError where one of these small matrices (..., k, k) is not symmetric; one that is not finite passes."""
-    for X in matrices:
-        gap = torch.linalg.vector_norm(X - X.mT)
-        if bool(gap > SKEWED * torch.linalg.vector_norm(X)):
-            raise ValueError(Reason.NOT_SYMMETRIC.value)
+def require_symmetric(X: Tensor) -> None:
+    """Raise ValueError where a small matrix, or one of a batch, is not symmetric; one that is not finite passes."""
+    gap = torch.linalg.matrix_norm(X - X.mT)
+    if bool((gap > SKEWED * torch.linalg.matrix_norm(X)).any()):
+        raise ValueError(Reason.NOT_SYMMETRIC.value)

@@ -14,18 +14,32 @@ from torch import Tensor
 
 from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Reason, Solution
-from curvops.linalg.vectors import Description, Matrix, as_block, columns, join, largest, norm, product
+from curvops.linalg.vectors import (
+    Description,
+    Matrix,
+    Vectors,
+    as_block,
+    columns,
+    join,
+    largest,
+    norm,
+    part,
+    product,
+    put,
+    put_columns,
+    zero_block,
+)
 
 MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
-Block: TypeAlias = Callable[[Tensor], Tensor]
+Block: TypeAlias = Callable[[Vectors], Vectors]
 
 
 @runtime_checkable
 class Multiplies(Protocol):
     """Anything that a block of vectors can be multiplied by with ``@``."""
 
-    def __matmul__(self, other: Tensor, /) -> Tensor:
+    def __matmul__(self, other: Vectors, /) -> Vectors:
         """The product with a block."""
 
 
@@ -34,10 +48,10 @@ Preconditioner: TypeAlias = Multiplies | Block | Tensor | LinearOperator
 
 def check(
     facts: Description,
-    B: Tensor,
+    B: Vectors,
     rtol: float | int | None,
     maxiter: int | None,
-    x0: Tensor | None = None,
+    x0: Vectors | None = None,
     memory_budget: int | None = None,
     max_matvecs: int | None = None,
 ) -> None:
@@ -100,8 +114,8 @@ class Columns:
     A column of B is ``unit * length * height``: in two factors, since the norm itself may overflow.
     """
 
-    unit: Float[Tensor, "m k"]
-    X: Float[Tensor, "n k"]
+    unit: Float[Vectors, "m k"]
+    X: Float[Vectors, "n k"]
     height: Float[Tensor, " k"]
     length: Float[Tensor, " k"]
     live: Tensor
@@ -109,17 +123,17 @@ class Columns:
     known: dict[int, Reason]
 
     @classmethod
-    def of(cls, B: Float[Tensor, "m K"], X0: Tensor | None, n: int) -> Columns:
-        """Leave out zero and non-finite columns. One small transfer."""
+    def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> Columns:
+        """Leave out zero and non-finite columns; solutions are ``like`` these vectors. One small transfer."""
         heights = largest(B).cpu()
         known = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
         known |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
         live = torch.tensor([j for j in range(B.shape[1]) if j not in known], dtype=torch.long)
-        height = heights[live].to(B)
+        height = heights[live].to(B.device, B.dtype)
         unit = columns(B, live) / height
-        length = norm(unit).to(B)
+        length = norm(unit).to(B.dtype)
         if X0 is None:
-            X = torch.zeros(len(live), n, dtype=B.dtype, device=B.device).mT
+            X = zero_block(like, len(live))
         else:
             X = as_block(columns(X0, live) / height / length)
         return cls(unit / length, X, height, length, live, B.shape[1], known)
@@ -139,14 +153,14 @@ class Columns:
         shape = (len(outcome.history), len(self.live))
         history[:, self.live] = torch.tensor(outcome.history, dtype=torch.float64).reshape(shape)
         X = outcome.X
-        x = torch.zeros(self.K, X.shape[0], dtype=X.dtype, device=X.device).mT
-        x[:, self.live.to(X.device)] = X * self.length * self.height
+        x = zero_block(X, self.K)
+        put_columns(x, self.live, X * self.length * self.height)
         overflowed = ~torch.isfinite(largest(x)).cpu()
         for j in range(self.K):
             if bool(overflowed[j]):
                 reasons[j] = Reason.NON_FINITE
             if self.known.get(j) is Reason.NON_FINITE:
-                x[:, j] = math.nan
+                put(x, j, part(x, j, j + 1) * math.nan)
             if reasons[j] is Reason.NON_FINITE and (bool(overflowed[j]) or j in self.known):
                 residuals[j] = backward[j] = math.inf
         ordered = tuple(reasons[j] for j in range(self.K))
@@ -165,7 +179,7 @@ class Columns:
 class Outcome(Protocol):
     """What a finished run tells: a number per column on the host, and the best answers."""
 
-    X: Tensor
+    X: Vectors
     reasons: dict[int, Reason]
     best: list[float]
     backward: list[float]
@@ -184,15 +198,19 @@ def converged(reasons: tuple[Reason, ...]) -> Tensor:
 
 
 def in_groups(
-    solve: Callable[[Tensor, Tensor | None], Solution], B: Tensor, X0: Tensor | None, vectors: int, budget: int | None
+    solve: Callable[[Vectors, Vectors | None], Solution],
+    B: Vectors,
+    X0: Vectors | None,
+    vectors: int,
+    budget: int | None,
 ) -> Solution:
     """Solve as many columns at a time as fit in ``budget`` bytes at ``vectors`` working vectors each, at least one."""
     if budget is None:
         return solve(B, X0)
-    width = max(1, budget // max(1, vectors * B.shape[0] * B.element_size()))
+    width = max(1, budget // max(1, vectors * B.shape[0] * B.dtype.itemsize))
     starts = range(0, max(B.shape[1], 1), width)
-    parts = [solve(B[:, i : i + width], None if X0 is None else X0[:, i : i + width]) for i in starts]
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    found = [solve(part(B, i, i + width), None if X0 is None else part(X0, i, i + width)) for i in starts]
+    return found[0] if len(found) == 1 else _joined(found)
 
 
 def _joined(parts: list[Solution]) -> Solution:
@@ -213,6 +231,6 @@ def _joined(parts: list[Solution]) -> Solution:
     )
 
 
-def shaped_as(solution: Solution, B: Tensor) -> Solution:
+def shaped_as(solution: Solution, B: Vectors) -> Solution:
     """The solution with x (n,) where B was a vector."""
     return solution if B.ndim == 2 else replace(solution, x=solution.x.squeeze(1))

@@ -1,13 +1,21 @@
 """The few primitives through which every algorithm touches long vectors.
 
 A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``, so that a column is contiguous.
-Small results (scalars per column, K × K matrices) are float64 whatever the vectors' dtype.
+Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
+
+Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
+function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); what
+creates blocks (``like``) for a subclass of `Description` too; and `describe`, which returns that, and `product` for
+your operators. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a block, a number, or
+a tensor of K numbers, one a column. `Vectors` annotates what may be such a block. `tests/linalg/split.py` is an
+example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from functools import singledispatch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +24,18 @@ from torch import Tensor
 
 Matrix: TypeAlias = Tensor | LinearOperator
 CHUNK = 1 << 20
+
+if TYPE_CHECKING:
+    Vectors: TypeAlias = Tensor
+else:
+
+    @runtime_checkable
+    class Vectors(Protocol):
+        """A block of long vectors, or one: a tensor, or any type that the primitives are registered for."""
+
+        shape: Any
+        dtype: torch.dtype
+        device: torch.device
 
 
 class Description(NamedTuple):
@@ -27,6 +47,7 @@ class Description(NamedTuple):
     device: torch.device
 
 
+@singledispatch
 def describe(A: Matrix) -> Description:
     """Size, dtype and device of a dense or lazy matrix.
 
@@ -64,6 +85,7 @@ def describe_square(A: Matrix) -> Description:
     return facts
 
 
+@singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """The map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
     if isinstance(A, Tensor):
@@ -97,40 +119,40 @@ def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map index -> A[index, :], dense (b, n).
-
-    A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
-    one transposed product each.
-    """
-    if isinstance(A, Tensor):
-        dense = A.detach()
-        return lambda index: dense[index]
-
-    def take(index: Tensor) -> Tensor:
-        with torch.no_grad():
-            part = A[index, :]
-            result: Tensor = part if isinstance(part, Tensor) else part.to_dense()
-        return result.detach()
-
-    return take
+def as_columns(B: Vectors) -> Vectors:
+    """A vector (n,) as a block of one column; a block as it is."""
+    return B.unsqueeze(1) if B.ndim == 1 else B
 
 
-def empty_block(n: int, k: int, like: Tensor) -> Float[Tensor, "n k"]:
-    """An uninitialised block of k columns, each contiguous."""
-    return torch.empty(k, n, dtype=like.dtype, device=like.device).mT
+def _length(like: Vectors | Description) -> int:
+    return like.columns if isinstance(like, Description) else like.shape[0]
 
 
+@singledispatch
+def empty_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
+    """An uninitialised block of k columns, each contiguous: like those of a block, or as a matrix takes them."""
+    return torch.empty(k, _length(like), dtype=like.dtype, device=like.device).mT
+
+
+@singledispatch
+def zero_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
+    """A block of k zero columns; ``like`` as for `empty_block`."""
+    return torch.zeros(k, _length(like), dtype=like.dtype, device=like.device).mT
+
+
+@singledispatch
 def part(X: Float[Tensor, "n k"], start: int, stop: int) -> Float[Tensor, "n j"]:
     """Columns start..stop of X, sharing its memory."""
     return X[:, start:stop]
 
 
+@singledispatch
 def put(X: Float[Tensor, "n k"], start: int, V: Float[Tensor, "n j"]) -> None:
     """Write V over the columns of X that begin at start."""
     X[:, start : start + V.shape[1]] = V
 
 
+@singledispatch
 def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
     """Write X C over the first k ≤ j columns of X, with little memory of its own."""
     small = C.to(X)
@@ -139,38 +161,45 @@ def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
         X[i : i + rows, : C.shape[1]] = combine(X[i : i + rows], small)
 
 
+@singledispatch
 def as_block(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """A copy of X with contiguous columns."""
-    return empty_block(X.shape[0], X.shape[1], X).copy_(X)
+    return empty_block(X, X.shape[1]).copy_(X)
 
 
+@singledispatch
 def random_block(
-    n: int,
+    like: Vectors | Description,
     k: int,
     kind: Literal["rademacher", "gaussian"] = "rademacher",
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
     generator: torch.Generator | None = None,
-) -> Float[Tensor, "n k"]:
-    """Independent random vectors with independent entries of mean 0 and variance 1."""
-    home = device if generator is None else generator.device
-    rows = torch.empty(k, n, dtype=dtype, device=home)
+) -> Float[Vectors, "n k"]:
+    """Independent random vectors with independent entries of mean 0 and variance 1; ``like`` as for `empty_block`."""
+    home = like.device if generator is None else generator.device
+    rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
     if kind == "rademacher":
         rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
     else:
         rows.normal_(generator=generator)
-    return rows.to(device).mT
+    return rows.to(like.device).mT
 
 
+@singledispatch
 def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
     """The chosen columns of X, contiguous; the index may stay on the host."""
     return X.mT[index.to(X.device)].mT
 
 
-def join(*blocks: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
+@singledispatch
+def put_columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"], V: Float[Tensor, "n j"]) -> None:
+    """Write V over the chosen columns of X; the index may stay on the host."""
+    X.mT[index.to(X.device)] = V.mT
+
+
+@singledispatch
+def join(first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
     """The blocks side by side, contiguous by columns."""
-    return torch.cat([block.mT for block in blocks]).mT
+    return torch.cat([block.mT for block in (first, *others)]).mT
 
 
 def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
@@ -203,49 +232,38 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
     return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
 
 
-def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
-    if isinstance(A, Tensor):
-        return columns(A.detach(), index)
-    if hasattr(A, "_columns"):
-        with torch.no_grad():
-            own: Tensor = A._columns(index)
-        return own.detach()
-    units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
-    return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
-
-
-def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
-    """The diagonal of a square A, and the products it took (0 where they cannot be counted)."""
-    if isinstance(A, Tensor):
-        return A.detach().diagonal(), 0
-    with torch.no_grad():
-        diagonal: Tensor = A._diagonal()
-    return diagonal.detach(), getattr(A, "diagonal_matvecs", 0)
-
-
 def _chunks(n: int) -> range:
     return range(0, max(n, 1), CHUNK)
 
 
+@singledispatch
+def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """X with zero in place of NaN and Inf."""
+    return torch.where(torch.isfinite(X), X, 0.0)
+
+
+@singledispatch
 def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """xᵀy column by column, accumulated in float64."""
     parts = [torch.linalg.vecdot(X[i : i + CHUNK].double(), Y[i : i + CHUNK].double(), dim=0) for i in _chunks(len(X))]
     return torch.stack(parts).sum(0)
 
 
+@singledispatch
 def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """2-norm of each column, accumulated in float64."""
     sizes: Tensor = torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
     return sizes
 
 
+@singledispatch
 def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """Largest absolute entry of each column."""
     sizes: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=0)
     return sizes.double()
 
 
+@singledispatch
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
     """XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
     total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
@@ -256,74 +274,36 @@ def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k
     return total
 
 
+@singledispatch
 def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
     """X C, stored with contiguous columns."""
     return (C.to(X).mT @ X.mT).mT
 
 
-def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
-    """Y ← Y + X C, in place."""
-    return Y.addmm_(X, C.to(X))
+@singledispatch
+def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "*j k"]) -> Float[Tensor, "n k"]:
+    """Y ← Y + X C, in place; a C (k,) holds one number for each column."""
+    return Y.addcmul_(X, C.to(X)) if C.ndim == 1 else Y.addmm_(X, C.to(X))
 
 
-def tall_qr(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
-    """Thin QR of a tall block, r = min(n, k): CholeskyQR2, or Householder where X is ill conditioned.
-
-    Cost: two Gram matrices and two triangular solves. R is float64.
-    """
-    R = torch.eye(X.shape[1], dtype=torch.float64, device=X.device)
-    Q = X
-    if X.shape[1] <= X.shape[0]:
-        limit = 1e-2 / torch.finfo(X.dtype).eps
-        for turn in range(2):
-            L, info = torch.linalg.cholesky_ex(gram(Q, Q))
-            pivots = L.diagonal()
-            if turn == 0 and (not pivots.numel() or bool((info != 0) | ~(pivots.amax() < limit**0.5 * pivots.amin()))):
-                break
-            Q = _divide(Q, L)
-            R = L.mT @ R
-        else:
-            return Q, R
+@singledispatch
+def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
+    """Thin QR of a block however ill conditioned, r = min(n, k). R is float64."""
     Q, R = torch.linalg.qr(X)
     return as_block(Q), R.double()
 
 
-def _divide(X: Tensor, L: Tensor) -> Tensor:
-    """X L⁻ᵀ for a small lower-triangular L."""
-    inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
-    return combine(X, inverse.mT)
+@singledispatch
+def project_out(
+    W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
+) -> Float[Tensor, "n j"]:
+    """Column i of W minus its projection on orthonormal basis ``which[i]``: classical Gram–Schmidt, twice.
 
-
-def independent_basis(X: Float[Tensor, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Tensor, "n r"]:
-    """Orthonormal basis of the range of X, dependent and zero columns left out.
-
-    ``gram_host`` is XᵀX on the host, so that the rank is decided without another transfer. Where X is too ill
-    conditioned for its Gram matrix to tell, Householder and the singular values of R decide.
+    ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count.
     """
-    eps = torch.finfo(X.dtype).eps
-    sizes = gram_host.diagonal().clamp_min(0).sqrt()
-    kept = (sizes > 0).nonzero().squeeze(1)
-    if not len(kept):
-        return X[:, :0]
-    scale = 1 / sizes[kept]
-    values, vectors = torch.linalg.eigh(scale[:, None] * gram_host[kept][:, kept] * scale)
-    # The Gram matrix is exact to float64; its eigenvalues are squares of the singular values wanted.
-    if len(kept) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2:
-        W = torch.zeros(len(sizes), len(kept), dtype=torch.float64)
-        W[kept] = scale[:, None] * vectors / values.sqrt()
-        Q = combine(X, W.to(X.device))
-        L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
-        return _divide(Q, L)
-    scaled = X[:, kept.to(X.device)] * scale.to(X)
-    Q, R = torch.linalg.qr(scaled)
-    U, singular, _ = torch.linalg.svd(R.double().cpu(), full_matrices=False)
-    rank = int((singular > 30 * eps * singular[0]).sum())
-    return combine(Q, U[:, :rank].to(X.device))
-
-
-def orthogonalize(W: Float[Tensor, "K n"], basis: Float[Tensor, "K m n"]) -> Float[Tensor, "K n"]:
-    """Each row of W minus its projection on its own basis: classical Gram–Schmidt, twice, in place."""
+    bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
+    basis = bases[:, :used] if len(which) == len(bases) else bases[which.to(W.device), :used]
     for _ in range(2):
-        coefficients = torch.bmm(basis, W.unsqueeze(2))
-        W.sub_(torch.bmm(coefficients.mT, basis).squeeze(1))
-    return W
+        coefficients = torch.bmm(basis, rows.unsqueeze(2))
+        rows = rows - torch.bmm(coefficients.mT, basis).squeeze(1)
+    return rows.mT

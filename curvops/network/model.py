@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvops.network.lookups import PlainLookups, needs_plain_lookups
+from curvops.network.kernels import settings_for, stand_ins_for
 from curvops.network.parameters import Blocks, Selection, select
 from curvops.network.tangent_space import TangentSpace, tangent_space
-from curvops.network.wrappers import eagerly, holds_compiled, unwrapped
+from curvops.network.wrappers import unwrapped
 
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -58,7 +57,7 @@ class Model:
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         self._copies: weakref.ref[Copies] | None = None
-        self._settings, self._stand_ins = _settings_for(self.module), _stand_ins_for(self.module)
+        self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
         self._output_shape: torch.Size | None = None
 
     @property
@@ -305,49 +304,3 @@ def _recordable(inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return tuple(_recordable(part) for part in inputs)
     return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs
-
-
-def _settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
-    """Contexts that keep the model on kernels with derivatives of both modes; each is restored after a call."""
-    settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
-    parts = list(module.modules()) if module is not None else []
-    if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
-        settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
-    if any(isinstance(part, nn.RNNBase) for part in parts):
-        settings += [_no_mkldnn, _no_cudnn]  # float32 RNNs without forward mode; no backward pass in eval mode
-    return settings
-
-
-def _stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
-    """Contexts in which every call of the model runs: the same values by operations that can be differentiated."""
-    parts = list(module.modules()) if module is not None else []
-    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
-    return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
-
-
-def _unfused_attention() -> Any:
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-@contextlib.contextmanager
-def _no_mkldnn() -> Iterator[None]:
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set TF32 too, and warn of it
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-def _no_cudnn() -> Any:
-    return torch.backends.cudnn.flags(enabled=False)
-
-
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

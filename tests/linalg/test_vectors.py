@@ -3,6 +3,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, vectors
+from curvops.linalg.matrix_entries import columns_of, diagonal_of
 
 
 def block(n, k, dtype=torch.float64, seed=0):
@@ -24,7 +25,7 @@ def test_reductions_are_float64_and_right(dtype, monkeypatch):
 def test_blocks_have_contiguous_columns():
     C = torch.ones(3, 2, dtype=torch.float64)
     made = [vectors.as_block(torch.randn(9, 2)), vectors.combine(block(9, 3), C)]
-    made.append(vectors.random_block(9, 2, dtype=torch.float32, device=torch.device("cpu")))
+    made.append(vectors.random_block(torch.empty(9, 0), 2))
     assert all(M.mT.is_contiguous() for M in made)
 
 
@@ -33,6 +34,22 @@ def test_axpy_is_in_place():
     expected = Y + X @ C
     assert vectors.axpy(Y, X, C) is Y
     torch.testing.assert_close(Y, expected)
+    numbers = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    assert vectors.axpy(Y, X[:, :2], numbers) is Y
+    torch.testing.assert_close(Y, expected + X[:, :2] * numbers)
+
+
+def test_new_blocks_are_like_a_block_or_as_a_matrix_takes_them():
+    for like in (block(9, 2, torch.float32), vectors.describe(torch.ones(5, 9))):
+        assert vectors.empty_block(like, 3).shape == (9, 3)
+        zero = vectors.zero_block(like, 3)
+        assert torch.equal(zero, torch.zeros(9, 3)) and zero.mT.is_contiguous()
+
+
+def test_columns_are_written_at_their_places():
+    X, V = block(9, 4), block(9, 2, seed=1)
+    vectors.put_columns(X, torch.tensor([3, 1]), V)
+    assert torch.equal(X[:, [3, 1]], V) and torch.equal(vectors.columns(X, torch.tensor([3, 1])), V)
 
 
 def test_parts_share_memory_and_are_written_in_place(monkeypatch):
@@ -50,7 +67,7 @@ def test_parts_share_memory_and_are_written_in_place(monkeypatch):
 def test_random_blocks_follow_their_generator(kind):
     def draw(seed):
         g = torch.Generator().manual_seed(seed)
-        return vectors.random_block(4000, 2, kind, dtype=torch.float32, device=torch.device("cpu"), generator=g)
+        return vectors.random_block(vectors.describe(torch.empty(3, 4000)), 2, kind, g)
 
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
     # Mean within 5 standard errors: false alarm below 1e-5.
@@ -58,40 +75,16 @@ def test_random_blocks_follow_their_generator(kind):
     assert draw(3).square().mean().sub(1).abs() < 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e12])
-@pytest.mark.parametrize("shape", [(60, 5), (4, 4), (3, 5), (5, 0)])
-def test_tall_qr(dtype, kappa, shape):
-    n, k = shape
-    X = (block(n, k) * torch.logspace(0, -torch.tensor(kappa).log10().item(), k, dtype=torch.float64)).to(dtype)
-    Q, R = vectors.tall_qr(X)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(Q.double() @ R, X.double(), rtol=0, atol=50 * eps)
-    torch.testing.assert_close(Q.mT @ Q, torch.eye(Q.shape[1], dtype=dtype), rtol=0, atol=50 * eps)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_independent_basis_drops_what_depends(dtype):
-    X = block(40, 6).to(dtype)
-    X = torch.stack([X[:, 0], X[:, 1], X[:, 0], 1e-9 * X[:, 2], X[:, 0] + X[:, 1], 0 * X[:, 0]], 1)
-    Q = vectors.independent_basis(X, vectors.gram(X, X))
-    assert Q.shape == (40, 3)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(Q.mT @ Q, torch.eye(3, dtype=dtype), rtol=0, atol=50 * eps)
-    torch.testing.assert_close(Q @ (Q.mT @ X), X, rtol=0, atol=200 * eps)
-
-
-def test_independent_basis_of_nothing_and_of_too_many():
-    zero = torch.zeros(5, 2, dtype=torch.float64)
-    assert vectors.independent_basis(zero, vectors.gram(zero, zero)).shape == (5, 0)
-    wide = block(3, 7)
-    assert vectors.independent_basis(wide, vectors.gram(wide, wide)).shape == (3, 3)
-
-
-def test_orthogonalize_rows_each_against_its_own_basis():
-    basis = torch.linalg.qr(torch.randn(2, 20, 4, dtype=torch.float64)).Q.mT.contiguous()
-    W = vectors.orthogonalize(torch.randn(2, 20, dtype=torch.float64), basis)
-    assert torch.bmm(basis, W.unsqueeze(2)).abs().max() < 1e-14
+def test_each_column_loses_its_projection_on_its_own_basis():
+    first, second, spare = (torch.linalg.qr(block(20, 4, seed=j)).Q for j in range(3))
+    store = vectors.join(first, spare[:, :1], second, spare[:, :1])
+    for which in ([0, 1], [1], [0]):
+        W = block(20, len(which), seed=7)
+        left = vectors.project_out(W, store, 5, 4, torch.tensor(which))
+        for j, k in enumerate(which):
+            Q = (first, second)[k]
+            torch.testing.assert_close(left[:, j], W[:, j] - Q @ (Q.mT @ W[:, j]))
+            assert (Q.mT @ left[:, j]).abs().max() < 1e-14
 
 
 def test_product_of_tensor_and_operator_agree():
@@ -112,8 +105,8 @@ def test_describe_at_the_door():
 @pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Dense])
 def test_columns_and_the_diagonal_of_a_matrix(wrap):
     A = block(9, 9)
-    torch.testing.assert_close(vectors.columns_of(wrap(A), torch.tensor([4, 0])), A[:, [4, 0]])
-    diagonal, matvecs = vectors.diagonal_of(wrap(A))
+    torch.testing.assert_close(columns_of(wrap(A), torch.tensor([4, 0])), A[:, [4, 0]])
+    diagonal, matvecs = diagonal_of(wrap(A))
     torch.testing.assert_close(diagonal, A.diagonal())
     assert matvecs == 0
 
