@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, largest
 
@@ -46,10 +47,9 @@ def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def check_budget(rtol: float | None, max_matvecs: int | None, least: int) -> None:
+def check_budget(rtol: float | None, max_matvecs: int | None, least: int, memory_budget: int | None = None) -> None:
     """ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
-    if rtol is not None and not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol}.")
+    check_limits(rtol, None, max_matvecs, memory_budget, sampled=True)
     if max_matvecs is not None and max_matvecs < least:
         raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {max_matvecs}.")
 
@@ -81,7 +81,7 @@ def estimated(
     whole = facts.columns
     if rtol is None and max_matvecs is None:
         max_matvecs = DEFAULT_MATVECS
-    check_budget(rtol, max_matvecs, min(estimator.least, whole))
+    check_budget(rtol, max_matvecs, min(estimator.least, whole), memory_budget)
     if max_matvecs is not None and max_matvecs >= whole and (rtol is None or whole <= FIRST_MATVECS):
         return exact()
     if max_matvecs is None and whole <= FIRST_MATVECS:

@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from jaxtyping import Shaped
@@ -20,12 +18,11 @@ from torch import Tensor
 from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.results import FunctionProduct, Reason
 from curvops.linalg.ritz import Function, SpectralFunction, approximants
+from curvops.linalg.systems import Callback, check
 from curvops.linalg.vectors import Matrix, columns, describe_square, largest, product, put, zero_block
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
-
-Callback: TypeAlias = Callable[[int, Tensor], object]
 
 
 def apply_function(
@@ -65,29 +62,12 @@ def apply_function(
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.ritz`.
     """
-    check(A, B, float(rtol), maxiter, max_matvecs)
+    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     wide = B.reshape(B.shape[0], -1)
     with torch.no_grad():
         job = _Run(A, f, wide, None if lower_bound is None else float(lower_bound), memory_budget, maxiter)
         job.solve(float(rtol), max_matvecs, callback)
         return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
-
-
-def check(A: Matrix, B: Tensor, rtol: float, maxiter: int | None, max_matvecs: int | None) -> int:
-    """The number of rows, once the arguments of a function of a matrix fit each other."""
-    n, _, dtype, device = describe_square(A)
-    if B.dtype != dtype:
-        raise TypeError(f"B must have A's dtype {dtype}, got {B.dtype}.")
-    if B.device != device:
-        raise ValueError(f"B must be on A's device {device}, got {B.device}.")
-    if B.ndim not in (1, 2) or B.shape[0] != n:
-        raise ValueError(f"B must have shape ({n},) or ({n}, K) for A of {n} x {n}, got {tuple(B.shape)}.")
-    if not rtol >= 0:
-        raise ValueError(f"rtol must not be negative, got {rtol}.")
-    for name, limit in (("maxiter", maxiter), ("max_matvecs", max_matvecs)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1, got {limit}.")
-    return n
 
 
 def usable_columns(B: Tensor) -> tuple[Tensor, Tensor, list[Reason | None]]:
@@ -152,6 +132,11 @@ class _Run:
 
     def _judge(self, rtol: float) -> None:
         """Estimate the errors of the active columns, and say which are done, and why."""
+        if self.run.skewed:
+            for k in self.active:
+                self.errors[int(self.live[k])] = math.inf
+                self._stop(k, Reason.NOT_SYMMETRIC)
+            return
         by_depth: dict[int, list[int]] = {}
         for k in self.active:
             m = int(self.run.depths[k])

@@ -158,7 +158,7 @@ class Run:
         records.measure(column, slope)
         if slope <= self.slopes[column] or residual <= records.rtol:
             self.slopes[column] = min(slope, self.slopes[column])
-            records.normal[column] = slope / (self.norm_A * total) if slope else 0.0
+            records.normal[column] = slope / max(self.norm_A * total, slope) if slope else 0.0
             records.best[column], records.backward[column] = residual, backward
             records.X[:, column] = x
 

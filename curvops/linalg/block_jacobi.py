@@ -18,10 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.matrix_entries import columns_of
 from curvops.linalg.partition import Partition, partition
 from curvops.linalg.preconditioners import Function
 from curvops.linalg.results import NotPositiveSemidefinite
+from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import Matrix, describe_square, entries, put_entries
 
 Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
@@ -106,6 +108,7 @@ def block_jacobi(
     n, _, dtype, device = describe_square(A)
     if not 0 <= shift < math.inf:
         raise ValueError(f"shift must be finite and not negative, got {shift}.")
+    check_limits(memory_budget=memory_budget)
     parts = _positions(blocks, n, device)
     size = sum(len(part) ** 2 for part in parts) * torch.finfo(dtype).bits // 8
     if memory_budget is not None and size > memory_budget:
@@ -151,6 +154,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> Group:
             dense[which, :, column] = images.gather(0, positions[which].mT).mT
     if not bool(torch.isfinite(dense).all()):
         raise ValueError("a diagonal block of A holds NaN or Inf; check the parameters and the data.")
+    require_symmetric(dense)
     values, vectors = torch.linalg.eigh((dense + dense.mT).double() / 2)
     values = values + shift
     rounding = s * torch.finfo(dense.dtype).eps * values.abs().amax(1)

@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.projection import DROPPED, Counted, Projection, rotation
 from curvops.linalg.results import Reason
+from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Description,
     Matrix,
@@ -38,7 +40,8 @@ class BlockLanczosResult:
     """A Q = Q T + V C with orthonormal [Q V]; T (symmetric, banded but for rounding) and C are float64 on the host.
 
     ``reason`` is CONVERGED for the steps asked for, BREAKDOWN for an invariant subspace (V has no columns), RANK_CAPPED
-    for a memory budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns).
+    for a memory budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns),
+    NOT_SYMMETRIC for an A that is not: then T is not QᵀAQ.
     """
 
     Q: Float[Vectors, "n m"]
@@ -73,6 +76,7 @@ def block_lanczos(
     n = facts.rows
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    check_limits(memory_budget=memory_budget)
     block = start_block(facts, start, min(4, n) if block_size is None else block_size, generator)
     wanted = min(steps * block.shape[1], n)
     within = columns_within(memory_budget, n, n * facts.dtype.itemsize, block.shape[1])
@@ -84,6 +88,8 @@ def block_lanczos(
         done += 1
     if run.failed:
         reason = Reason.NON_FINITE
+    elif run.skewed:
+        reason = Reason.NOT_SYMMETRIC
     elif not run.pending.shape[1]:
         reason = Reason.BREAKDOWN
     else:
@@ -115,7 +121,14 @@ def columns_within(memory_budget: int | None, n: int, size: int, block_size: int
 
 
 class BlockLanczos(Projection):
-    """T = QᵀAQ for symmetric A, with A Q = Q T + P C."""
+    """T = QᵀAQ for symmetric A, with A Q = Q T + P C; ``skew`` is by how much A was seen not to be."""
+
+    skew = 0.0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether A is not symmetric, beyond what rounding explains."""
+        return self.skew > SKEWED * self.size
 
     def step(self) -> None:
         """Multiply the pending block and project. Costs one product per column of it."""
@@ -127,6 +140,8 @@ class BlockLanczos(Projection):
         H, self.pending, R = self.basis.expand(W, DROPPED * self.noise)
         H = H[self.locked :]
         old, new = self.width, V.shape[1]
+        gaps = torch.cat([H[:old] - self.C.mT, H[old:] - H[old:].mT])
+        self.skew = max(self.skew, float(gaps.abs().amax()))
         T = torch.zeros(old + new, old + new, dtype=torch.float64)
         T[:old, :old] = self.T
         T[:old, old:], T[old:, :old] = H[:old], H[:old].mT

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.matrix_entries import columns_of, diagonal_of
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
@@ -119,7 +120,8 @@ def cholesky(
     Source: Harbrecht, Peters & Schneider 2012 (greedy); Chen, Epperly, Tropp & Webber 2023, algorithm 2.2 (random).
     """
     n, _, dtype, _ = describe_square(A)
-    _check(rank, pivoting, shift, rtol)
+    _check(rank, pivoting, shift)
+    check_limits(rtol, memory_budget=memory_budget)
     size = torch.finfo(dtype).bits // 8
     room = n if memory_budget is None else memory_budget // max(1, 2 * n * size)
     wanted = min(n, MOST_RANK if rank is None else rank)
@@ -138,10 +140,10 @@ def cholesky(
     )
 
 
-def _check(rank: int | None, pivoting: str, shift: float | int, rtol: float | int | None) -> None:
+def _check(rank: int | None, pivoting: str, shift: float | int) -> None:
     if pivoting not in ("greedy", "random"):
         raise ValueError(f'pivoting must be "greedy" or "random", got {pivoting!r}.')
-    for name, value in (("rank", rank), ("shift", shift), ("rtol", rtol)):
+    for name, value in (("rank", rank), ("shift", shift)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}.")
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvops.linalg.apply_function import Callback, check, usable_columns
+from curvops.linalg.apply_function import usable_columns
 from curvops.linalg.contour import InverseRootQuadrature, inverse_root_quadrature
 from curvops.linalg.lanczos import lanczos
 from curvops.linalg.multi_shift import MultiShift
 from curvops.linalg.results import FunctionProduct, NotPositiveSemidefinite, Reason
 from curvops.linalg.ritz import NEAR_ZERO, ROUNDING
-from curvops.linalg.vectors import Matrix, columns, combine, largest, norm, product, zero_block
+from curvops.linalg.systems import Callback, check
+from curvops.linalg.vectors import Matrix, columns, combine, describe_square, largest, norm, product, zero_block
 
 MOST_ITERATIONS = 10_000
 PILOT_DEPTH = 12
@@ -50,7 +51,8 @@ def contour(
     The estimate adds the quadrature's error on [smallest, largest eigenvalue], the residuals of all shifts, and the
     drift of the recurrences from the truth, which one product with A a column measures.
     """
-    n = check(A, B, float(rtol), maxiter, max_matvecs)
+    n = describe_square(A).rows
+    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     most = min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
     budget = math.inf if max_matvecs is None else max_matvecs
     # What a gradient multiplies with each other has to be known better than its sum.
@@ -63,8 +65,10 @@ def contour(
         unit = unit / sizes.to(unit)
         parts: list[_Part] = []
         rule, spent = None, 0
+        trouble = None
         if len(live):
-            size, spent = _size(A, unit)
+            size, spent, trouble = _size(A, unit)
+        if len(live) and trouble is None:
             rule = _rule(size, lower_bound, inverse, aim, torch.finfo(B.dtype).eps)
             width = _width(unit, len(rule.shifts) * (2 if keep else 1), memory_budget)
             for block in unit.split(width, dim=1):
@@ -77,7 +81,7 @@ def contour(
         if keep and parts:
             joined = zip(*(part.run.solutions for part in parts))
             solutions = [_spread(list(blocks), scale, live, wide) for blocks in joined]
-    reasons, errors = _joined(found, parts, value)
+    reasons, errors = _joined([trouble if reason is None else reason for reason in found], parts, value)
     for j, height in enumerate(heights.tolist()):
         if not math.isfinite(height):
             value[:, j] = math.nan
@@ -85,13 +89,16 @@ def contour(
     return ContourProduct(FunctionProduct(value.reshape(B.shape), errors, reasons, iterations, spent), rule, solutions)
 
 
-def _size(A: Matrix, unit: Tensor) -> tuple[float, int]:
-    """A number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns."""
+def _size(A: Matrix, unit: Tensor) -> tuple[float, int, Reason | None]:
+    """A number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
+
+    The third is what is wrong with A, if anything.
+    """
     mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])[:, 0]
     start = mixture if float(norm(mixture[:, None])) > 0 else unit[:, 0]
     pilot = lanczos(A, PILOT_DEPTH, start=start)
-    if pilot.reason is Reason.NON_FINITE and not len(pilot.alphas):
-        return 1.0, pilot.matvecs
+    if pilot.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
+        return 1.0, pilot.matvecs, pilot.reason
     values, V = torch.linalg.eigh(pilot.T)
     top = float(values[-1] + pilot.residual_norm * V[-1, -1].abs())
     eps = torch.finfo(unit.dtype).eps
@@ -100,7 +107,7 @@ def _size(A: Matrix, unit: Tensor) -> tuple[float, int]:
             f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}. "
             "Add a prior (add_diagonal), or use the GGN in place of the Hessian."
         )
-    return (2 * top if top > 0 else 1.0), pilot.matvecs
+    return (2 * top if top > 0 else 1.0), pilot.matvecs, None
 
 
 def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: float) -> InverseRootQuadrature:
@@ -128,7 +135,10 @@ def _joined(found: list[Reason | None], parts: list[_Part], value: Tensor) -> tu
     reasons, errors = [], torch.zeros(len(found), dtype=torch.float64)
     finite = torch.isfinite(largest(value)).tolist()
     for j, reason in enumerate(found):
-        reason, error = (reason, 0.0) if reason is not None else next(reached)
+        if reason is None:
+            reason, error = next(reached)
+        else:
+            error = 0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf
         if reason is Reason.NON_FINITE or not finite[j]:
             reason, error = Reason.NON_FINITE, math.inf
         reasons.append(reason)
@@ -177,12 +187,17 @@ class _Part:
                     callback(run.iteration, self.errors.clone())
         truncation, quadrature = self._estimates()
         drift = self._finish()
-        self.errors = truncation + quadrature + drift
+        # A y = 0 for a y that is not: b is in the null space, and zero the exact answer.
+        null = (run.depths > 0) & ~run.failed & (norm(self.value).cpu() == 0)
+        truncation, quadrature, drift = (torch.where(null, 0.0, part) for part in (truncation, quadrature, drift))
+        self.errors = (truncation + quadrature + drift).nan_to_num(math.inf)
         for k in range(K):
             self.reasons[k] = self._reason(k, rtol, limit, *(float(v[k]) for v in (truncation, quadrature, drift)))
         self.matvecs = run.matvecs + K
 
     def _reason(self, k: int, rtol: float, limit: Reason, truncation: float, quadrature: float, drift: float) -> Reason:
+        if not bool(self.run.depths[k]) and not bool(self.run.failed[k]):
+            return limit
         if bool(self.run.failed[k]) or not math.isfinite(truncation + drift):
             return Reason.NON_FINITE
         if truncation + quadrature + drift <= rtol:
@@ -216,16 +231,16 @@ class _Part:
         sizes = norm(run.weighted if self.inverse else self._image()).cpu()
         residuals = rule.weights[:, None] * run.residual_norms()
         for k in range(self.B.shape[1]):
-            low, high = self._bounds(k)
+            (low, high), size = self._bounds(k), float(sizes[k])
             if self.inverse:
                 bound = float((residuals[:, k] / (max(low, self.eps * high) + rule.shifts)).sum())
                 quadrature[k] = rule.relative_error(low, high) if low > 0 else math.inf
             else:
                 bound = float((residuals[:, k] * high / (high + rule.shifts)).sum())
                 inside = min(max(low, rule.low), high)
-                below = math.sqrt(rule.low) / float(sizes[k]) if low < 0.99 * rule.low else 0.0
+                below = math.sqrt(rule.low) / size if low < 0.99 * rule.low and size else 0.0
                 quadrature[k] = rule.relative_error(inside, high) + below
-            truncation[k] = bound / float(sizes[k])
+            truncation[k] = bound / size if size else math.inf
         return truncation, quadrature
 
     def _finish(self) -> Tensor:

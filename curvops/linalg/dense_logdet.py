@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.brackets import stacked
+from curvops.linalg.brackets import Function, stacked
 from curvops.linalg.probing import ROUNDING_UNITS
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
-from curvops.linalg.vectors import Matrix, describe_square, product
+from curvops.linalg.symmetry import require_symmetric
+from curvops.linalg.vectors import Description
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +57,12 @@ class DenseSpectrum:
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
 
 
-def dense_spectrum(A: Matrix, bound: float) -> DenseSpectrum:
-    """Form A by n products and decompose its symmetric part; ValueError where it is not finite."""
-    n, _, dtype, device = describe_square(A)
-    dense = product(A)(torch.eye(n, dtype=dtype, device=device)).double()
+def dense_spectrum(multiply: Function, facts: Description, bound: float) -> DenseSpectrum:
+    """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""
+    n, _, dtype, device = facts
+    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
     if not bool(torch.isfinite(dense).all()):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    require_symmetric(dense)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, share
+from curvops.linalg.dense_logdet import dense_spectrum
 from curvops.linalg.probing import ROUNDING_UNITS, UNLIMITED
-from curvops.linalg.quadrature import run
+from curvops.linalg.quadrature import LEAST, run
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
 EXACT_SIZE = 256
-LEAST = 4
 
 
 def effective_dimension(
@@ -56,7 +56,7 @@ def effective_dimension(
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.
     """
     facts = describe_square(G)
-    check_budget(rtol, max_matvecs, min(LEAST, facts.rows))
+    check_budget(rtol, max_matvecs, min(LEAST, facts.rows), memory_budget)
     precision = torch.as_tensor(prior, dtype=facts.dtype, device=facts.device).detach()
     if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != facts.rows):
         raise ValueError(f"prior must be a number or a vector ({facts.rows},), got shape {tuple(precision.shape)}.")
@@ -80,12 +80,9 @@ def _whitened(multiply: Function, scale: Tensor) -> Function:
 
 
 def _exact(multiply: Function, facts: Description, mu: float, rtol: float) -> Estimate:
-    n, _, dtype, device = facts
-    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
-    if not bool(torch.isfinite(dense).all()):
-        raise ValueError("a product of G holds NaN or Inf; check the parameters and the data.")
-    values = torch.linalg.eigvalsh((dense + dense.mT) / 2)
-    eps, lowest = torch.finfo(dtype).eps, float(values[0])
+    spectrum, n = dense_spectrum(multiply, facts, 0.0), facts.rows
+    values, eps = spectrum.values, spectrum.eps
+    lowest = float(values[0])
     size = float(values.abs().amax())
     if lowest < -n * eps * size:
         raise NotPositiveSemidefinite(

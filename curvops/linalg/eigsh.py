@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
+from curvops.linalg.limits import check_limits
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Eigenpairs, Reason
 from curvops.linalg.shift_invert import Solver, shift_inverted
@@ -95,7 +96,8 @@ def eigsh(
     """
     facts = describe_square(A)
     n = facts.rows
-    _check(n, k, which, sigma, float(rtol), maxiter)
+    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    _check(n, k, which, sigma)
     wide = min(n, block_size) if start is None else start.shape[-1]
     capacity, b, capped = basis_columns(facts, n, n, k, wide, wide if start is not None else 1, memory_budget)
     block = start_block(facts, start, b, generator)
@@ -124,11 +126,12 @@ def eigsh(
         else:
             vectors, images, size = inverse.polished(process.settled)
             reason = inverse.failure or reason
+        reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
         return _certified(vectors, images, which, sigma, float(rtol), size, reason, spent)
 
 
-def _check(n: int, k: int, which: str, sigma: float | None, rtol: float, maxiter: int | None) -> None:
+def _check(n: int, k: int, which: str, sigma: float | None) -> None:
     if not 1 <= k <= n:
         raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
     known = (*get_args(Which), "interior")
@@ -136,10 +139,6 @@ def _check(n: int, k: int, which: str, sigma: float | None, rtol: float, maxiter
         raise ValueError(f"which must be one of {', '.join(known)}, got {which!r}.")
     if (sigma is None) == (which == "interior"):
         raise ValueError(f'sigma and which="interior" go together, got which={which!r} and sigma={sigma}.')
-    if not rtol >= 0:
-        raise ValueError(f"rtol must not be negative, got {rtol}.")
-    if maxiter is not None and maxiter < 0:
-        raise ValueError(f"maxiter must not be negative, got {maxiter}.")
 
 
 def basis_columns(
@@ -177,7 +176,8 @@ def _certified(
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
     order = keys.get(which, -values).argsort()
     residuals = norm(images - vectors * values.to(vectors.dtype))[order]
-    values = values[order]
+    values = torch.where(torch.isfinite(residuals), values[order], math.nan)
+    residuals = residuals.nan_to_num(math.inf)
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, rtol * sizes, noise, reason)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import Description, axpy, combine, gram, join, norm, random_block
 
 # The spread of leave-one-out estimates understates their error: they share all but one probe, and the more probes, the
@@ -204,6 +205,7 @@ class NystromSketch:
             NotPositiveSemidefinite: ΩᵀAΩ has an eigenvalue clearly below zero.
         """
         core, overlap = gram(self.Omega, self.Y), gram(self.Omega, self.Omega)
+        require_symmetric(core)
         core, eye = (core + core.mT) / 2, torch.eye(len(overlap), dtype=torch.float64, device=overlap.device)
         size = float(norm(self.Y).square().sum().sqrt()) / math.sqrt(self.facts.rows)
         if size == 0:

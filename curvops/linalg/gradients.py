@@ -19,6 +19,7 @@ from curvops.linalg.cg import cg
 from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.results import Estimate
 from curvops.linalg.solve import accept
+from curvops.linalg.systems import shifted
 from curvops.linalg.vectors import Matrix, Vectors
 
 SOLVE_RTOL = 1e-6
@@ -68,15 +69,6 @@ def solved_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditione
             yield left / total, right
 
     return pairs
-
-
-def shifted(A: Matrix, shift: float) -> Matrix:
-    """A + shift I."""
-    if shift == 0:
-        return A
-    if isinstance(A, Tensor):
-        return A + shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
 class _Carried(Function):

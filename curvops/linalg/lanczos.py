@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Reason
+from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Matrix,
     Vectors,
@@ -36,7 +38,8 @@ class LanczosResult:
 
     ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
     ``reason`` is CONVERGED for the depth asked for, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
-    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns).
+    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns), NOT_SYMMETRIC for
+    an A that is not: then the identity does not hold.
     """
 
     Q: Float[Vectors, "n m"]
@@ -82,6 +85,7 @@ def lanczos(
     n, _, dtype, device = facts
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    check_limits(memory_budget=memory_budget)
     if start is None:
         block = random_block(facts, 1, "gaussian", generator)
     elif start.shape != (n,) or start.dtype != dtype or start.device != device:
@@ -103,6 +107,8 @@ def _result(run: LockStep, steps: int) -> LanczosResult:
     finite = bool(torch.isfinite(run.alphas[0, :m]).all()) and bool(torch.isfinite(run.betas[0, :m]).all())
     if not finite:
         reason, m = Reason.NON_FINITE, max(m - 1, 0)
+    elif run.skewed:
+        reason = Reason.NOT_SYMMETRIC
     elif bool(run.done[0]):
         reason = Reason.BREAKDOWN
     else:
@@ -132,8 +138,13 @@ class LockStep:
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
         self.done = torch.zeros(self.K, dtype=torch.bool)
-        self.scale = 0.0
+        self.scale = self.skew = 0.0
         self.matvecs = 0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether ⟨q', A q⟩ and ⟨A q', q⟩ of neighbours in the basis differ by more than rounding explains."""
+        return self.skew > SKEWED * self.scale
 
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
         """T of start vector k."""
@@ -185,11 +196,14 @@ class LockStep:
         W = self.multiply(V)
         self.matvecs += len(live)
         image = norm(W)
-        alpha = inner(V, W)
+        alpha, mirrored = inner(V, W), inner(columns(self.store, here - 1), W) if m else image
         W = project_out(W, self.store, self.capacity + 1, m + 1, live)
         beta = norm(W)
         put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
-        alpha_host, beta_host, image_host = torch.stack([alpha, beta, image]).cpu()
+        alpha_host, beta_host, image_host, mirrored_host = torch.stack([alpha, beta, image, mirrored]).cpu()
+        if m:
+            gaps = (mirrored_host - self.betas[live, m - 1]).abs()
+            self.skew = max(self.skew, float(gaps.nan_to_num(0.0, 0.0).amax()))
         self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
         # What is left after two passes is rounding once it falls to eps times the largest image seen.
         ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Multiply, single
 from curvops.linalg.dense_logdet import DenseSpectrum, dense_spectrum
 from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
@@ -28,7 +29,7 @@ from curvops.linalg.lanczos import LockStep
 from curvops.linalg.nystrom import grow
 from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler
-from curvops.linalg.quadrature import run
+from curvops.linalg.quadrature import LEAST, run
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 
@@ -106,8 +107,7 @@ def paired_logdet(
 ) -> tuple[Estimate, Pairs | None]:
     """`logdet` and, with ``keep``, the pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
     n = describe_square(A).rows
-    if not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol}.")
+    check_budget(rtol, max_matvecs, min(LEAST, n), memory_budget)
     grid = isinstance(shift, Tensor) and shift.ndim > 0
     bound, levels = _levels(shift, lower_bound)
     _check_preconditioner(preconditioner)
@@ -116,7 +116,7 @@ def paired_logdet(
         exact = False
     with torch.no_grad():
         if exact:
-            spectrum = dense_spectrum(A, bound)
+            spectrum = dense_spectrum(product(A), describe_square(A), bound)
             found = spectrum.logdet(levels, float(rtol))
             return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
         if min(levels) == 0:

@@ -10,9 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import (
     Description,
     Matrix,
@@ -89,7 +91,7 @@ def nystrom(
     earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them.
 
     Raises:
-        ValueError: A is not square, or rank, shift, rhs or max_rank is negative.
+        ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative.
         NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
@@ -98,6 +100,7 @@ def nystrom(
     for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
+    check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     if memory_budget is not None:
         limit = min(limit, memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
@@ -135,7 +138,12 @@ def grow(
             break
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
-    cut = limit < wanted and target >= limit and not exhausted and not (rank is None and _enough(values, shift))
+    cut = (
+        limit < wanted
+        and target >= limit
+        and not exhausted
+        and not (rank is None and len(values) and _enough(values, shift))
+    )
     tail = 0.0 if exhausted or not len(values) else float(values[-1])
     return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
 
@@ -147,9 +155,10 @@ def _factor(Omega: Vectors, Y: Vectors) -> tuple[Vectors, Tensor, bool]:
     if not math.isfinite(size):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
     if size == 0:
-        return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), True
+        return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
     core = gram(Omega, Y)
+    require_symmetric(core)
     core = (core + core.mT) / 2
     eye = torch.eye(r, dtype=torch.float64, device=Y.device)
     L, info = torch.linalg.cholesky_ex(core + nu * eye)

@@ -203,6 +203,9 @@ class Sampler:
     def rules_of(self, run: LockStep) -> list[Rules]:
         if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
             raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
+        # What the products are formed from may be larger than they are, and so its rounding.
+        if run.skewed and run.skew > 1e3 * run.eps * self.scale:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
         return [rules(run, k, self.scale) for k in range(run.K)]
 
     def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
+
+LEAST = 4
 
 
 def spectral_quadrature(
@@ -42,8 +45,7 @@ def spectral_quadrature(
     Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
     """
     mu, budget = float(positive(shift)), UNLIMITED if max_matvecs is None else max_matvecs
-    if budget < 4:
-        raise ValueError(f"max_matvecs must be at least 4, got {budget}.")
+    check_budget(rtol, max_matvecs, LEAST, memory_budget)
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}.")
     return run(product(G), describe_square(G), [mu], rtol, budget, generator, memory_budget, probes, rank)

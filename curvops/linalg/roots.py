@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.linalg.apply_function import Callback, apply_function
+from curvops.linalg.apply_function import apply_function
 from curvops.linalg.contour_solve import contour
 from curvops.linalg.results import FunctionProduct
+from curvops.linalg.systems import Callback
 from curvops.linalg.vectors import Matrix
 
 

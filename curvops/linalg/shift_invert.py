@@ -13,6 +13,7 @@ from curvops.linalg.minres import minres
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import ACCEPTED, Reason, Solution
+from curvops.linalg.systems import shifted
 from curvops.linalg.vectors import Matrix, combine, gram, product
 
 Solver: TypeAlias = Callable[..., Solution]
@@ -23,13 +24,8 @@ INNER = 0.1
 
 def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
     """The inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
-    shift = torch.tensor(sigma, dtype=A.dtype, device=A.device)
-    if isinstance(A, Tensor):
-        shifted = A.detach() - shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    else:
-        shifted = A.add_diagonal(-shift)
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
-    return ShiftInverse(A, shifted, inner, most, minres if solver is None else solver)
+    return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
 
 
 class ShiftInverse(Counted):

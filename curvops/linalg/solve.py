@@ -32,11 +32,12 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
+from curvops.linalg.limits import check_limits
 from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Preconditioner, converged
-from curvops.linalg.vectors import Matrix, describe, inner, join, norm, product, random_block
+from curvops.linalg.vectors import Matrix, describe, inner, join, norm, product, random_block, require_precision
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 DENSE_TENSOR = 2048
@@ -171,12 +172,19 @@ def solve(
         memory_budget: bytes for the working vectors of an iterative method.
 
     Raises:
+        TypeError: A and B are not of one real dtype, float32 or float64.
         NotConverged: a column was not solved for; the error carries the `Solution` and its reasons.
         NotPositiveDefinite: it failed under `cg`, since A is indefinite. It is also linear_operator's NotPSDError.
-        ValueError: shapes do not fit, or the method does not exist.
+        ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     if method not in ("auto", *get_args(Method)):
         raise ValueError(f"method must be one of {('auto', *get_args(Method))}, got {method!r}.")
+    if not A.dtype.is_floating_point or B.dtype != A.dtype:
+        raise TypeError(f"A and B must have one real floating dtype, got {A.dtype} and {B.dtype}.")
+    require_precision(A.dtype)
+    if not A.shape.numel():
+        raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
+    check_limits(rtol, maxiter, memory_budget=memory_budget)
     if B.shape[-1 if B.ndim == 1 else -2] != A.shape[-2]:
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)

@@ -19,6 +19,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep, depth_within
+from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Reason
 from curvops.linalg.ritz import NEAR_ZERO
 from curvops.linalg.vectors import Matrix, describe_square, product, random_block
@@ -93,12 +94,13 @@ def spectral_density(
     Costs at most probes × steps products and keeps as many vectors.
 
     Raises:
-        ValueError: A is not square, a product is not finite, no eigenvalue is above the threshold (log scale), or an
-            option is out of range, such as a bandwidth finer than the grid.
+        ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log
+            scale), or an option is out of range, such as a bandwidth finer than the grid.
 
     Source: Lin, Saad & Yang 2016; Ghorbani, Krishnan & Xiao 2019; the log density as in Papyan 2020.
     """
     _check(scale, probes, steps, grid_size, bandwidth, level)
+    check_limits(memory_budget=memory_budget)
     with torch.no_grad():
         runs = _Probes(A, probes, steps, generator, memory_budget)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
@@ -253,6 +255,8 @@ class _Probes:
     def _collect(self, run: LockStep) -> None:
         if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
             raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        if run.skewed:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
         self.tridiagonals += [run.tridiagonal(k) for k in range(run.K)]
         self.matvecs += run.matvecs
         self.complete &= bool(run.done.all())

@@ -18,6 +18,7 @@ import torch
 
 from curvops.linalg.eigsh import MOST_ITERATIONS, ROUNDING, basis_columns, verdicts
 from curvops.linalg.golub_kahan import GolubKahan
+from curvops.linalg.limits import check_limits
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Reason, SingularTriplets
 from curvops.linalg.thick_restart import Callback, Search, Which
@@ -55,10 +56,7 @@ def svds(
         raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
     if which not in ("largest", "smallest"):
         raise ValueError(f'which must be "largest" or "smallest", got {which!r}.')
-    if not rtol >= 0:
-        raise ValueError(f"rtol must not be negative, got {rtol}.")
-    if maxiter is not None and maxiter < 0:
-        raise ValueError(f"maxiter must not be negative, got {maxiter}.")
+    check_limits(rtol, maxiter, max_matvecs, memory_budget)
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}.")
     capacity, b, capped = basis_columns(facts, n, facts.rows + facts.columns, k, min(n, block_size), 1, memory_budget)

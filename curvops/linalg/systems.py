@@ -12,9 +12,11 @@ from jaxtyping import Float
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.vectors import (
     Description,
+    Matrix,
     Vectors,
     as_block,
     columns,
@@ -45,13 +47,19 @@ Preconditioner: TypeAlias = Multiplies | Block | Tensor | LinearOperator
 
 
 def check(
-    facts: Description, B: Vectors, rtol: float, maxiter: int | None, x0: Vectors | None, budget: int | None = None
+    facts: Description,
+    B: Vectors,
+    rtol: float | int | None,
+    maxiter: int | None,
+    x0: Vectors | None = None,
+    memory_budget: int | None = None,
+    max_matvecs: int | None = None,
 ) -> None:
     """Whether right-hand sides, initial guess and options fit the matrix.
 
     Raises:
         TypeError: A is of half precision, or B or x0 not of A's dtype.
-        ValueError: shapes or devices do not fit, or an option is negative.
+        ValueError: shapes or devices do not fit, or a limit is negative or not finite.
     """
     m, n, dtype, device = facts
     for name, V in (("B", B), ("x0", x0)):
@@ -63,16 +71,21 @@ def check(
         raise ValueError(f"B must have shape ({m},) or ({m}, K) for A of {m} x {n}, got {tuple(B.shape)}.")
     if x0 is not None and x0.shape != (n, *B.shape[1:]):
         raise ValueError(f"x0 must have shape {(n, *B.shape[1:])}, got {tuple(x0.shape)}.")
-    if not rtol >= 0:
-        raise ValueError(f"rtol must not be negative, got {rtol}.")
-    for name, value in (("maxiter", maxiter), ("memory_budget", budget)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
+    check_limits(rtol, maxiter, max_matvecs, memory_budget)
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
     """The limit given, or 10 n, at least 100 and at most 10,000."""
     return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
+
+
+def shifted(A: Matrix, shift: float) -> Matrix:
+    """A + shift I."""
+    if shift == 0:
+        return A
+    if isinstance(A, Tensor):
+        return A + shift * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
 def applied(preconditioner: Preconditioner | None) -> Block:

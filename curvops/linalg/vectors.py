@@ -53,12 +53,14 @@ def describe(A: Matrix) -> Description:
 
     Raises:
         TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype of 32 bits or more.
-        ValueError: A is not a matrix (batches are not supported).
+        ValueError: A is not a matrix (batches are not supported), or is empty.
     """
     if not isinstance(A, (Tensor, LinearOperator)):
         raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
     if len(A.shape) != 2:
         raise ValueError(f"A must be a single matrix, got shape {tuple(A.shape)}.")
+    if not A.shape.numel():
+        raise ValueError(f"A must have at least one row and one column, got {A.shape[0]} x {A.shape[1]}.")
     if not A.dtype.is_floating_point:
         raise TypeError(f"A must have a real floating dtype, got {A.dtype}.")
     require_precision(A.dtype)

@@ -192,8 +192,8 @@ def test_callback_sees_the_estimates():
         (torch.ones(5), {}, ValueError, r"\(4,\)"),
         (torch.ones(4).double(), {}, TypeError, "float64"),
         (torch.ones(4), {"rtol": -1.0}, ValueError, "rtol"),
-        (torch.ones(4), {"maxiter": 0}, ValueError, "maxiter"),
-        (torch.ones(4), {"max_matvecs": 0}, ValueError, "max_matvecs"),
+        (torch.ones(4), {"maxiter": -1}, ValueError, "maxiter"),
+        (torch.ones(4), {"max_matvecs": -1}, ValueError, "max_matvecs"),
     ],
 )
 def test_errors_at_the_door(B, options, error, words):

@@ -104,7 +104,7 @@ def test_budgets_cap_the_rank_and_say_so():
     by_rank = nystrom(A, shift=1e-8, rhs=50, max_rank=16, generator=generator())
     assert by_rank.matvecs == 16 and by_rank.reason is Reason.RANK_CAPPED
     none = nystrom(A, shift=1e-8, max_rank=0)
-    assert none.matvecs == 0 and torch.equal(none.preconditioner() @ A, A)
+    assert none.matvecs == 0 and none.reason is Reason.RANK_CAPPED and torch.equal(none.preconditioner() @ A, A)
 
 
 def test_indefinite_is_an_error_with_a_remedy():

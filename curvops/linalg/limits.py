@@ -1,0 +1,26 @@
+"""Tolerances and budgets that a caller gives, checked at the door in one way."""
+
+from __future__ import annotations
+
+import math
+
+
+def check_limits(
+    rtol: float | int | None = None,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    *,
+    sampled: bool = False,
+) -> None:
+    """None stands for no limit. ``sampled`` is for estimators, whose error bar no budget brings down to 0.
+
+    Raises:
+        ValueError: a limit is negative, rtol not finite, or an estimator's rtol 0.
+    """
+    if rtol is not None and not (0 < rtol < math.inf if sampled else 0 <= rtol < math.inf):
+        wanted = "positive and finite" if sampled else "finite and not negative"
+        raise ValueError(f"rtol must be {wanted}, got {rtol}.")
+    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}.")
