@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from curvops.plots import style
 
@@ -32,9 +33,20 @@ def scaling(points: list[dict[str, Any]], axis: str) -> Figure:
         axes.plot([sizes[0], sizes[-1]], linear, color=style.GREY, linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    ticks = sorted({row["value"] for row in rows})
+    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     style.dress(axes, AXES[axis], "milliseconds")
     axes.legend(fontsize=style.SMALL, frameon=False)
     return figure
+
+
+def _short(size: int) -> str:
+    """301,066 as 301k."""
+    return f"{size:,}" if size < 8000 else f"{size / 1000:,.0f}k"
 
 
 def main() -> None:
