@@ -16,7 +16,7 @@ from curvops.linalg.multi_shift import MultiShift
 from curvops.linalg.results import FunctionProduct, NotPositiveSemidefinite, Reason
 from curvops.linalg.ritz import NEAR_ZERO, ROUNDING
 from curvops.linalg.systems import Callback, check
-from curvops.linalg.vectors import Matrix, columns, combine, describe_square, largest, norm, product, zero_block
+from curvops.linalg.vectors import Matrix, columns, combine, describe_square, join, largest, norm, product, zero_block
 
 MOST_ITERATIONS = 10_000
 PILOT_DEPTH = 12
@@ -126,7 +126,7 @@ def _spread(blocks: list[Tensor], scale: Tensor, live: Tensor, like: Tensor) -> 
     """Blocks of unit columns, scaled back, in their places among columns of zero."""
     X = zero_block(like, like.shape[1])
     if blocks:
-        X[:, live.to(like.device)] = torch.cat([block.mT for block in blocks]).mT * scale.to(like)
+        X[:, live.to(like.device)] = join(*blocks) * scale.to(like)
     return X
 
 

@@ -256,7 +256,7 @@ class SolverContract:
         if form is not None:
             form.require_definite()
 
-    def preconditioner(self, columns: int = 1) -> Any:
+    def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
         """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None
 

@@ -124,27 +124,33 @@ class Damped(Operator):
 
     # Solving
 
-    def preconditioner(self, columns: int = 1, generator: torch.Generator | None = None) -> Any:
+    def preconditioner(
+        self, columns: int = 1, generator: torch.Generator | None = None, *, memory_budget: int | None = None
+    ) -> Any:
         """M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
 
-        A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and kept for later solves. With a
-        vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales cost no iterations.
+        A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
+        kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
+        cost no iterations.
         """
         cache = self._cache
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
             if not cache.columns or columns > 4 * cache.columns:
-                cache.preconditioner, cache.columns = self._build_preconditioner(columns, generator), columns
+                cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget)
+                cache.columns = columns
             return cache.preconditioner
 
-    def _build_preconditioner(self, columns: int, generator: torch.Generator | None) -> Any:
+    def _build_preconditioner(self, columns: int, generator: torch.Generator | None, memory_budget: int | None) -> Any:
         shift = self.shift.detach()
         if not bool((shift > 0).all()):
             return None
         base, level, scale = self._whitened(shift)
         try:
-            sketch = nystrom(base, rank=None, shift=level, rhs=columns, generator=generator)
+            sketch = nystrom(
+                base, rank=None, shift=level, rhs=columns, generator=generator, memory_budget=memory_budget
+            )
         except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
             return None
         inner = sketch.preconditioner(level)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from curvops.linalg.contour_solve import ContourProduct, contour
 from curvops.linalg.results import Reason
+from curvops.linalg.vectors import join
 
 Solver: TypeAlias = Callable[[LinearOperator, Tensor], Tensor]
 
@@ -62,15 +63,13 @@ class _InverseRootProduct(Function):
         if not any(ctx.needs_input_grad[3:]):
             return (None, None, _contour(operator, gradient, ctx.lower_bound).product.value, *inside)
         # dA^-½ = −Σ w (A + σ)⁻¹ dA (A + σ)⁻¹: both sides under one rule, as their columns run together.
-        both = _contour(operator, torch.cat([gradient.mT, rhs.mT]).mT, ctx.lower_bound, keep=True)
+        both = _contour(operator, join(gradient, rhs), ctx.lower_bound, keep=True)
         K = rhs.shape[1]
         if both.rule is not None:
             weights = both.rule.weights.tolist()
-            left = torch.cat([-w * x[:, :K].mT for w, x in zip(weights, both.solutions)]).mT
-            right = torch.cat([x[:, K:].mT for x in both.solutions]).mT
-            inside = operator._bilinear_derivative(
-                torch.cat([left.mT, right.mT]).mT / 2, torch.cat([right.mT, left.mT]).mT
-            )
+            left = join(*(-w * x[:, :K] for w, x in zip(weights, both.solutions)))
+            right = join(*(x[:, K:] for x in both.solutions))
+            inside = operator._bilinear_derivative(join(left, right) / 2, join(right, left))
         return (None, None, both.product.value[:, :K], *inside)
 
 

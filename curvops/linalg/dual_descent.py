@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.linalg.matrix_entries import rows
 from curvops.linalg.results import Reason, Solution
-from curvops.linalg.systems import Callback, Columns, check, shaped_as
+from curvops.linalg.systems import Callback, Columns, check, in_groups, shaped_as
 from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block
 from curvops.linalg.verdicts import Records
 
@@ -28,6 +28,8 @@ EPOCHS = 200
 POWER_STEPS = 12
 MOMENTUM = 0.9
 MOST_HALVINGS = 20
+VECTORS = 8
+"""Working vectors per right-hand side, temporaries included."""
 PATIENCE = 20, 400
 """Epochs, and steps, without a residual that is lower by a hundredth, after which the descent ends."""
 
@@ -41,10 +43,11 @@ def dual_descent(
     step_size: float | None = None,
     momentum: float = MOMENTUM,
     rtol: float | int = 1e-2,
-    epochs: int = EPOCHS,
+    maxiter: int | None = None,
     x0: Tensor | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
+    memory_budget: int | None = None,
 ) -> Solution:
     """Solve (K + noise I) α = y for every column y of B by stochastic gradient steps on the dual objective.
 
@@ -59,10 +62,11 @@ def dual_descent(
             taken up again.
         momentum: ρ of Nesterov's method.
         rtol: stop once the true residual, looked at after each epoch, is at most rtol ‖y‖; few digits are to be had.
-        epochs: most passes over the rows. An epoch reads n rows, as a product does.
+        maxiter: most epochs, 200 by default. An epoch passes over the rows, and reads n of them, as a product does.
         x0: initial guess, shaped as B.
         generator: draws the batches.
         callback: called as ``callback(epoch, relative_residuals (K,))``.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
 
     Returns:
         A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
@@ -78,18 +82,24 @@ def dual_descent(
     """
     facts = describe_square(K)
     n = facts.rows
-    check(facts, B, float(rtol), epochs, x0)
+    check(facts, B, rtol, maxiter, x0, memory_budget)
+    epochs = EPOCHS if maxiter is None else maxiter
     if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
         raise ValueError(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
-    with torch.no_grad():
-        system = Columns.of(B.reshape(n, -1), None if x0 is None else x0.reshape(n, -1), facts)
-        options = Options(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
+    options = Options(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
+
+    def solve(part: Tensor, start: Tensor | None) -> Solution:
+        system = Columns.of(part, start, facts)
         descent = Descent(K, system, options, float(rtol), system.spread(callback))
         descent.solve()
-        return shaped_as(system.solution(descent.records), B)
+        return system.solution(descent.records)
+
+    with torch.no_grad():
+        start = None if x0 is None else x0.reshape(n, -1)
+        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
 
 
 @dataclass(frozen=True)

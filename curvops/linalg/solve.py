@@ -69,7 +69,7 @@ class Informed(Protocol):
     def require_definite(self) -> None:
         """Raise where a closed form shows that A is singular or indefinite."""
 
-    def preconditioner(self, columns: int = 1) -> Any:
+    def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
         """M ≈ A⁻¹ for so many right-hand sides, None where none pays."""
 
 
@@ -143,7 +143,7 @@ class Options:
         if method == "minres":
             return accept(minres(operator, columns, **common), rtol)
         if self.preconditioner is None and isinstance(operator, Informed):
-            common["preconditioner"] = operator.preconditioner(columns.shape[-1])
+            common["preconditioner"] = operator.preconditioner(columns.shape[-1], memory_budget=self.memory_budget)
         return join(*(accept(cg(operator, part, **common), rtol) for part in columns.split(MOST_COLUMNS, dim=1)))
 
 
@@ -169,7 +169,8 @@ def solve(
         rtol: the true relative residual to be reached; None: 1e-6, in float64 1.5e-8.
         maxiter: most iterations of an iterative method.
         preconditioner: as in `cg`; without one, operators of ours bring their own to `cg`.
-        memory_budget: bytes for the working vectors of an iterative method.
+        memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that operators
+            of ours bring as a preconditioner; one that was kept from an earlier solve is used whatever its size.
 
     Raises:
         TypeError: A and B are not of one real dtype, float32 or float64.

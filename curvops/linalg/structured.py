@@ -16,7 +16,7 @@ from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.results import Estimate
 from curvops.linalg.roots import sqrt
 from curvops.linalg.spaces import Space, common, spaces_of
-from curvops.linalg.vectors import Description, random_block, require_precision
+from curvops.linalg.vectors import Description, join, random_block, require_precision
 
 # Draws of an operator without a root: columns that run together, and their relative error.
 DRAW_BLOCK = 32
@@ -274,7 +274,7 @@ def _draw_by_products(operator: Operator, k: int, generator: torch.Generator | N
         sqrt(operator, normal(operator.shape[-1], count, like, generator), rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL)
         for count in [DRAW_BLOCK] * (k // DRAW_BLOCK) + [k % DRAW_BLOCK] * bool(k % DRAW_BLOCK)
     ]
-    return torch.cat([part.value.mT for part in parts]).mT if parts else operator.new_empty(operator.shape[-1], 0)
+    return join(*(part.value for part in parts)) if parts else operator.new_empty(operator.shape[-1], 0)
 
 
 def normal(n: int, k: int, like: Tensor, generator: torch.Generator | None) -> Tensor:

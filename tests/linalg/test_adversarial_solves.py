@@ -172,7 +172,7 @@ def test_solve_answers_or_raises(name, dtype):
 def test_dual_descent_never_claims_more_than_it_has(name, dtype):
     case = CASES[name]
     A, B = case.A.to(dtype), case.B.to(dtype)
-    s = dual_descent(A, B, batch_size=16, rtol=1e-3, epochs=100, generator=torch.Generator().manual_seed(0))
+    s = dual_descent(A, B, batch_size=16, rtol=1e-3, maxiter=100, generator=torch.Generator().manual_seed(0))
     check_honesty(A, B, s, 1e-3)
     if name in ("singular consistent", "identical columns", "n = 1", "tiny operator", "huge operator", "every scale"):
         assert s.converged.all()

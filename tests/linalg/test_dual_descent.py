@@ -26,7 +26,7 @@ A = K + NOISE * torch.eye(400, dtype=torch.float64)
 @pytest.mark.parametrize("batch_size", [20, 100, 1000])
 def test_reaches_the_solution_with_true_residuals(batch_size, dtype):
     B = right_hand_sides(400, 3).to(dtype)
-    s = dual_descent(K.to(dtype), B, noise=NOISE, batch_size=batch_size, rtol=1e-3, epochs=600, generator=seeded())
+    s = dual_descent(K.to(dtype), B, noise=NOISE, batch_size=batch_size, rtol=1e-3, maxiter=600, generator=seeded())
     assert s.reasons == (Reason.CONVERGED,) * 3 and (s.relative_residuals <= 1e-3).all()
     torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-3, atol=1e-6)
     exact = torch.linalg.solve(A, B.double())
@@ -45,14 +45,14 @@ def test_operators_with_rows_and_the_generator():
 
 def test_a_step_that_diverges_is_halved():
     b = right_hand_sides(400, 1)[:, 0]
-    s = dual_descent(K, b, noise=NOISE, batch_size=50, step_size=10.0, rtol=1e-2, epochs=300, generator=seeded())
+    s = dual_descent(K, b, noise=NOISE, batch_size=50, step_size=10.0, rtol=1e-2, maxiter=300, generator=seeded())
     assert s.converged.all() and true_residuals(A, s.x, b)[0] <= 1e-2
 
 
 def test_limits_bad_columns_and_warm_start():
     B = right_hand_sides(400, 3)
     B[:, 1], B[0, 2] = 0, math.nan
-    s = dual_descent(K, B, noise=1e-4, epochs=2, rtol=1e-8, generator=seeded())
+    s = dual_descent(K, B, noise=1e-4, maxiter=2, rtol=1e-8, generator=seeded())
     assert s.reasons == (Reason.ITERATION_LIMIT, Reason.ZERO_RIGHT_HAND_SIDE, Reason.NON_FINITE)
     b = B[:, 0]
     exact = torch.linalg.solve(A, b)

@@ -1,0 +1,246 @@
+"""What every public function says of inputs at the edge: empty, not symmetric, out of range, without a step to take."""
+
+import math
+
+import pytest
+import torch
+
+from curvops.linalg import (
+    Dense,
+    apply_function,
+    block_jacobi,
+    block_lanczos,
+    cg,
+    cholesky,
+    diagonal,
+    diagonal_preconditioner,
+    dual_descent,
+    effective_dimension,
+    eigsh,
+    frobenius_norm,
+    inverse_sqrt,
+    lanczos,
+    logdet,
+    low_rank,
+    lsmr,
+    minres,
+    nystrom,
+    solve,
+    spectral_density,
+    spectral_quadrature,
+    sqrt,
+    svds,
+    trace,
+)
+from curvops.linalg.results import Reason
+from tests.linalg.spectra import log_spaced, rotation, symmetric
+
+N = 60
+FLAT = symmetric(torch.linspace(1, 3, N).double())
+B = torch.randn(N, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+FUNCTIONS = {
+    "cg": lambda A, **o: cg(A, B[: len(A)], **o),
+    "minres": lambda A, **o: minres(A, B[: len(A)], **o),
+    "lsmr": lambda A, **o: lsmr(A, B[: len(A)], **o),
+    "dual_descent": lambda A, **o: dual_descent(A, B[: len(A)], noise=1.0, **o),
+    "solve": lambda A, **o: solve(A, B[: len(A)], **o),
+    "nystrom": lambda A, **o: nystrom(A, **o),
+    "cholesky": lambda A, **o: cholesky(A, **o),
+    "block_jacobi": lambda A, **o: block_jacobi(A, 2, **o),
+    "diagonal_preconditioner": lambda A, **o: diagonal_preconditioner(A, **o),
+    "low_rank": lambda A, **o: low_rank(A, **o),
+    "lanczos": lambda A, **o: lanczos(A, 5, **o),
+    "block_lanczos": lambda A, **o: block_lanczos(A, 5, **o),
+    "eigsh": lambda A, **o: eigsh(A, 2, **o),
+    "svds": lambda A, **o: svds(A, 2, **o),
+    "apply_function": lambda A, **o: apply_function(A, torch.exp, B[: len(A)], **o),
+    "sqrt": lambda A, **o: sqrt(A, B[: len(A)], **o),
+    "sqrt by contour": lambda A, **o: sqrt(A, B[: len(A)], method="contour", **o),
+    "inverse_sqrt": lambda A, **o: inverse_sqrt(A, B[: len(A)], **o),
+    "spectral_density": lambda A, **o: spectral_density(A, **o),
+    "spectral_quadrature": lambda A, **o: spectral_quadrature(A, shift=1.0, **o),
+    "trace": lambda A, **o: trace(A, **o),
+    "diagonal": lambda A, **o: diagonal(A, **o),
+    "frobenius_norm": lambda A, **o: frobenius_norm(A, **o),
+    "logdet": lambda A, **o: logdet(A, shift=1.0, **o),
+    "effective_dimension": lambda A, **o: effective_dimension(A, 1.0, **o),
+}
+SOLVERS = ("cg", "minres", "lsmr", "dual_descent", "solve")
+KRYLOV = ("eigsh", "svds", "apply_function", "sqrt", "sqrt by contour", "inverse_sqrt")
+SAMPLED = ("spectral_quadrature", "trace", "diagonal", "frobenius_norm", "logdet", "effective_dimension")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_empty_matrix_is_an_error(name):
+    with pytest.raises(ValueError, match="at least one row"):
+        FUNCTIONS[name](torch.zeros(0, 0).double())
+
+
+def test_a_matrix_without_columns_is_an_error():
+    with pytest.raises(ValueError, match="at least one row and one column"):
+        lsmr(torch.zeros(4, 0).double(), torch.ones(4).double())
+
+
+@pytest.mark.parametrize("rtol", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", [*SOLVERS, *KRYLOV, *SAMPLED, "cholesky", "low_rank"])
+def test_rtol_must_be_a_tolerance(name, rtol):
+    with pytest.raises(ValueError, match="rtol must"):
+        FUNCTIONS[name](FLAT, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_no_budget_meets_an_estimators_rtol_of_zero(name):
+    with pytest.raises(ValueError, match="rtol must be positive"):
+        FUNCTIONS[name](FLAT, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "diagonal_preconditioner"])
+def test_a_negative_memory_budget_is_an_error(name):
+    with pytest.raises(ValueError, match="memory_budget"):
+        FUNCTIONS[name](FLAT, memory_budget=-1)
+
+
+@pytest.mark.parametrize("name", [*SOLVERS, *KRYLOV])
+def test_a_negative_maxiter_is_an_error(name):
+    with pytest.raises(ValueError, match="maxiter must not be negative"):
+        FUNCTIONS[name](FLAT, maxiter=-1)
+
+
+@pytest.mark.parametrize("budget", [-5, 0, 1, 3])
+@pytest.mark.parametrize("shift", [1.0, torch.tensor([1.0, 2.0])])
+def test_too_few_products_for_a_logdet(budget, shift):
+    with pytest.raises(ValueError, match="max_matvecs must"):
+        logdet(FLAT, shift=shift, max_matvecs=budget)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "contour"])
+@pytest.mark.parametrize("f", [sqrt, inverse_sqrt])
+@pytest.mark.parametrize("limit", [{"max_matvecs": 0}, {"max_matvecs": 1}, {"max_matvecs": 10}, {"maxiter": 0}])
+def test_a_root_without_a_step_knows_that_it_knows_nothing(f, method, limit):
+    found = f(FLAT, B, method=method, **limit)
+    assert set(found.reasons) <= {Reason.RANK_CAPPED, Reason.ITERATION_LIMIT} and not found.accepted
+    exact = torch.linalg.eigh(FLAT)
+    root = (exact.eigenvectors * exact.eigenvalues ** (0.5 if f is sqrt else -0.5)) @ exact.eigenvectors.mT @ B
+    assert ((found.value - root).norm(dim=0) <= found.error_estimates * root.norm(dim=0)).all()
+
+
+@pytest.mark.parametrize("method", ["lanczos", "contour"])
+def test_roots_of_zero(method):
+    zero = torch.zeros(N, N).double()
+    found = sqrt(zero, B, method=method)
+    assert found.converged.all() and (found.value == 0).all()
+    assert set(inverse_sqrt(zero, B, method=method).reasons) == {Reason.SINGULAR}
+
+
+@pytest.mark.parametrize("spoil", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["lanczos", "contour"])
+@pytest.mark.parametrize("f", [sqrt, inverse_sqrt])
+def test_roots_of_what_is_not_finite(f, method, spoil):
+    A = FLAT.clone()
+    A[3, 3] = spoil
+    found = f(A, B, method=method)
+    assert set(found.reasons) == {Reason.NON_FINITE} and (found.error_estimates == math.inf).all()
+
+
+def skewed(size):
+    """A positive definite symmetric part, and a difference to the transpose of that relative size."""
+    Q = rotation(N, 7)
+    return FLAT + size * 3 * (Q - Q.mT) / 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nystrom",
+        "block_jacobi",
+        "low_rank",
+        "spectral_density",
+        "spectral_quadrature",
+        "logdet",
+        "effective_dimension",
+    ],
+)
+def test_not_symmetric_is_an_error(name):
+    with pytest.raises(ValueError, match="not symmetric"):
+        FUNCTIONS[name](skewed(0.3))
+
+
+@pytest.mark.parametrize("options", [{"preconditioner": None}, {"preconditioner": "auto"}, {"shift": torch.ones(2)}])
+def test_a_stochastic_logdet_sees_that_a_matrix_is_not_symmetric(options):
+    with pytest.raises(ValueError, match="not symmetric"):
+        logdet(skewed(0.3), **({"shift": 1.0} | options), max_matvecs=40, generator=generator())
+
+
+@pytest.mark.parametrize("estimator", [lambda A: trace(A, method="xnystrace", max_matvecs=20, generator=generator())])
+def test_a_nystrom_trace_sees_that_a_matrix_is_not_symmetric(estimator):
+    with pytest.raises(ValueError, match="not symmetric"):
+        estimator(skewed(0.3))
+
+
+@pytest.mark.parametrize("name", ["apply_function", "sqrt", "sqrt by contour", "inverse_sqrt"])
+def test_functions_of_a_matrix_that_is_not_symmetric(name):
+    found = FUNCTIONS[name](skewed(0.3))
+    assert set(found.reasons) == {Reason.NOT_SYMMETRIC} and (found.error_estimates == math.inf).all()
+
+
+def test_projections_of_a_matrix_that_is_not_symmetric():
+    assert lanczos(skewed(0.3), 20, generator=generator()).reason is Reason.NOT_SYMMETRIC
+    assert block_lanczos(skewed(0.3), 10, generator=generator()).reason is Reason.NOT_SYMMETRIC
+    assert set(eigsh(skewed(0.3), 2, generator=generator()).reasons) == {Reason.NOT_SYMMETRIC}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kappa", [10.0, 1e8])
+def test_rounding_is_not_taken_for_asymmetry(kappa, dtype):
+    A = symmetric(log_spaced(N, kappa)).to(dtype)
+    A = (A + 1e-6 * torch.randn(N, N, generator=generator()).to(dtype) / N**0.5) if kappa == 10 else A
+    assert lanczos(A, 20, generator=generator()).reason is Reason.CONVERGED
+    assert block_lanczos(A, 4, generator=generator()).reason is Reason.CONVERGED
+    for shift in (1e-6, 1.0):
+        estimate = logdet(A, shift=shift, max_matvecs=40, generator=generator())
+        assert math.isfinite(float(estimate.value))
+    assert spectral_density(A, generator=generator()).matvecs > 0
+    assert len(nystrom(A, 10, generator=generator()).eigenvalues) == 10
+
+
+def test_a_rank_of_zero_by_budget_is_told():
+    assert nystrom(FLAT, memory_budget=0).reason is Reason.RANK_CAPPED
+    assert nystrom(FLAT, 0).reason is Reason.CONVERGED
+
+
+def test_an_interior_pair_of_a_broken_operator_is_no_number():
+    A = FLAT.clone()
+    A[0, 0] = math.inf
+    pairs = eigsh(A, 2, "interior", sigma=2.0, generator=generator())
+    assert set(pairs.reasons) == {Reason.NON_FINITE} and pairs.values.isnan().all() and pairs.residuals.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.complex128])
+def test_solve_names_the_dtypes_it_takes(dtype):
+    with pytest.raises(TypeError, match=str(dtype)):
+        solve(torch.eye(4).to(dtype), torch.ones(4).to(dtype))
+    with pytest.raises(TypeError, match="one real floating dtype"):
+        solve(torch.eye(4), torch.ones(4).double())
+
+
+def test_dual_descent_in_groups():
+    whole = dual_descent(FLAT, B, rtol=1e-4, generator=generator())
+    parts = dual_descent(FLAT, B, rtol=1e-4, memory_budget=1, generator=generator())
+    assert whole.converged.all() and parts.converged.all()
+    torch.testing.assert_close(parts.x, whole.x, rtol=0, atol=1e-3)
+    assert set(dual_descent(FLAT, B, rtol=1e-12, maxiter=0).reasons) == {Reason.ITERATION_LIMIT}
+
+
+def test_the_sketch_of_a_solve_is_kept_within_the_budget():
+    A = Dense(symmetric(log_spaced(300, 1e8)), psd=True)
+    rank, column = 5, 3 * 300 * 8
+    capped = (A + A).add_diagonal(torch.tensor(1e-4).double())
+    x = solve(capped, torch.ones(300, 8).double(), memory_budget=rank * column)
+    assert len(capped._cache.preconditioner.eigenvalues) <= rank
+    torch.testing.assert_close(capped.to_dense() @ x, torch.ones(300, 8).double(), rtol=0, atol=1e-5)
