@@ -112,7 +112,7 @@ def _dual_descent(problem: Problem, P: Made, settings: Settings, trail: Trail) -
         problem.B,
         noise=problem.shift,
         rtol=settings.rtol,
-        epochs=min(settings.maxiter, EPOCHS),
+        maxiter=min(settings.maxiter, EPOCHS),
         generator=torch.Generator(problem.B.device).manual_seed(settings.seed),
         callback=trail,
     )
