@@ -144,7 +144,8 @@ class Laplace:
         """log p(data) under Laplace's approximation, in nats, with its standard error.
 
         log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants come from stochastic Lanczos
-        quadrature to a relative accuracy `rtol`, whose products are kept: another scalar prior costs none.
+        quadrature to a relative accuracy `rtol`, or as near as 4,000 products come to it; the estimate's reason says
+        which. They are kept: another scalar prior costs none.
         """
         quadratic = (self.prior_precision * self.mean.square()).sum()
         log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)

@@ -13,6 +13,9 @@ from torch import Tensor
 from curvops.linalg import Diagonal, Estimate, Operator, SpectralQuadrature, spectral_quadrature
 from curvops.operators import Linearization
 
+# An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
+MOST_MATVECS = 4000
+
 
 class Spectrum:
     """Quadratures of the curvature's spectrum, the log-likelihood and its gradient, each computed when first asked for.
@@ -78,7 +81,7 @@ class Spectrum:
     def _prepared(self, smallest: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
         with self._lock:
             if self._scalar is None or smallest < self._scalar[0] or rtol < self._scalar[1]:
-                quadrature = spectral_quadrature(self._curvature, shift=smallest, rtol=rtol, generator=generator)
+                quadrature = _within_bounds(self._curvature, smallest, rtol, generator)
                 self._scalar = smallest, rtol, quadrature
             return self._scalar[2]
 
@@ -87,7 +90,11 @@ class Spectrum:
             return self._prepared(float(prior), rtol, generator), float(prior)
         root = Diagonal(prior.detach().rsqrt())
         whitened = root @ self._curvature @ root
-        return spectral_quadrature(whitened, shift=1.0, rtol=rtol, generator=generator), 1.0
+        return _within_bounds(whitened, 1.0, rtol, generator), 1.0
+
+
+def _within_bounds(A: Any, shift: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
+    return spectral_quadrature(A, shift=shift, rtol=rtol, max_matvecs=MOST_MATVECS, generator=generator)
 
 
 def _exact(value: Tensor) -> Estimate:
