@@ -16,7 +16,17 @@ from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
-from curvops.linalg.vectors import Description, Matrix, combine, describe_square, gram, norm, product, random_block
+from curvops.linalg.vectors import (
+    Description,
+    Matrix,
+    apart,
+    combine,
+    describe_square,
+    gram,
+    norm,
+    product,
+    random_block,
+)
 
 # Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
@@ -69,6 +79,7 @@ def low_rank(
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     limit = _within(wanted, facts, memory_budget)
+    generator = apart(generator)
     check = _Check(op, facts, generator)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:

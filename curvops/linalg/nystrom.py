@@ -19,6 +19,7 @@ from curvops.linalg.vectors import (
     Description,
     Matrix,
     Vectors,
+    apart,
     as_block,
     as_columns,
     axpy,
@@ -104,7 +105,7 @@ def nystrom(
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     if memory_budget is not None:
         limit = min(limit, memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
-    return grow(product(A), describe_square(A), rank, limit, float(shift), rhs, generator)
+    return grow(product(A), describe_square(A), rank, limit, float(shift), rhs, apart(generator))
 
 
 def grow(

@@ -142,22 +142,28 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float
 
 
 def _rounding(T: Tensor, nodes: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """‖f(T + E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E.
+    """‖f(T ± E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Infinite where a Ritz value could as well be zero, and f has no value there.
+    Both signs, since at the edge of its domain f may answer to one of them alone. Infinite where a Ritz value could as
+    well be zero, and f has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()
     off = signs[1, : m - 1]
     E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
-    moved_nodes, V = torch.linalg.eigh(T + E)
-    moved = f.quietly(moved_nodes)
-    near = moved_nodes.abs() <= NEAR_ZERO * f.eps * size
-    moved = torch.where(~torch.isfinite(moved) & near, at_zero, moved)
-    change = (torch.einsum("kij,kj->ki", V, moved * V[:, 0]) - y).norm(dim=1) + f.eps * y.norm(dim=1)
+    change = torch.maximum(_moved(T + E, y, f, size), _moved(T - E, y, f, size)) + f.eps * y.norm(dim=1)
     if not math.isfinite(at_zero):
         change = torch.where(nodes.abs().amin(1) <= 2 * level, math.inf, change)
     return torch.where(torch.isfinite(change), change, math.inf)
+
+
+def _moved(T: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
+    """‖f(T) e₁ − y‖."""
+    nodes, V = torch.linalg.eigh(T)
+    values = f.quietly(nodes)
+    near = nodes.abs() <= NEAR_ZERO * f.eps * size
+    values = torch.where(~torch.isfinite(values) & near, f.at_zero(), values)
+    return (torch.einsum("kij,kj->ki", V, values * V[:, 0]) - y).norm(dim=1)
 
 
 def random_signs(m: int) -> Float[Tensor, "2 m"]:

@@ -184,6 +184,17 @@ def random_block(
     return rows.to(like.device).mT
 
 
+def apart(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator that is seeded by the given one and shares no numbers with another of the same seed.
+
+    Probes correlated with a sketch are biased, and a caller may well give both the same seed.
+    """
+    if generator is None:
+        return None
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(generator.device).manual_seed(int(seed))
+
+
 @singledispatch
 def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
     """The chosen columns of X, contiguous; the index may stay on the host."""
