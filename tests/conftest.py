@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 import torch
@@ -35,3 +36,24 @@ def _torch_left_as_found() -> Iterator[None]:
     torch.set_default_dtype(before[0])
     torch.set_grad_enabled(before[1])
     assert after == before
+
+
+FOREIGN_SOLVERS = (
+    "linear_operator.utils.linear_cg",
+    "linear_operator.utils.lanczos.lanczos_tridiag",
+    "linear_operator.utils.stochastic_lq.StochasticLQ.lanczos_batch",
+    "linear_operator.utils.minres",
+    "linear_operator.utils.contour_integral_quad",
+    "linear_operator.functions._sqrt_inv_matmul.SqrtInvMatmul.forward",
+)
+
+
+@pytest.fixture
+def no_foreign_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every iteration of linear_operator raises."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("linear_operator's own iteration was called")
+
+    for target in FOREIGN_SOLVERS:
+        monkeypatch.setattr(target, refuse)

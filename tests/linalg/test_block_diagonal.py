@@ -8,32 +8,12 @@ import torch
 
 from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, draw
 from curvops.linalg.partition import partition
+from tests.linalg.known import Rooted
 from tests.linalg.operands import blocks, dense, diagonal, kronecker, low_rank, positive, random, uniform
 
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-class Explicit(Operator):
-    """A tensor seen only through its products, with a known root."""
-
-    def __init__(self, tensor):
-        super().__init__(tensor)
-
-    @property
-    def psd(self):
-        return True
-
-    def _size(self):
-        return self._args[0].shape
-
-    def _product(self, block):
-        return self._args[0] @ block
-
-    def _draw(self, k, generator):
-        L = torch.linalg.cholesky(self._args[0])
-        return L @ torch.randn(len(L), k, generator=generator, dtype=L.dtype)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +77,7 @@ def test_blocks_without_a_closed_form(size, monkeypatch):
     A = positive(1, 300)[0]
     order = torch.randperm(312, generator=torch.Generator().manual_seed(0))
     kron, matrix, _ = kronecker(positive(1, 3), positive(1, 4))
-    P = BlockDiagonal(Explicit(A), kron, positions=order.split([300, 12])).add_diagonal(0.5)
+    P = BlockDiagonal(Rooted(A), kron, positions=order.split([300, 12])).add_diagonal(0.5)
     back = order.argsort()
     expected = torch.block_diag(A, matrix)[back][:, back] + 0.5 * torch.eye(312, dtype=torch.float64)
     tolerance = 1e-10 if size == 2048 else 1e-6

@@ -14,13 +14,13 @@ from curvops.linalg import (
     Diagonal,
     Kronecker,
     LowRank,
-    Operator,
     closed_form,
     closed_forms,
     draw,
 )
 from curvops.linalg.closed_forms import CLOSED_FORMS
 from curvops.linalg.results import NotPositiveSemidefinite
+from tests.linalg.known import Known
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
 from tests.linalg.samples import DRAWS, assert_covariance
 
@@ -123,23 +123,12 @@ def test_linear_operators_samples_are_exact_too(name):
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_nothing_reaches_an_iteration(name, shift, monkeypatch):
+def test_nothing_reaches_an_iteration(name, shift, monkeypatch, no_foreign_solvers):
     def refuse(*args, **kwargs):
         raise AssertionError("an iterative solver was called for an operator with a closed form")
 
-    for target in (
-        "curvops.linalg.contract.cg",
-        "curvops.linalg.contract.lanczos",
-        "curvops.linalg.contract.logdet",
-        "curvops.linalg.damped.logdet",
-        "curvops.linalg.damped.nystrom",
-        "linear_operator.utils.linear_cg",
-        "linear_operator.utils.lanczos.lanczos_tridiag",
-        "linear_operator.utils.stochastic_lq.StochasticLQ.lanczos_batch",
-        "linear_operator.utils.minres",
-        "linear_operator.utils.contour_integral_quad",
-    ):
-        monkeypatch.setattr(target, refuse)
+    for target in ("contract.cg", "contract.lanczos", "contract.logdet", "damped.logdet", "damped.nystrom"):
+        monkeypatch.setattr(f"curvops.linalg.{target}", refuse)
     for solver in ("cg", "minres", "lsmr"):
         monkeypatch.setattr(import_module("curvops.linalg.solve"), solver, refuse)
     P, dense = damped(name, shift)
@@ -266,22 +255,11 @@ def test_multiples_stay_in_their_class(name):
 
 
 def test_a_damped_operator_plus_another_keeps_its_shift():
-    class Product(Operator):
-        def _size(self):
-            return self._args[0].shape
-
-        @property
-        def symmetric(self):
-            return True
-
-        def _product(self, block):
-            return self._args[0] @ block
-
     A, B = positive(1, 40)[0], positive(1, 40, seed=1)[0]
-    for P in (Product(A).add_diagonal(_shift) + Product(B), Product(A) + Product(B).add_diagonal(_shift)):
+    for P in (Known(A).add_diagonal(_shift) + Known(B), Known(A) + Known(B).add_diagonal(_shift)):
         assert isinstance(P, Damped) and torch.equal(P.shift, _shift)
         close(P.to_dense(), A + B + _shift.diag())
-    P = Product(A).add_diagonal(_shift) + Product(B).add_diagonal(1.0)
+    P = Known(A).add_diagonal(_shift) + Known(B).add_diagonal(1.0)
     close(P.to_dense(), A + B + (_shift + 1).diag())
     close((_diagonal + _diagonal).to_dense(), 2 * _shift.diag())
     assert isinstance(_diagonal - _diagonal, Diagonal)

@@ -4,34 +4,14 @@ import pytest
 import torch
 from linear_operator import settings
 
-from curvops.linalg import Dense, LowRank, Operator
+from curvops.linalg import Dense, LowRank
+from tests.linalg.known import Known
 from tests.linalg.spectra import SPECTRA, rotation, symmetric
-
-
-class Indefinite(Operator):
-    """A symmetric operator known by its products only."""
-
-    @property
-    def symmetric(self):
-        return True
-
-    def _size(self):
-        return self._args[0].shape
-
-    def _product(self, block):
-        return self._args[0] @ block
-
-
-class Rectangular(Indefinite):
-    symmetric = False
-
-    def _transposed_product(self, block):
-        return self._args[0].mT @ block
 
 
 def test_small_operators_are_decomposed_densely_and_signs_are_kept():
     A = symmetric(torch.linspace(-1, 2, 30, dtype=torch.float64))
-    op = Indefinite(A)
+    op = Known(A)
     for values, vectors in (op.diagonalization(), op.eigh()):
         torch.testing.assert_close(vectors.to_dense() * values @ vectors.to_dense().mT, A, rtol=0, atol=1e-12)
         torch.testing.assert_close(values, torch.linspace(-1, 2, 30, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -41,7 +21,7 @@ def test_small_operators_are_decomposed_densely_and_signs_are_kept():
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30), (20, 20)])
 def test_small_svd_of_any_shape(shape):
     A = rotation(30)[: shape[0], : shape[1]]
-    U, values, V = Rectangular(A).svd()
+    U, values, V = Known(A, is_symmetric=False).svd()
     torch.testing.assert_close(U.to_dense() * values @ V.to_dense().mT, A, rtol=0, atol=1e-12)
     torch.testing.assert_close(values, torch.linalg.svdvals(A))
 
@@ -50,7 +30,7 @@ def test_large_diagonalization_is_certified_and_of_largest_absolute_value():
     values = torch.cat([torch.full((12,), -5.0), torch.linspace(3, 4, 8), torch.linspace(-0.5, 0.5, 280)]).double()
     A = symmetric(values)
     with settings.max_root_decomposition_size(20):
-        found, vectors = Indefinite(A).diagonalization()
+        found, vectors = Known(A).diagonalization()
     torch.testing.assert_close(found.sort().values, values[:20].sort().values, rtol=1e-10, atol=0)
     V = vectors.to_dense()
     assert (A @ V - V * found).norm(dim=0).max() < 1e-6
@@ -70,6 +50,6 @@ def test_large_dense_decompositions_are_refused_with_the_remedy():
     for call in (op.eigh, op.eigvalsh, lambda: op.diagonalization(method="symeig")):
         with pytest.raises(ValueError, match=r"eigsh\(k\)"):
             call()
-    for tall in (Rectangular(torch.ones(300, 4)), Rectangular(torch.ones(4, 300))):
+    for tall in (Known(torch.ones(300, 4), is_symmetric=False), Known(torch.ones(4, 300), is_symmetric=False)):
         with pytest.raises(ValueError, match=r"svds\(k\)"):
             tall.svd()

@@ -15,34 +15,11 @@ from curvops.linalg import (
     solve,
 )
 from curvops.linalg.results import Reason
+from tests.linalg.known import Known
 from tests.linalg.spectra import SPECTRA, rotation, symmetric
 from tests.linalg.test_cg import right_hand_sides
 
 N = 300  # more than is solved for densely
-
-
-class Known(Operator):
-    """A matrix known by its products, with promises."""
-
-    def __init__(self, matrix, is_symmetric=True, is_psd=False):
-        super().__init__(matrix, is_symmetric=is_symmetric, is_psd=is_psd)
-
-    @property
-    def symmetric(self):
-        return self._kwargs["is_symmetric"]
-
-    @property
-    def psd(self):
-        return self._kwargs["is_psd"]
-
-    def _size(self):
-        return self._args[0].shape
-
-    def _product(self, block):
-        return self._args[0] @ block
-
-    def _transposed_product(self, block):
-        return self._args[0].mT @ block
 
 
 POSITIVE = symmetric(torch.linspace(1, 3, N).double())
