@@ -16,10 +16,10 @@ from curvops.linalg.rotations import Bidiagonal
 from curvops.linalg.stacked import Augmented, Stacked
 from curvops.linalg.systems import Callback, Columns
 from curvops.linalg.vectors import as_block, columns, norm
-from curvops.linalg.verdicts import CHECK_EVERY, Records, Verdict
+from curvops.linalg.verdicts import Records, Recurrence, Verdict, grown
 
 
-class Run:
+class Run(Recurrence):
     """K problems with right-hand sides of unit norm in lock-step; ``records`` is the outcome."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Run:
         self.norm_A = 0.0
         if warm and K:  # without this ‖A‖ would not be known before the first step
             moved, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
-            self.norm_A = max([0.0, *(a / s for a, s in zip(moved, sizes) if s and a < math.inf)])
+            self.norm_A = grown(0.0, moved, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), torch.zeros_like(self.x)
         self.slopes = [math.inf] * K
@@ -65,23 +65,6 @@ class Run:
         alpha, beta = torch.stack([alpha, beta]).cpu()
         self.norm_A = max([self.norm_A, *(a for a in alpha.tolist() if a < math.inf)])
         return u, v, Bidiagonal.start(alpha, beta)
-
-    def solve(self) -> None:
-        """Iterate until every column has a reason."""
-        ended: set[int] = set()
-        while self.active:
-            due = self.note() | ended
-            if self.records.iteration >= self.maxiter:
-                self.inspect(range(len(self.active)), ended, Reason.ITERATION_LIMIT)
-                break
-            if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
-                due = set(range(len(self.active)))
-            self.inspect(sorted(due), ended)
-            while self.active:
-                ended, broken = self.step()
-                if not broken:
-                    break
-                self.inspect(sorted(broken), set(), Reason.NON_FINITE)
 
     def note(self) -> set[int]:
         """A row of the history; positions whose recurrence says that they have converged."""
@@ -130,7 +113,7 @@ class Run:
         gradient = self.operator.pull(r)
         self.records.matvecs += 2 * len(positions)
         facts = torch.stack([norm(r.top), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(g / s for g, s in zip(facts[2], facts[1]) if s and g < math.inf)])
+        self.norm_A = grown(self.norm_A, facts[2], facts[1])
         stopped: dict[int, Reason] = {}
         again: list[int] = []
         for i, j in enumerate(positions):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.limits import check_limits
+from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.matrix_entries import columns_of, diagonal_of
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
@@ -141,8 +141,7 @@ def cholesky(
 
 
 def _check(rank: int | None, pivoting: str, shift: float | int) -> None:
-    if pivoting not in ("greedy", "random"):
-        raise ValueError(f'pivoting must be "greedy" or "random", got {pivoting!r}.')
+    check_choice("pivoting", pivoting, ("greedy", "random"))
     for name, value in (("rank", rank), ("shift", shift)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}.")

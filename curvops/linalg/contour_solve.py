@@ -15,10 +15,9 @@ from curvops.linalg.lanczos import lanczos
 from curvops.linalg.multi_shift import MultiShift
 from curvops.linalg.results import FunctionProduct, NotPositiveSemidefinite, Reason
 from curvops.linalg.ritz import NEAR_ZERO, ROUNDING
-from curvops.linalg.systems import Callback, check
+from curvops.linalg.systems import Callback, check, iterations_allowed
 from curvops.linalg.vectors import Matrix, columns, combine, describe_square, join, largest, norm, product, zero_block
 
-MOST_ITERATIONS = 10_000
 PILOT_DEPTH = 12
 CHECK_EVERY = 4
 GRADIENT_FACTOR = 1e-3
@@ -53,7 +52,7 @@ def contour(
     """
     n = describe_square(A).rows
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    most = min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
+    most = iterations_allowed(n, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
     # What a gradient multiplies with each other has to be known better than its sum.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)

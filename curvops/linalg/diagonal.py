@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.adaptive import checked, estimated
-from curvops.linalg.exchangeable import Multiply, NystromSketch, RangeSketch, probes
+from curvops.linalg.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch, probes
 from curvops.linalg.hutchinson import BLOCK
+from curvops.linalg.limits import check_choice
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import (
     Description,
@@ -27,7 +28,7 @@ from curvops.linalg.vectors import (
     largest,
     norm,
     product,
-    unit_block,
+    unit_blocks,
 )
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
@@ -60,8 +61,7 @@ def diagonal(
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """
     facts = describe_square(A)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+    check_choice("method", method, METHODS)
     with torch.no_grad():
         multiply = checked(product(A))
         if method == "exact":
@@ -91,12 +91,10 @@ def _family(
 
 
 def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
-    n, _, dtype, device = facts
-    total = torch.zeros(n, 1, dtype=dtype, device=device)
-    for i in range(0, n, BLOCK):
-        E = unit_block(n, i, min(BLOCK, n - i), dtype=dtype, device=device)
+    total = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
+    for E in unit_blocks(facts, BLOCK):
         total = total + _row_sums(E * multiply(E))
-    return Estimate(total[:, 0], torch.zeros_like(total[:, 0]), 0, n)
+    return Estimate(total[:, 0], torch.zeros_like(total[:, 0]), 0, facts.rows)
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:
@@ -152,7 +150,7 @@ class Bekas:
         return Estimate(self.size * self.mean[:, 0], stderr[:, 0], self.count, self.count, 0.0, Reason.BUDGET_SPENT)
 
 
-class XDiag:
+class XDiag(LeaveOneOut):
     """Mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ with random signs ω; exact for rank ≤ K − 1."""
 
     least, held = 4, 3.0
@@ -160,11 +158,7 @@ class XDiag:
     def __init__(
         self, multiply: Multiply, adjoint: Multiply, facts: Description, generator: torch.Generator | None
     ) -> None:
-        self.sketch = RangeSketch(multiply, facts, "rademacher", generator, adjoint)
-
-    def spend(self, matvecs: int) -> None:
-        """Use ``matvecs`` // 2 columns."""
-        self.sketch.grow(matvecs // 2)
+        self.sketch: RangeSketch = RangeSketch(multiply, facts, "rademacher", generator, adjoint)
 
     def estimate(self) -> Estimate:
         """Mean and standard error of each entry; the bias bound is rounding."""
@@ -178,17 +172,13 @@ class XDiag:
         return _estimate(samples, known, sketch.matvecs, XDIAG_INFLATION, rounding)
 
 
-class XNysDiag:
+class XNysDiag(LeaveOneOut):
     """Mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ with random signs, Âᵢ the Nyström approximation without probe i."""
 
     least, held = 2, 4.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch = NystromSketch(multiply, facts, "rademacher", generator)
-
-    def spend(self, matvecs: int) -> None:
-        """Use ``matvecs`` columns."""
-        self.sketch.grow(matvecs)
+        self.sketch: NystromSketch = NystromSketch(multiply, facts, "rademacher", generator)
 
     def estimate(self) -> Estimate:
         """Mean and standard error of each entry; the bias bound is the stabilising shift."""

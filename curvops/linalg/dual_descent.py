@@ -22,7 +22,7 @@ from curvops.linalg.matrix_entries import rows
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, Columns, check, in_groups, shaped_as
 from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block
-from curvops.linalg.verdicts import Records
+from curvops.linalg.verdicts import Records, grown
 
 EPOCHS = 200
 POWER_STEPS = 12
@@ -184,7 +184,7 @@ class Descent:
         image = self.multiply(alpha)
         records.matvecs += k
         residuals, sizes, images = torch.stack([norm(self.B - image), norm(alpha), norm(image)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s and a < math.inf)])
+        self.norm_A = grown(self.norm_A, images, sizes)
         for column, (residual, size) in enumerate(zip(residuals, sizes)):
             records.keep(column, alpha[:, column], residual, residual / (self.norm_A * size + 1), math.nan)
         row = records.record(list(range(k)), list(records.best))

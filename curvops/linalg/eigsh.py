@@ -18,10 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
-from curvops.linalg.limits import check_limits
+from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Eigenpairs, Reason
 from curvops.linalg.shift_invert import Solver, shift_inverted
+from curvops.linalg.systems import iterations_allowed
 from curvops.linalg.thick_restart import Callback, Search, Which
 from curvops.linalg.vectors import (
     Description,
@@ -35,7 +36,6 @@ from curvops.linalg.vectors import (
     zero_block,
 )
 
-MOST_ITERATIONS = 10_000
 # A basis of up to so many bytes and columns is used without asking: more room means fewer products.
 FREE_BYTES = 1 << 26
 MOST_COLUMNS = 512
@@ -112,7 +112,7 @@ def eigsh(
         k,
         rtol=float(rtol),
         capacity=capacity,
-        maxiter=min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter,
+        maxiter=iterations_allowed(n, maxiter),
         most_matvecs=most,
         callback=callback,
     )
@@ -134,9 +134,7 @@ def eigsh(
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
     if not 1 <= k <= n:
         raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
-    known = (*get_args(Which), "interior")
-    if which not in known:
-        raise ValueError(f"which must be one of {', '.join(known)}, got {which!r}.")
+    check_choice("which", which, (*get_args(Which), "interior"))
     if (sigma is None) == (which == "interior"):
         raise ValueError(f'sigma and which="interior" go together, got which={which!r} and sigma={sigma}.')
 

@@ -40,7 +40,10 @@ def probes(facts: Description, k: int, kind: Kind, generator: torch.Generator | 
 
 
 class RangeSketch:
-    """Ω, Q with Q R = A Ω, and Z = B Q for a second map B (A itself by default). Two products a column."""
+    """Ω, Q with Q R = A Ω, and Z = B Q for a second map B (A itself by default)."""
+
+    cost = 2
+    """Products a column."""
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class RangeSketch:
     @property
     def matvecs(self) -> int:
         """Products spent."""
-        return 2 * self.columns
+        return self.cost * self.columns
 
     def grow(self, columns: int) -> None:
         """Add probes until there are ``columns``; the earlier Q stays as it is."""
@@ -135,17 +138,23 @@ def leave_one_out(samples: Tensor, matvecs: int, bias: Tensor | float, inflation
     return Estimate(samples.mean(), stderr, len(samples), matvecs, bias, Reason.BUDGET_SPENT, inflation)
 
 
-class XTrace:
+class LeaveOneOut:
+    """An estimator from one sketch, each of whose probes is left out in turn."""
+
+    sketch: RangeSketch | NystromSketch
+
+    def spend(self, matvecs: int) -> None:
+        """Grow the sketch to as many columns as ``matvecs`` products give."""
+        self.sketch.grow(matvecs // self.sketch.cost)
+
+
+class XTrace(LeaveOneOut):
     """XTrace: mean over i of tr Qᵢᵀ A Qᵢ + ωᵢᵀ(I − Pᵢ) A (I − Pᵢ)ωᵢ, exact for rank ≤ K − 1."""
 
     least, held = 4, 2.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch = RangeSketch(multiply, facts, "spherical", generator)
-
-    def spend(self, matvecs: int) -> None:
-        """Use ``matvecs`` // 2 columns."""
-        self.sketch.grow(matvecs // 2)
+        self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
 
     def samples(self) -> Float[Tensor, " K"]:
         """One estimate for each probe left out."""
@@ -180,6 +189,9 @@ def functional(Omega: Tensor, Q: Tensor, out: LeftOut) -> Iterator[tuple[Tensor,
 
 class NystromSketch:
     """Ω and Y = A Ω for positive semidefinite A, shifted by ν ≥ eps ‖Y‖/√n so that H = Ωᵀ(Y + νΩ) can be inverted."""
+
+    cost = 1
+    """Products a column."""
 
     def __init__(self, multiply: Multiply, facts: Description, kind: Kind, generator: torch.Generator | None) -> None:
         self.multiply, self.facts, self.kind, self.generator = multiply, facts, kind, generator
@@ -225,17 +237,13 @@ class NystromSketch:
         return self.Y + nu * self.Omega, torch.linalg.solve_triangular(L, eye, upper=False).mT, overlap, nu
 
 
-class XNysTrace:
+class XNysTrace(LeaveOneOut):
     """XNysTrace: mean over i of tr Âᵢ + ωᵢᵀ(A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
 
     least, held = 2, 3.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch = NystromSketch(multiply, facts, "spherical", generator)
-
-    def spend(self, matvecs: int) -> None:
-        """Use ``matvecs`` columns."""
-        self.sketch.grow(matvecs)
+        self.sketch: NystromSketch = NystromSketch(multiply, facts, "spherical", generator)
 
     def estimate(self) -> Estimate:
         """The mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""

@@ -19,10 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.adaptive import checked, estimated
-from curvops.linalg.exchangeable import Multiply, RangeSketch, leave_one_out, probes
+from curvops.linalg.exchangeable import LeaveOneOut, Multiply, RangeSketch, leave_one_out, probes
 from curvops.linalg.hutchinson import BLOCK, mean_of
+from curvops.linalg.limits import check_choice
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, norm, product, unit_block
+from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, norm, product, unit_blocks
 
 XNORM_INFLATION = 2.2  # as for the traces (curvops.linalg.exchangeable)
 METHODS = ("xtrace", "hutchinson", "exact")
@@ -55,8 +56,7 @@ def frobenius_norm(
     facts = describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+    check_choice("method", method, METHODS)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     with torch.no_grad():
@@ -74,11 +74,10 @@ def frobenius_norm(
 
 
 def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
-    _, n, dtype, device = facts
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for i in range(0, n, BLOCK):
-        total = total + norm(multiply(unit_block(n, i, min(BLOCK, n - i), dtype=dtype, device=device))).square().sum()
-    return Estimate(total.sqrt(), torch.zeros_like(total), 0, n)
+    total = torch.zeros((), dtype=torch.float64, device=facts.device)
+    for E in unit_blocks(facts, BLOCK):
+        total = total + norm(multiply(E)).square().sum()
+    return Estimate(total.sqrt(), torch.zeros_like(total), 0, facts.columns)
 
 
 def rooted(square: Estimate, eps: float) -> Estimate:
@@ -112,17 +111,13 @@ class Norms:
         return rooted(mean_of(self.samples, len(self.samples)), torch.finfo(self.facts.dtype).eps)
 
 
-class XNorm:
+class XNorm(LeaveOneOut):
     """XTrace of AᵀA, the range sketched by A, which needs no product with Aᵀ; exact for symmetric A of rank ≤ K − 1."""
 
     least, held = 4, 3.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch = RangeSketch(multiply, facts, "spherical", generator)
-
-    def spend(self, matvecs: int) -> None:
-        """Use ``matvecs`` // 2 columns."""
-        self.sketch.grow(matvecs // 2)
+        self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
 
     def samples(self) -> Float[Tensor, " K"]:
         """One estimate of ‖A‖_F² for each probe left out."""

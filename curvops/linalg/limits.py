@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def check_limits(
@@ -24,3 +25,9 @@ def check_limits(
     for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
         if value is not None and value < 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
+
+
+def check_choice(name: str, given: object, known: Sequence[str]) -> None:
+    """ValueError, naming what there is, unless ``given`` is one of them."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")

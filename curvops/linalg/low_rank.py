@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
+from curvops.linalg.limits import check_choice
 from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.spaces import spaces_of
@@ -70,8 +71,7 @@ def low_rank(
         NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
-    if method not in ("nystrom", "lanczos"):
-        raise ValueError(f'method must be "nystrom" or "lanczos", got {method!r}.')
+    check_choice("method", method, ("nystrom", "lanczos"))
     if rank is not None and not 1 <= rank <= facts.rows:
         raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
     if rtol is not None and not 0 < rtol < 1:

@@ -14,7 +14,7 @@ from curvops.linalg.results import Reason
 from curvops.linalg.rotations import QLP
 from curvops.linalg.systems import Block, Callback, Columns
 from curvops.linalg.vectors import as_block, columns, inner, norm
-from curvops.linalg.verdicts import CHECK_EVERY, Records, Verdict
+from curvops.linalg.verdicts import CHECK_EVERY, Records, Recurrence, Verdict, grown
 
 WATCHED = 6
 """Steps in which symmetry is watched: what Aᵀ ≠ A does to the second vector, it does at once."""
@@ -53,7 +53,7 @@ class Vectors:
         self.x = done.mul_(ul2).add_(self.x)
 
 
-class Run:
+class Run(Recurrence):
     """K systems with right-hand sides of unit norm in lock-step; ``records`` is the outcome."""
 
     def __init__(
@@ -95,31 +95,13 @@ class Run:
         z = self.precondition(r)
         return z, _root(inner(r, z).cpu())
 
-    def solve(self) -> None:
-        """Iterate until every column has a reason."""
-        ended: set[int] = set()
-        while self.active:
-            estimates = self.note()
-            if self.records.iteration >= self.maxiter:
-                self.inspect(range(len(self.active)), ended, Reason.ITERATION_LIMIT)
-                break
-            due = {j for j, value in enumerate(estimates) if not value > self.trigger} | ended | self.near
-            if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
-                due = set(range(len(self.active)))
-            self.inspect(sorted(due), ended)
-            while self.active:
-                ended, broken = self.step()
-                if not broken:
-                    break
-                self.near = set()
-                self.inspect(sorted(broken), set(), Reason.NON_FINITE)
-
-    def note(self) -> list[float]:
-        estimates: list[float] = (self.scalars.phi * self.metric).tolist()
+    def note(self) -> set[int]:
+        """A row of the history; positions whose recurrence says that they have converged or come near a null vector."""
+        estimates = (self.scalars.phi * self.metric).tolist()
         row = self.records.record(self.active, estimates)
         if self.callback is not None:
             self.callback(self.records.iteration, row)
-        return estimates
+        return {j for j, value in enumerate(estimates) if not value > self.trigger} | self.near
 
     def step(self) -> tuple[set[int], set[int]]:
         """One step of Lanczos and of the factorisation: positions at their end, and those that met NaN or Inf."""
@@ -140,6 +122,7 @@ class Run:
         packet = torch.stack([alfa, square, image, norm(v), mirrored]).cpu()
         broken = set((~torch.isfinite(packet).all(0)).nonzero().squeeze(1).tolist())
         if broken:
+            self.near = set()
             return set(), broken
         alfa, square, image, size, mirrored = packet
         before, self.size = self.size, size
@@ -176,7 +159,7 @@ class Run:
         image = self.multiply(x)
         self.records.matvecs += len(positions)
         sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
+        self.norm_A = grown(self.norm_A, images, sizes)
         r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
         stalled = {j for j in positions if self.records.idle(self.active[j]) >= CHECK_EVERY}
         normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
@@ -218,7 +201,7 @@ class Run:
         image = self.multiply(z)
         self.records.matvecs += len(which)
         sizes, images = torch.stack([norm(z), norm(image)]).cpu().tolist()
-        self.norm_A = max([self.norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
+        self.norm_A = grown(self.norm_A, images, sizes)
         for i, size, height in zip(which, sizes, images):
             normal[i] = height / (self.norm_A * size) if height else 0.0
         moved = columns(x, index)

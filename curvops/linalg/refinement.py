@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from curvops.linalg.results import Reason, Solution
-from curvops.linalg.systems import Callback, converged
+from curvops.linalg.results import Reason, Solution, converged
+from curvops.linalg.systems import Callback
 from curvops.linalg.vectors import (
     Matrix,
     Vectors,
@@ -96,14 +96,23 @@ def refined(
     lost = (~finite).nonzero().squeeze(1)
     put_columns(best, lost, columns(best, lost) * math.nan)
     level = 10 * torch.finfo(torch.float64).eps * math.sqrt(B.shape[0])
-    for j, reason in enumerate(reasons):
-        if not zero[j] and bool(last[j] <= rtol):
-            reasons[j] = Reason.CONVERGED
-        elif reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
-            at_limit = bool(backward[j] <= level)
-            reasons[j] = Reason.PRECISION_LIMIT if at_limit else Reason.STAGNATION
-            if iterations >= maxiter:
-                reasons[j] = Reason.ITERATION_LIMIT
+    at_limit, exhausted = (backward <= level).tolist(), iterations >= maxiter
+    ordered = tuple(
+        _final(reason, residual <= rtol, at_level, exhausted)
+        for reason, residual, at_level in zip(reasons, last.tolist(), at_limit)
+    )
     total = matvecs + taken
-    ordered = tuple(reasons)
     return Solution(best, ordered, converged(ordered), last, backward, iterations, total, history, exact_matvecs=taken)
+
+
+def _final(last_solve: Reason, met: bool, at_level: bool, exhausted: bool) -> Reason:
+    """Why a column stopped, from how its last correction ended and its residual in float64."""
+    if last_solve is Reason.ZERO_RIGHT_HAND_SIDE:
+        return last_solve
+    if met:
+        return Reason.CONVERGED
+    if last_solve not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
+        return last_solve
+    if exhausted:
+        return Reason.ITERATION_LIMIT
+    return Reason.PRECISION_LIMIT if at_level else Reason.STAGNATION

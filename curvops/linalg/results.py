@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -74,8 +77,34 @@ class Reason(Enum):
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
 
 
+def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
+    """Which columns have converged."""
+    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
+
+
+class Reasoned:
+    """A result of several columns, each with its reason."""
+
+    reasons: tuple[Reason, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether each column either converged or gave all that the dtype can give."""
+        return all(reason in ACCEPTED for reason in self.reasons)
+
+    def failures(self, kind: str, measure: str, errors: Tensor) -> str:
+        """A line on how many columns failed and the worst of their errors, and the remedy of each reason."""
+        failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
+        worst = max((float(errors[j].nan_to_num(math.inf)) for j in failed), default=0.0)
+        counts = Counter(self.reasons[j] for j in failed)
+        return "\n".join(
+            [f"{len(failed)} of {len(self.reasons)} {kind} did not converge; worst {measure.format(f'{worst:.2e}')}."]
+            + [f"{reason.name} ({count} {kind}): {reason.value}" for reason, count in counts.items()]
+        )
+
+
 @dataclass(frozen=True, eq=False)
-class Solution:
+class Solution(Reasoned):
     """Solution of A x = b, one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
@@ -98,11 +127,6 @@ class Solution:
     normal_residuals: Float[Tensor, " K"] | None = None
     exact_matvecs: int = 0
 
-    @property
-    def accepted(self) -> bool:
-        """Whether each column either converged or gave all that the dtype can give."""
-        return all(reason in ACCEPTED for reason in self.reasons)
-
     def raise_if_failed(self, rtol: float) -> Solution:
         """Return self if every column is accepted.
 
@@ -122,16 +146,8 @@ class NotConverged(RuntimeError):
     def __init__(self, solution: Solution, rtol: float) -> None:
         self.solution = solution
         self.rtol = rtol
-        failed = [j for j, reason in enumerate(solution.reasons) if reason not in ACCEPTED]
-        worst = max((_sortable(float(solution.relative_residuals[j])) for j in failed), default=0.0)
-        parts = [
-            f"{len(failed)} of {len(solution.reasons)} columns did not converge; "
-            f"worst true relative residual {worst:.2e}, asked for {rtol:.2e}."
-        ]
-        for reason in dict.fromkeys(solution.reasons[j] for j in failed):
-            count = sum(solution.reasons[j] is reason for j in failed)
-            parts.append(f"{reason.name} at iteration {solution.iterations} ({count} columns): {reason.value}")
-        super().__init__("\n".join(parts))
+        measure = f"true relative residual {{}} at iteration {solution.iterations}, asked for {rtol:.2e}"
+        super().__init__(solution.failures("columns", measure, solution.relative_residuals))
 
 
 class NotPositiveDefinite(NotConverged, NotPSDError):
@@ -140,10 +156,6 @@ class NotPositiveDefinite(NotConverged, NotPSDError):
 
 class NotPositiveSemidefinite(NotPSDError, ValueError):
     """A matrix that must be positive semidefinite, or positive definite, is not."""
-
-
-def _sortable(residual: float) -> float:
-    return math.inf if math.isnan(residual) else residual
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,8 +215,23 @@ class Estimate:
     __rmul__ = __mul__
 
 
+Found = TypeVar("Found", bound="Pairs")
+
+
+class Pairs(Reasoned):
+    """Vectors found in pairs, each with its true residual."""
+
+    residuals: Float[Tensor, " k"]
+
+    def raise_if_failed(self: Found) -> Found:
+        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
+        if self.accepted:
+            return self
+        raise RuntimeError(self.failures("pairs", "true residual {}", self.residuals))
+
+
 @dataclass(frozen=True, eq=False)
-class Eigenpairs:
+class Eigenpairs(Pairs):
     """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
 
     values: Float[Tensor, " k"]
@@ -213,21 +240,9 @@ class Eigenpairs:
     reasons: tuple[Reason, ...]
     matvecs: int
 
-    def raise_if_failed(self) -> Eigenpairs:
-        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
-        failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
-        if not failed:
-            return self
-        worst = max(_sortable(float(self.residuals[j])) for j in failed)
-        kinds = dict.fromkeys(self.reasons[j] for j in failed)
-        raise RuntimeError(
-            f"{len(failed)} of {len(self.reasons)} eigenpairs did not converge; worst true residual {worst:.2e}.\n"
-            + "\n".join(f"{reason.name}: {reason.value}" for reason in kinds)
-        )
-
 
 @dataclass(frozen=True, eq=False)
-class SingularTriplets:
+class SingularTriplets(Pairs):
     """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
@@ -242,7 +257,7 @@ class SingularTriplets:
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionProduct:
+class FunctionProduct(Reasoned):
     """f(A) b for each column b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖.
 
     ``error_estimates`` holds what the method left out and what rounding in A's dtype may have done; ``inf`` where
@@ -258,12 +273,7 @@ class FunctionProduct:
     @property
     def converged(self) -> Bool[Tensor, " K"]:
         """Which columns reached the tolerance."""
-        return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in self.reasons])
-
-    @property
-    def accepted(self) -> bool:
-        """Whether each column either converged or gave all that the dtype can give."""
-        return all(reason in ACCEPTED for reason in self.reasons)
+        return converged(self.reasons)
 
     def raise_if_failed(self, rtol: float) -> FunctionProduct:
         """Return self if every column is accepted, else raise FunctionNotConverged."""
@@ -278,12 +288,5 @@ class FunctionNotConverged(RuntimeError):
     def __init__(self, product: FunctionProduct, rtol: float) -> None:
         self.product = product
         self.rtol = rtol
-        failed = [j for j, reason in enumerate(product.reasons) if reason not in ACCEPTED]
-        worst = max((_sortable(float(product.error_estimates[j])) for j in failed), default=0.0)
-        parts = [
-            f"{len(failed)} of {len(product.reasons)} columns did not converge; "
-            f"worst estimate of the relative error {worst:.2e}, asked for {rtol:.2e}."
-        ]
-        for reason in dict.fromkeys(product.reasons[j] for j in failed):
-            parts.append(f"{reason.name} at iteration {product.iterations}: {reason.value}")
-        super().__init__("\n".join(parts))
+        measure = f"estimate of the relative error {{}} at iteration {product.iterations}, asked for {rtol:.2e}"
+        super().__init__(product.failures("columns", measure, product.error_estimates))

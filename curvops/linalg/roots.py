@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvops.linalg.apply_function import apply_function
 from curvops.linalg.contour_solve import contour
+from curvops.linalg.limits import check_choice
 from curvops.linalg.results import FunctionProduct
 from curvops.linalg.systems import Callback
 from curvops.linalg.vectors import Matrix
@@ -52,7 +53,18 @@ def inverse_sqrt(
 
     Raises NotPositiveSemidefinite (also a ValueError) where a clearly negative direction is met.
     """
-    return _root(A, B, method, True, lower_bound, rtol, maxiter, max_matvecs, memory_budget, callback)
+    return _root(
+        A,
+        B,
+        method,
+        True,
+        lower_bound,
+        rtol=rtol,
+        maxiter=maxiter,
+        max_matvecs=max_matvecs,
+        memory_budget=memory_budget,
+        callback=callback,
+    )
 
 
 def sqrt(
@@ -71,20 +83,27 @@ def sqrt(
 
     Options as in `inverse_sqrt`; A may be singular.
     """
-    return _root(A, B, method, False, lower_bound, rtol, maxiter, max_matvecs, memory_budget, callback)
+    return _root(
+        A,
+        B,
+        method,
+        False,
+        lower_bound,
+        rtol=rtol,
+        maxiter=maxiter,
+        max_matvecs=max_matvecs,
+        memory_budget=memory_budget,
+        callback=callback,
+    )
 
 
 def _root(
-    A: Matrix, B: Tensor, method: str, inverse: bool, lower_bound: Any, rtol: Any, *limits: Any
+    A: Matrix, B: Tensor, method: str, inverse: bool, lower_bound: float | int | None, **options: Any
 ) -> FunctionProduct:
+    check_choice("method", method, ("lanczos", "contour"))
     if lower_bound is not None and not 0 <= lower_bound < torch.inf:
         raise ValueError(f"lower_bound must be finite and not negative, got {lower_bound}.")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)
-    maxiter, max_matvecs, memory_budget, callback = limits
-    options = {"rtol": rtol, "maxiter": maxiter, "max_matvecs": max_matvecs, "memory_budget": memory_budget}
-    if method == "lanczos":
-        f = torch.rsqrt if inverse else torch.sqrt
-        return apply_function(A, f, B, lower_bound=bound, callback=callback, **options)
     if method == "contour":
-        return contour(A, B, inverse=inverse, lower_bound=bound, callback=callback, **options).product
-    raise ValueError(f'method must be "lanczos" or "contour", got {method!r}.')
+        return contour(A, B, inverse=inverse, lower_bound=bound, **options).product
+    return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)

@@ -32,11 +32,11 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
-from curvops.linalg.limits import check_limits
+from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
-from curvops.linalg.results import Reason, Solution
-from curvops.linalg.systems import Preconditioner, converged
+from curvops.linalg.results import Reason, Solution, converged
+from curvops.linalg.systems import Preconditioner
 from curvops.linalg.vectors import Matrix, describe, inner, join, norm, product, random_block, require_precision
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
@@ -178,8 +178,7 @@ def solve(
         NotPositiveDefinite: it failed under `cg`, since A is indefinite. It is also linear_operator's NotPSDError.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
-    if method not in ("auto", *get_args(Method)):
-        raise ValueError(f"method must be one of {('auto', *get_args(Method))}, got {method!r}.")
+    check_choice("method", method, ("auto", *get_args(Method)))
     if not A.dtype.is_floating_point or B.dtype != A.dtype:
         raise TypeError(f"A and B must have one real floating dtype, got {A.dtype} and {B.dtype}.")
     require_precision(A.dtype)

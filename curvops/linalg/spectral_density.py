@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep, depth_within
-from curvops.linalg.limits import check_limits
+from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.results import Reason
 from curvops.linalg.ritz import NEAR_ZERO
 from curvops.linalg.vectors import Matrix, describe_square, product, random_block
@@ -138,8 +138,7 @@ def spectral_density(
 
 
 def _check(scale: str, probes: int, steps: int, grid_size: int, bandwidth: float | None, level: float) -> None:
-    if scale not in ("linear", "log"):
-        raise ValueError(f'scale must be "linear" or "log", got {scale!r}.')
+    check_choice("scale", scale, ("linear", "log"))
     for name, count, least in (("probes", probes, 1), ("steps", steps, 1), ("grid_size", grid_size, 32)):
         if count < least:
             raise ValueError(f"{name} must be at least {least}, got {count}.")

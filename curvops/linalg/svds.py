@@ -16,11 +16,12 @@ from typing import cast
 
 import torch
 
-from curvops.linalg.eigsh import MOST_ITERATIONS, ROUNDING, basis_columns, verdicts
+from curvops.linalg.eigsh import ROUNDING, basis_columns, verdicts
 from curvops.linalg.golub_kahan import GolubKahan
-from curvops.linalg.limits import check_limits
+from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Reason, SingularTriplets
+from curvops.linalg.systems import iterations_allowed
 from curvops.linalg.thick_restart import Callback, Search, Which
 from curvops.linalg.vectors import Matrix, columns, describe, inner, norm, product, random_block
 
@@ -54,8 +55,7 @@ def svds(
     n = min(facts.rows, facts.columns)
     if not 1 <= k <= n:
         raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
-    if which not in ("largest", "smallest"):
-        raise ValueError(f'which must be "largest" or "smallest", got {which!r}.')
+    check_choice("which", which, ("largest", "smallest"))
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}.")
@@ -73,7 +73,7 @@ def svds(
         k,
         rtol=float(rtol),
         capacity=capacity,
-        maxiter=min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter,
+        maxiter=iterations_allowed(n, maxiter),
         most_matvecs=most,
         callback=callback,
     )

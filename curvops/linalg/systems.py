@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
-from curvops.linalg.results import Reason, Solution
+from curvops.linalg.results import Reason, Solution, converged
 from curvops.linalg.vectors import (
     Description,
     Matrix,
@@ -190,11 +190,6 @@ class Outcome(Protocol):
     @property
     def normal(self) -> list[float] | None:
         """‖Aᵀr‖/(‖A‖‖r‖), where least-squares problems are answered."""
-
-
-def converged(reasons: tuple[Reason, ...]) -> Tensor:
-    """Which columns have converged."""
-    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
 
 
 def in_groups(

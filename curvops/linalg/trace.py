@@ -21,8 +21,9 @@ from curvops.linalg.adaptive import checked, estimated
 from curvops.linalg.exchangeable import XNysTrace, XTrace
 from curvops.linalg.gradients import carried, differentiated
 from curvops.linalg.hutchinson import BLOCK, Hutchinson, HutchPlusPlus
+from curvops.linalg.limits import check_choice
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_block
+from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_blocks
 
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 Family: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
@@ -58,8 +59,7 @@ def trace(
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
     """
     facts = describe_square(A)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+    check_choice("method", method, METHODS)
     keep = differentiated(A)
     with torch.no_grad():
         multiply = checked(product(A))
@@ -75,7 +75,11 @@ def trace(
                 max_matvecs=max_matvecs,
                 memory_budget=memory_budget,
             )
-    pairs = family.functional if found.samples else lambda: _identity(facts)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
+        return family.functional() if found.samples else ((E, E) for E in unit_blocks(facts, BLOCK))
+
     return carried(found, A, lambda _: pairs())
 
 
@@ -97,13 +101,6 @@ def _family(
 
 def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
     total = torch.zeros((), dtype=torch.float64, device=facts.device)
-    for E, _ in _identity(facts):
+    for E in unit_blocks(facts, BLOCK):
         total = total + inner(E, multiply(E)).sum()
     return Estimate(total, torch.zeros_like(total), 0, facts.rows)
-
-
-def _identity(facts: Description) -> Iterator[tuple[Tensor, Tensor]]:
-    n, _, dtype, device = facts
-    for i in range(0, n, BLOCK):
-        E = unit_block(n, i, min(BLOCK, n - i), dtype=dtype, device=device)
-        yield E, E

@@ -13,7 +13,7 @@ example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -218,6 +218,13 @@ def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.
     rows = torch.zeros(k, n, dtype=dtype, device=device)
     rows.diagonal(offset=first).fill_(1)
     return rows.mT
+
+
+def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
+    """The identity that A of these facts multiplies, ``width`` columns at a time."""
+    n, dtype, device = facts.columns, facts.dtype, facts.device
+    for first in range(0, n, width):
+        yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
 
 
 def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:

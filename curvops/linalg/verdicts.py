@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -21,6 +23,11 @@ class Verdict(Enum):
     CONTINUE = auto()
     RESTART = auto()
     STOP = auto()
+
+
+def grown(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
+    """The estimate of ‖A‖ after products of these norms with vectors of these; what is not finite says nothing."""
+    return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
 
 
 @dataclass(eq=False)
@@ -114,3 +121,40 @@ class Records:
             self.current[column] = value
         self.history.append(list(self.current))
         return torch.tensor(self.current, dtype=torch.float64)
+
+
+class Recurrence(ABC):
+    """K recurrences that run together until each column has a reason; what one step is, a subclass says."""
+
+    records: Records
+    active: list[int]
+    maxiter: int
+
+    def solve(self) -> None:
+        """Iterate; look at the true residuals of columns that believe to be done, and at all every 50 iterations."""
+        ended: set[int] = set()
+        while self.active:
+            due = self.note() | ended
+            if self.records.iteration >= self.maxiter:
+                self.inspect(range(len(self.active)), ended, Reason.ITERATION_LIMIT)
+                break
+            if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
+                due = set(range(len(self.active)))
+            self.inspect(sorted(due), ended)
+            while self.active:
+                ended, broken = self.step()
+                if not broken:
+                    break
+                self.inspect(sorted(broken), set(), Reason.NON_FINITE)
+
+    @abstractmethod
+    def note(self) -> set[int]:
+        """Write a row of the history; positions whose true residual should be looked at."""
+
+    @abstractmethod
+    def step(self) -> tuple[set[int], set[int]]:
+        """One step: positions whose recurrence is at its end, and those that met NaN or Inf."""
+
+    @abstractmethod
+    def inspect(self, positions: Sequence[int], ended: set[int], forced: Reason | None = None) -> None:
+        """Look at true residuals: columns stop with a reason, begin anew, or go on."""
