@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import linearize
+from torch.utils.dlpack import from_dlpack
 
 from curvops.network.inputs import components, normalise
 from curvops.network.model import Model
@@ -61,9 +62,8 @@ class Streamed:
         # Unless the pass is recorded, gradients stay off: the tangent alone is wanted.
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
             values = self.model.values
-            # Clones, for this product only: the dual of a view would allocate a tangent as large as all weights.
-            leaves = {name: values[name].detach().clone().requires_grad_(record) for name in self.names}
-            duals = {name: forward_ad.make_dual(leaf, tangent[name]) for name, leaf in leaves.items()}
+            leaves = {name: _apart(values[name]).requires_grad_(record) for name in self.names}
+            duals = {name: forward_ad.make_dual(leaf, _apart(tangent[name])) for name, leaf in leaves.items()}
             outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
         self._outputs = outputs.detach()
         self._graph = _Graph(self.model, leaves, outputs) if record else None
@@ -227,6 +227,17 @@ def _forget(replay: Callable[..., Any]) -> None:
 def _stacked(rows: list[Tensor]) -> Tensor:
     """The rows as one tensor; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+
+def _apart(view: Tensor) -> Tensor:
+    """The same numbers in a storage of their own size, where possible in the same memory.
+
+    A dual number keeps a tangent as it is only if both storages are alike: of views into the flat vector it would
+    allocate one as large as all weights.
+    """
+    if view.device.type in ("cpu", "cuda") and not view.is_inference():
+        return from_dlpack(view.detach())
+    return view.detach().clone()
 
 
 def _usable(tensor: Tensor) -> Tensor:
