@@ -63,9 +63,14 @@ class Figures:
         comparison = alternate(unit, run, pairs, warmup=0)
         self.add(problem.label, what, comparison, target=target, note=note)
 
-    def peak(self, network: str, outputs: int, operator: str, budgets: list[int], batches: int = 1) -> None:
-        """The greatest resident set of processes of their own, beside the baseline plus the memory budget."""
-        baseline = _peak(network, outputs, operator, batches, self.settings.threads, None)
+    def peak(
+        self, network: str, outputs: int, operator: str, budgets: list[int], batches: int = 1, result: int = 0
+    ) -> None:
+        """The greatest resident set of processes of their own, beside the baseline plus the memory budget.
+
+        `result` bytes were asked for as the answer: they count with the baseline.
+        """
+        baseline = result + _peak(network, outputs, operator, batches, self.settings.threads, None)
         for budget in budgets:
             peak = _peak(network, outputs, operator, batches, self.settings.threads, budget)
             row = {"subject": f"{network} C={outputs}", "what": operator, "batches": batches}

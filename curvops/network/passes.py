@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ class Passes:
         self.model, self._source, self._choice, self.memory_budget = model, source, engine, memory_budget
         self._engines = engines
         self._kept: dict[int, tuple[Any, Engine]] = {}
-        self._done = 0
+        self._asked: Counter[int] = Counter()
         self._complete = False
 
     @property
@@ -96,8 +97,9 @@ class Passes:
         A walk over cached batches does not read the data again.
         """
         with self.model.lock:
-            done, self._done = self._done, self._done + columns
-            cached = self._settled(done, max(1, columns))
+            asked, width = Counter(self._asked), max(1, columns)
+            self._asked[width] += columns
+            cached = self._settled(asked, width)
         if cached is not None:
             for label, engine in cached:
                 yield label, BatchMap(engine, self.model)
@@ -106,7 +108,7 @@ class Passes:
         try:
             for index, (inputs, label) in enumerate(self._source):
                 with self.model.lock:
-                    engine = self._engine_for(index, inputs, label, done, max(1, columns))
+                    engine = self._engine_for(index, inputs, label, asked, width)
                 yield label, BatchMap(engine, self.model)
                 count = index + 1
         except Exception:  # the data changed: what was kept of them cannot be trusted
@@ -171,7 +173,7 @@ class Passes:
         most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
         return max(LEAST_CHUNK, min(most, self.memory_budget // 16))
 
-    def _settled(self, done: int, columns: int) -> list[tuple[Any, Engine]] | None:
+    def _settled(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""
         if not self._complete:
             return None
@@ -179,15 +181,15 @@ class Passes:
         for _, engine in cached:
             kind: Kind = engine.kind
             room = self._free() + engine.nbytes
-            if self.engines.plan.choose(kind, done, columns, engine.outputs.shape[0], room) != kind:
+            if self.engines.plan.choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
                 return None
         return cached
 
-    def _engine_for(self, index: int, inputs: Any, label: Any, done: int, columns: int) -> Engine:
+    def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
         _, present = self._kept.get(index, (None, None))
         built: Kind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
-        kind = self.engines.plan.choose(built, done, columns, num_points(inputs), room)
+        kind = self.engines.plan.choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
         self._kept.pop(index, None)  # before the next is built: both need not fit at once
@@ -196,6 +198,8 @@ class Passes:
         engine = self.engines.build(kind, inputs, room)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
+            if present is not None:
+                self._asked.clear()
         return engine
 
     def _free(self) -> int:
@@ -208,7 +212,7 @@ class Passes:
 
     def __getstate__(self) -> dict[str, Any]:
         """Caches stay behind when a linearisation is pickled or copied."""
-        return self.__dict__ | {"_kept": {}, "_complete": False, "_done": 0, "_engines": None}
+        return self.__dict__ | {"_kept": {}, "_complete": False, "_asked": Counter(), "_engines": None}
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ Unit: one loss gradient of the batch, 3 F multiply-adds where a forward pass tak
   passes and the layer Jacobians to build. Layers without a rule add a recorded product.
 
 Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
-As many vectors are expected to follow as were asked for so far (the ski-rental bound: never twice the best cost).
+As many vectors are expected to follow, in blocks as wide, as were asked for since one engine last took another's place
+(the ski-rental bound: never twice the best cost; a solver whose block narrows does not make two engines take turns).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -105,15 +107,18 @@ class Plan:
         passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
         return passes + (RECORDING if self.others else 0.0)
 
-    def choose(self, built: Kind, done: int, columns: int, points: int, free: int) -> Kind:
-        """The engine for a block of `columns` on a batch of `points`, after `done` vectors, with `free` bytes."""
-        expected = done + columns
+    def choose(self, built: Kind, asked: Mapping[int, int], columns: int, points: int, free: int) -> Kind:
+        """The engine for a block of `columns` on a batch of `points`, with `free` bytes.
+
+        `asked` says how many vectors were asked for since one was last replaced, by the width of their block.
+        """
         allowed = [k for k in self.candidates() if k == built or points * self.bytes_needed(k) <= free]
         if self.prefers_layerwise and "layerwise" in allowed:
             return "layerwise"
 
         def cost(kind: Kind) -> float:
-            return (0.0 if kind == built else self.build(kind)) + expected * self.per_vector(kind, columns)
+            expected = sum(count * self.per_vector(kind, width) for width, count in asked.items())
+            return (0.0 if kind == built else self.build(kind)) + expected + columns * self.per_vector(kind, columns)
 
         return min(allowed, key=cost)
 

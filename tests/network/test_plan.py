@@ -48,9 +48,9 @@ def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
 
 def test_a_single_product_streams_and_many_do_not() -> None:
     plan = wide(10)
-    assert plan.choose("streamed", 0, 1, 100, PLENTY) == "streamed"
-    assert plan.choose("streamed", 1000, 1, 100, PLENTY) == "layerwise"
-    assert plan.choose("streamed", 0, 1000, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+    assert plan.choose("streamed", {1: 1000}, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1000, 100, PLENTY) == "layerwise"
 
 
 def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fits() -> None:
@@ -59,34 +59,49 @@ def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fi
     del model.fc2
     plan = plan_of(model, torch.randn(2, 4))
     assert plan.half_base
-    assert plan.choose("streamed", 0, 1, 100, PLENTY) == "layerwise"
-    assert plan.choose("streamed", 0, 1, 100, 0) == "streamed"
-    assert dataclasses.replace(plan, engine="autodiff").choose("streamed", 0, 1, 100, PLENTY) == "streamed"
+    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1, 100, 0) == "streamed"
+    assert dataclasses.replace(plan, engine="autodiff").choose("streamed", {}, 1, 100, PLENTY) == "streamed"
     mixed = dataclasses.replace(plan, others={"table": "no layer rule"})
-    assert mixed.choose("streamed", 0, 1, 100, PLENTY) == "streamed"
+    assert mixed.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
 
 
 def test_many_outputs_are_left_to_autodiff() -> None:
     """δ costs C backward passes and C numbers per unit."""
     plan = wide(1000)
     assert plan.per_vector("layerwise") > plan.per_vector("recorded")
-    assert plan.choose("streamed", 20, 1, 100, PLENTY) == "recorded"
+    assert plan.choose("streamed", {1: 20}, 1, 100, PLENTY) == "recorded"
+
+
+def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
+    outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
+    model = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, outputs)).double()
+    passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
+    assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
+    built, build = [], passes.engines.build
+    monkeypatch.setattr(passes.engines, "build", lambda kind, *rest: built.append(kind) or build(kind, *rest))
+    D = passes.model.theta.numel()
+    for step in range(200):
+        push(passes, columns(D, (16, 1)[step // 2 % 2]))
+    assert built.count("layerwise") == 1 and built.count("recorded") <= 1
+    assert passes.plan.in_use == {"layerwise": 1}
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
     plan = wide(10)
     for kind in ("layerwise", "recorded"):
         needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
-        assert plan.choose("streamed", 1000, 1, 100, needed - 1) == "streamed"
-        assert plan.choose(kind, 1000, 1, 100, 0) == kind  # what is built has its memory already
+        assert plan.choose("streamed", {1: 1000}, 1, 100, needed - 1) == "streamed"
+        assert plan.choose(kind, {1: 1000}, 1, 100, 0) == kind  # what is built has its memory already
 
 
 def test_an_engine_can_be_forced() -> None:
     plan = wide(10)
     autodiff, layerwise = (dataclasses.replace(plan, engine=engine) for engine in ("autodiff", "layerwise"))
     assert autodiff.candidates() == ("streamed", "recorded")
-    assert layerwise.choose("streamed", 0, 1, 100, PLENTY) == "layerwise"
-    assert layerwise.choose("streamed", 0, 1, 100, 0) == "streamed"
+    assert layerwise.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
+    assert layerwise.choose("streamed", {}, 1, 100, 0) == "streamed"
 
 
 def test_without_layers_there_is_nothing_to_force() -> None:
