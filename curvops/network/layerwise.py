@@ -8,6 +8,7 @@ and are kept instead.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
 Owners = dict[nn.Module, dict[str, str]]
+# On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
+MAPPED_BYTES = 2**25 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +84,37 @@ class Factors:
     delta: Tensor
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        z = self.layer.rule.push(self.layer.module, self.kept, self.layer.of(tangents)).flatten(2)
-        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
+        given = self.layer.of(tangents)
+        parts = self._parts(len(next(iter(given.values()))))
+        return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
+        pieces = [self._pull(cotangents[part]) for part in self._parts(len(cotangents))]
+        return {local: _joined([piece[local] for piece in pieces]) for local in self.layer.names}
+
+    def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
+        z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
+        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
+
+    def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
         s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+
+    def _parts(self, columns: int) -> list[slice]:
+        """The vectors of a block, as many at a time as have outputs of this layer in memory that is used again."""
+        size = columns * self.layer.output.numel() * self.delta.element_size()
+        if self.delta.is_cuda or size <= MAPPED_BYTES:
+            return [slice(0, columns)]
+        width = math.ceil(columns / math.ceil(size / MAPPED_BYTES))
+        return [slice(start, start + width) for start in range(0, columns, width)]
 
     @property
     def nbytes(self) -> int:
         return self.delta.nbytes + self.kept.nbytes
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True, eq=False)

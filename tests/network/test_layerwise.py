@@ -206,6 +206,21 @@ def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: st
         assert agree(engine.push(network.selection.split(V)).flatten(1).mT, J @ V)
 
 
+@pytest.mark.parametrize("name", ["mlp", "cnn", "sequence_layernorm"])
+def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    J, sizes = reference(name), []
+    whole = LinearRule.push
+    monkeypatch.setattr(LinearRule, "push", lambda *args: sizes.append(len(args[3]["weight"])) or whole(*args))
+    passes = walk(name, "layerwise")
+    for most, widest in ((layerwise.MAPPED_BYTES, 7), (1, 1)):
+        monkeypatch.setattr(layerwise, "MAPPED_BYTES", most)
+        sizes.clear()
+        for K in (1, 7):
+            V, U = columns(J.shape[1], K), columns(J.shape[0], K)
+            assert agree(push(passes, V), J @ V) and agree(pull(passes, U), J.mT @ U)
+        assert max(sizes) == widest
+
+
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
     model, inputs = ZOO["cnn"].build()
     engine = Layerwise(Model(model), inputs, owners_of(Model(model)), None, PLENTY)
