@@ -192,13 +192,14 @@ class Passes:
         kind = self.engines.plan.choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
-        self._kept.pop(index, None)  # before the next is built: both need not fit at once
+        replaced, present = present is not None, None  # freed before the next is built: both need not fit at once
+        self._kept.pop(index, None)
         if kind != "streamed":
             inputs = copy(inputs)  # what is kept must not change with the user's tensors
         engine = self.engines.build(kind, inputs, room)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
-            if present is not None:
+            if replaced:
                 self._asked.clear()
         return engine
 

@@ -118,7 +118,8 @@ class Plan:
 
         def cost(kind: Kind) -> float:
             expected = sum(count * self.per_vector(kind, width) for width, count in asked.items())
-            return (0.0 if kind == built else self.build(kind)) + expected + columns * self.per_vector(kind, columns)
+            total = (0.0 if kind == built else self.build(kind)) + expected + columns * self.per_vector(kind, columns)
+            return round(total, 9)  # a tie is one whatever the order of the sum: the first, which keeps least, has it
 
         return min(allowed, key=cost)
 

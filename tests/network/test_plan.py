@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -73,19 +74,38 @@ def test_many_outputs_are_left_to_autodiff() -> None:
     assert plan.choose("streamed", {1: 20}, 1, 100, PLENTY) == "recorded"
 
 
-def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
+def undecided() -> Passes:
+    """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks."""
     outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
     model = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, outputs)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
     assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
-    built, build = [], passes.engines.build
+    return passes
+
+
+def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
+    passes, built = undecided(), []
+    build, D = passes.engines.build, passes.model.theta.numel()
     monkeypatch.setattr(passes.engines, "build", lambda kind, *rest: built.append(kind) or build(kind, *rest))
-    D = passes.model.theta.numel()
     for step in range(200):
         push(passes, columns(D, (16, 1)[step // 2 % 2]))
     assert built.count("layerwise") == 1 and built.count("recorded") <= 1
     assert passes.plan.in_use == {"layerwise": 1}
+
+
+def test_an_engine_is_freed_before_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = undecided()
+    build, D = passes.engines.build, passes.model.theta.numel()
+    for _ in range(5):
+        push(passes, columns(D, 1))
+    assert passes.plan.in_use == {"recorded": 1}
+    before = weakref.ref(passes._kept[0][1])
+    alive: list[bool] = []
+    monkeypatch.setattr(passes.engines, "build", lambda *given: alive.append(before() is not None) or build(*given))
+    while not alive:
+        push(passes, columns(D, 16))
+    assert passes.plan.in_use == {"layerwise": 1} and alive == [False]
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
