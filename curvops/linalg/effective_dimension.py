@@ -17,13 +17,11 @@ from torch import Tensor
 
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, share
-from curvops.linalg.dense_logdet import dense_spectrum
-from curvops.linalg.probing import ROUNDING_UNITS, UNLIMITED
+from curvops.linalg.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.probing import UNLIMITED
 from curvops.linalg.quadrature import LEAST, run
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
-from curvops.linalg.vectors import Description, Matrix, describe_square, product
-
-EXACT_SIZE = 256
+from curvops.linalg.results import Estimate
+from curvops.linalg.vectors import Matrix, describe_square, product
 
 
 def effective_dimension(
@@ -69,7 +67,7 @@ def effective_dimension(
     with torch.no_grad():
         multiply = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
         if exact:
-            return _exact(multiply, facts, mu, rtol)
+            return known_spectrum(multiply, facts, rtol).effective_dimension(mu)
         budget = UNLIMITED if max_matvecs is None else max_matvecs
         quadrature = run(multiply, facts, [mu], rtol, budget, generator, memory_budget, of_shift=share)
         return quadrature.effective_dimension(mu)
@@ -77,19 +75,3 @@ def effective_dimension(
 
 def _whitened(multiply: Function, scale: Tensor) -> Function:
     return lambda V: scale * multiply(scale * V)
-
-
-def _exact(multiply: Function, facts: Description, mu: float, rtol: float) -> Estimate:
-    spectrum, n = dense_spectrum(multiply, facts, 0.0), facts.rows
-    values, eps = spectrum.values, spectrum.eps
-    lowest = float(values[0])
-    size = float(values.abs().amax())
-    if lowest < -n * eps * size:
-        raise NotPositiveSemidefinite(
-            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. Use the GGN in place of the Hessian."
-        )
-    delta, values, f = max(ROUNDING_UNITS * eps * size, -lowest), values.clamp_min(0), share(mu)
-    bias = torch.maximum(f(values + delta) - f(values), f(values) - f((values - delta).clamp_min(0))).sum()
-    value = f(values).sum()
-    reason = Reason.CONVERGED if float(bias) <= rtol * float(value) else Reason.PRECISION_LIMIT
-    return Estimate(value, torch.zeros_like(value), 0, n, bias, reason)

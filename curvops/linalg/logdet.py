@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Multiply, single
-from curvops.linalg.dense_logdet import DenseSpectrum, dense_spectrum
+from curvops.linalg.dense_spectrum import EXACT_SIZE, DenseSpectrum, dense_spectrum
 from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.nystrom import grow
@@ -33,7 +33,6 @@ from curvops.linalg.quadrature import LEAST, run
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 
-EXACT_SIZE = 256
 MOST_RANK = 400
 PILOT_RANK = 8
 SIZING = 4

@@ -8,6 +8,7 @@ import torch
 
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.dense_spectrum import EXACT_SIZE, known_spectrum
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
@@ -29,6 +30,8 @@ def spectral_quadrature(
 ) -> SpectralQuadrature:
     """Run Lanczos on positive semidefinite G for log det(I + G/μ) and the like, at every μ.
 
+    A matrix of n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were asked for.
+
     Args:
         shift: the smallest μ of interest. A smaller one may be asked for later: its bracket is wider, and says so.
         probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
@@ -48,7 +51,11 @@ def spectral_quadrature(
     check_budget(rtol, max_matvecs, LEAST, memory_budget)
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}.")
-    return run(product(G), describe_square(G), [mu], rtol, budget, generator, memory_budget, probes, rank)
+    facts = describe_square(G)
+    if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, budget) and memory_budget is None:
+        with torch.no_grad():
+            return known_spectrum(product(G), facts, rtol)
+    return run(product(G), facts, [mu], rtol, budget, generator, memory_budget, probes, rank)
 
 
 def run(

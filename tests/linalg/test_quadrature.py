@@ -37,6 +37,20 @@ def test_rules_bracket_each_probe(name, budget, mu):
         assert q.trace_of(f).bias_bound >= ((upper + lower) / 2 - exact).abs().mean() - slack
 
 
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_small_matrix_is_decomposed(name):
+    A = symmetric(SPECTRA[name])
+    q = spectral_quadrature(A, shift=1e-3)
+    for mu in (1e-3, 1.0):
+        for found, expected in zip((q.logdet(mu), q.effective_dimension(mu)), dense(SPECTRA[name], mu)):
+            torch.testing.assert_close(found.value, expected, rtol=1e-10, atol=1e-10)
+            assert found.samples == 0 and found.stderr == 0 and found.matvecs == 120
+            assert found.reason is Reason.CONVERGED and found.bias_bound < 1e-9 * expected
+    assert spectral_quadrature(A, shift=1.0, max_matvecs=60, generator=generator()).logdet(1.0).samples
+    with pytest.raises(NotPositiveSemidefinite, match="GGN"):
+        spectral_quadrature(A - 0.5 * A.diagonal().amax() * torch.eye(120), shift=1.0)
+
+
 def test_gauss_rule_reproduces_the_moments():
     A = symmetric(SPECTRA["flat"])
     q = spectral_quadrature(A, shift=1.0, probes=2, rtol=1e-12, max_matvecs=12, rank=0, generator=generator(1))

@@ -1,4 +1,4 @@
-"""The log-determinant of a matrix that is small enough to be formed: one eigendecomposition for every shift."""
+"""The spectrum of a matrix that is small enough to be formed: one eigendecomposition for every shift."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.brackets import Function, stacked
+from curvops.linalg.brackets import Function, SpectralQuadrature, stacked
 from curvops.linalg.probing import ROUNDING_UNITS
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import Description
+
+EXACT_SIZE = 256
+"""A matrix up to this size is formed and decomposed where no budget forbids it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,3 +69,33 @@ def dense_spectrum(multiply: Function, facts: Description, bound: float) -> Dens
     require_symmetric(dense)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownSpectrum(SpectralQuadrature):
+    """All eigenvalues of a positive semidefinite matrix as one quadrature: sums over them are exact to rounding."""
+
+    def trace_of(self, f: Function) -> Estimate:
+        """Tr f(G); the bias bound is what rounding of the products can have changed."""
+        value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
+        reason = Reason.CONVERGED if float(bias) <= (self.rtol or 0.0) * abs(float(value)) else Reason.PRECISION_LIMIT
+        return Estimate(value, torch.zeros_like(value), 0, self.matvecs, bias, reason)
+
+
+def known_spectrum(multiply: Function, facts: Description, rtol: float) -> KnownSpectrum:
+    """The eigenvalues of positive semidefinite G by n products; those within rounding of zero count as zero.
+
+    Raises:
+        NotPositiveSemidefinite: an eigenvalue is clearly below zero.
+        ValueError: G is not finite or not symmetric.
+    """
+    dense, n = dense_spectrum(multiply, facts, 0.0), facts.rows
+    lowest, size = float(dense.values[0]), float(dense.values.abs().amax())
+    if lowest < -n * dense.eps * size:
+        raise NotPositiveSemidefinite(
+            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. Use the GGN in place of the Hessian."
+        )
+    nodes = dense.values.clamp_min(0)[None]
+    nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
+    rounding, weights = max(ROUNDING_UNITS * dense.eps * size, -lowest), torch.ones_like(nodes)
+    return KnownSpectrum(nodes, weights, nodes, weights, nothing, none, n, Reason.CONVERGED, rounding, float(rtol))
