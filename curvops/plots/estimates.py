@@ -21,7 +21,8 @@ def estimates(curves: Mapping[str, Mapping[str, Curve]], title: str) -> Figure:
     ``curves`` maps a quantity and a method's name to (budgets, errors of each run (b, s), claimed half-widths at 95 %).
     Where the points lie below the dotted line of their colour the claims hold. Exact values are at the lower edge.
     """
-    figure = style.blank(5.2 * len(curves) + 1.5, 4.8, title)
+    rows = max((len(methods) for methods in curves.values()), default=0) // 2 + 1
+    figure = style.blank(5.2 * len(curves) + 1.5, 4.8 + 0.25 * rows, title)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, (quantity, methods) in zip(panels, curves.items()):
         for (name, look), (spent, errors, claimed) in zip(style.looks(methods).items(), methods.values()):
@@ -36,5 +37,7 @@ def estimates(curves: Mapping[str, Mapping[str, Curve]], title: str) -> Figure:
         style.dress(axes, "products with single vectors (budget)", "relative error (no unit)", quantity)
         handles, _ = axes.get_legend_handles_labels()
         claim = Line2D([], [], color=style.INK, linewidth=1.6, linestyle=":", label="claimed, 95 %")
-        axes.legend(handles=[*handles, claim], fontsize=style.SMALL, framealpha=0.9)
+        axes.legend(
+            handles=[*handles, claim], loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=style.SMALL
+        )
     return figure
