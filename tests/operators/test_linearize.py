@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, dropout
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
@@ -140,6 +141,17 @@ MODELS: dict[str, tuple[nn.Module, type, str]] = {
     "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), ValueError, r"1 \(Dropout\) is in train mode.*eval\(\)"),
     "batch norm": (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), ValueError, r"in train mode.*model.eval\(\)"),
     "random": (Wired(lambda m, x: m.head(x) + torch.rand(3)), ValueError, r"different outputs; call model.eval\(\)"),
+    "rarely random": (
+        Wired(lambda m, x: dropout(m.head(x), 1e-9, m.training)),
+        ValueError,
+        r"random numbers; call.*eval",
+    ),
+    "a function": ((lambda p, x: dropout(x @ p["w"], 0.4), {"w": torch.ones(4, 3)}), ValueError, "different outputs"),
+    "batch statistics": (
+        Wired(lambda m, x: batch_norm(m.head(x), None, None, training=True)),
+        ValueError,
+        r"call model.eval\(\)",
+    ),
     "batch": (Wired(lambda m, x: m.head(x - x.mean(0))), ValueError, "depend on the other points of its batch"),
     "tuple": (Wired(lambda m, x: (m.head(x), x)), TypeError, "returns tuple, expected a tensor"),
     "integers": (Wired(lambda m, x: m.head(x).argmax(1, True)), TypeError, "returns torch.int64"),
