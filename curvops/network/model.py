@@ -258,6 +258,10 @@ def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C
         raise ValueError(
             f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, T, C) for sequences; {remedy}."
         )
+    if outputs.shape[1:].numel() == 0:
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}: a point has no outputs, expected at least one."
+        )
     return outputs
 
 

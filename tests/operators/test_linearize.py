@@ -158,6 +158,7 @@ MODELS: dict[str, tuple[nn.Module, type, str]] = {
     "vector": (Wired(lambda m, x: m.head(x)[:, 0]), ValueError, r"expected \(N, C\),.*add outputs.unsqueeze\(1\)"),
     "leading one": (Wired(lambda m, x: m.head(x)[None]), ValueError, r"2 points gave outputs of shape \(1, 2, 3\)"),
     "image": (Wired(lambda m, x: m.head(x)[:, :, None, None]), ValueError, r"outputs.flatten\(2\).mT does for"),
+    "no outputs": (Wired(lambda m, x: m.head(x)[:, :0]), ValueError, r"\(2, 0\): a point has no outputs"),
     "rows": (Wired(lambda m, x: m.head(x)[:1]), ValueError, r"2 points gave outputs of shape \(1, 3\)"),
     "infinite": (Wired(lambda m, x: m.head(x) / 0), ValueError, "outputs hold NaN or Inf; look at its buffers"),
     "frozen": (Wired(lambda m, x: m.head(x)).requires_grad_(False), ValueError, "none requires a gradient"),
