@@ -150,6 +150,19 @@ def test_weights_that_are_not_a_mode_warn_and_say_how_far(classification):
         co.laplace(lin, prior_precision=0.01, check_mode=False)
 
 
+def test_outputs_that_are_nan_at_some_points_are_no_mode():
+    x, y = torch.linspace(3, -1, 9, dtype=torch.float64).unsqueeze(1), torch.zeros(9, 1, dtype=torch.float64)
+    lin = co.linearize(
+        (lambda p, x: p["w"] * x.sqrt(), {"w": torch.zeros(1, dtype=torch.float64)}), (x, y), "regression"
+    )
+    with pytest.raises(ValueError, match="holds NaN or Inf.*lin.outputs"):
+        co.laplace(lin, prior_precision=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lin = co.linearize((lambda p, x: p["w"] * x, {"w": torch.zeros(1, dtype=torch.float64)}), (x, y), "regression")
+        assert co.laplace(lin, prior_precision=1.0).mode_gap == 0  # weights of zero are a mode here
+
+
 @pytest.mark.parametrize("prior", [-1.0, 0.0, float("nan"), float("inf"), torch.ones(3), torch.zeros(51)])
 def test_an_improper_prior_is_an_error(classification, prior):
     with pytest.raises(ValueError, match="prior_precision"):
