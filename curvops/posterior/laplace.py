@@ -148,7 +148,7 @@ class Laplace:
         quadrature to a relative accuracy `rtol`, or as near as 4,000 products come to it; the estimate's reason says
         which. They are kept: another scalar prior costs none.
         """
-        quadratic = (self.prior_precision * self.mean.square()).sum()
+        quadratic = (self.prior_precision.double() * self.mean.double().square()).sum()  # may be 1e6 nats
         log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)
         return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * quadratic)
 

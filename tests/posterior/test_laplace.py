@@ -195,6 +195,17 @@ def test_regression_matches_gaussian_process_algebra():
         post.probabilities(new)
 
 
+def test_the_evidence_of_single_precision_under_a_strong_prior():
+    """Its interval tells nothing of rounding, so the sums must not be in single precision."""
+    model, x, y = problem(steps=5)
+    model = model.float()
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        lin = co.linearize(model.to(dtype), (x.to(dtype), y), "classification")
+        values.append(co.laplace(lin, prior_precision=1e6, check_mode=False).log_evidence().value)
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_one_data_point_works(n):
     model, x, y = problem(n=n, steps=50)
