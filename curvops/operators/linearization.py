@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.network.autodiff import saved_bytes
 from curvops.network.data import Batch, Batches, as_batches, as_source
-from curvops.network.inputs import Inputs, as_inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.inputs import Inputs, as_inputs, copy, move, move_tensor, normalise, num_points, take
 from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import default_budget
@@ -83,7 +83,7 @@ class Linearization:
         """
         if x is None:
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        inputs = self._inputs(x)
+        inputs = copy(self._inputs(x))  # it is lazy: a later change of x must not change half of a predictive
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
         passes = Passes(self.model, parts, self.engine, self.memory_budget, self.passes.engines)

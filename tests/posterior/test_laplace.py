@@ -68,6 +68,14 @@ def test_nothing_is_solved_before_the_covariance_is_used(classification, monkeyp
     assert predicted.mean.shape == (2, 3)
 
 
+def test_inputs_that_change_after_predict_change_nothing(classification):
+    _, post, x, _ = classification
+    new = x[:2].clone()
+    predicted, expected = post.predict(new), post.predict(x[:2]).variance
+    new.zero_()
+    torch.testing.assert_close(predicted.variance, expected, rtol=1e-12, atol=0)
+
+
 def test_the_predictive_from_draws_approaches_the_exact_one(classification):
     """4,000 draws: relative standard error of a variance sqrt(2/4000) = 2.2 %; five of them in 15 entries."""
     _, post, _, _ = classification
