@@ -48,3 +48,8 @@ def test_a_file_answers_one_question(path: Path) -> None:
 
 def test_package_is_typed() -> None:
     assert (ROOT / "curvops" / "py.typed").exists()
+
+
+def test_the_example_of_the_readme_is_fifteen_lines() -> None:
+    example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert sum(line.startswith((">>>", "...")) for line in example.splitlines()) <= 15

@@ -108,6 +108,11 @@ class Model:
         """The coarsest rounding among its tensors' dtypes: a frozen base may be in half precision."""
         return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
 
+    @property
+    def training(self) -> bool:
+        """Whether a part of the module was in train mode at the snapshot."""
+        return self.module is not None and any(self._modes.values())
+
     def leaves(self) -> Blocks:
         """The selected parameters by name, as leaves of a graph to be recorded."""
         return {name: value.detach().requires_grad_() for name, value in self.values.items()}
@@ -252,6 +257,10 @@ def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C
         )
         raise ValueError(
             f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, T, C) for sequences; {remedy}."
+        )
+    if outputs.shape[1:].numel() == 0:
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}: a point has no outputs, expected at least one."
         )
     return outputs
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.network.autodiff import saved_bytes
 from curvops.network.data import Batch, Batches, as_batches, as_source
-from curvops.network.inputs import Inputs, as_inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.inputs import Inputs, as_inputs, copy, move, move_tensor, normalise, num_points, take
 from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import default_budget
@@ -83,7 +83,7 @@ class Linearization:
         """
         if x is None:
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        inputs = self._inputs(x)
+        inputs = copy(self._inputs(x))  # it is lazy: a later change of x must not change half of a predictive
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
         passes = Passes(self.model, parts, self.engine, self.memory_budget, self.passes.engines)
@@ -257,16 +257,28 @@ def _check_outputs(model: Model, few: Inputs) -> torch.Size:
     """(C,) or (T, C); raises ValueError where outputs are random or depend on the other points of the batch."""
     with torch.no_grad(), model.differentiating(), torch.no_grad():
         shape = model.fix_output_shape(few)
-        outputs, again = model(model.values, few), model(model.values, few)
+        outputs = model(model.values, few)
+        state = _random_state(outputs.device)
+        again = model(model.values, few)
+        drew = not torch.equal(state, _random_state(outputs.device))
         if outputs.shape[0] != num_points(few):
             raise ValueError(
                 f"{num_points(few)} points gave outputs of shape {(len(outputs), *shape)}, expected one row a point."
             )
         if not bool(outputs.isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
-        if not torch.equal(outputs, again):
+        more = (model(model.values, few) for _ in range(16 if drew else 0))
+        if not all(torch.equal(outputs, repeat) for repeat in (again, *more)):
             raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
-        alone = model(model.values, take(few, slice(0, 1)))
+        if drew and model.training:  # a mask of few entries is often the same twice
+            raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
+        try:
+            alone = model(model.values, take(few, slice(0, 1)))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the model takes {num_points(few)} points but not one alone ({error}); call model.eval(), and let it "
+                "take batches of any size."
+            ) from error
     slack = model.eps**0.5 * (1 + outputs.abs().max())
     if bool(((outputs[:1] - alone).abs() > slack).any()):
         raise ValueError(
@@ -274,3 +286,8 @@ def _check_outputs(model: Model, few: Inputs) -> torch.Size:
             "that sees one point at a time."
         )
     return shape
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The state of the device's default generator, as bytes."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -58,7 +58,8 @@ class Laplace:
     def mode_gap(self) -> float:
         """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient."""
         prior = self.prior_precision * self.mean
-        return float((self.spectrum.gradient() + prior).norm() / prior.norm())
+        gradient = (self.spectrum.gradient() + prior).norm()
+        return 0.0 if gradient == 0 else float(gradient / prior.norm())
 
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The posterior under another prior precision, sharing everything that does not depend on it."""
@@ -147,7 +148,7 @@ class Laplace:
         quadrature to a relative accuracy `rtol`, or as near as 4,000 products come to it; the estimate's reason says
         which. They are kept: another scalar prior costs none.
         """
-        quadratic = (self.prior_precision * self.mean.square()).sum()
+        quadratic = (self.prior_precision.double() * self.mean.double().square()).sum()  # may be 1e6 nats
         log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)
         return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * quadratic)
 
@@ -165,8 +166,8 @@ def laplace(
     vector (D,): weight decay × N where training minimised a *mean* loss + ½ · weight decay · ‖θ‖². check_mode: compare
     the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
 
-    Raises ValueError for a prior precision that is not positive and finite, or a curvature of another size
-    or at other weights; TypeError for parameters in half precision.
+    Raises ValueError for a prior precision that is not positive and finite, a curvature of another size or at other
+    weights, or (with check_mode) a gradient that is not finite; TypeError for parameters in half precision.
     """
     _require_precision(lin)
     operator = curvature(lin) if isinstance(curvature, type) else curvature
@@ -177,6 +178,11 @@ def laplace(
             f"{lin.num_parameters}), got {type(operator).__name__} {tuple(getattr(operator, 'shape', ()))}."
         )
     posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
+    if check_mode and not bool(posterior.spectrum.gradient().isfinite().all()):
+        raise ValueError(
+            "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
+            "training points do (see lin.outputs()); repair the model, or leave these points out."
+        )
     if check_mode and posterior.mode_gap > MODE_TOLERANCE:
         warnings.warn(
             "these weights are not a mode of the posterior: the gradient of the log posterior is "

@@ -80,3 +80,10 @@ def test_both_forms_of_the_chunk_sums_agree(n: int) -> None:
     words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
     weights = _odd_weights(words.device)[:CHUNK]
     assert torch.equal(_chunk_sums_in_cache(words, weights), _chunk_sums_at_once(words, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_columns_of_a_larger_tensor_are_their_values(dtype: torch.dtype) -> None:
+    table = bits().view(20, 3).to(dtype)
+    for part in (table[:, :1], table[:, 1], table[::2], table.mT, table[:1].expand(4, 3)):
+        assert fingerprint([part]) == fingerprint([part.contiguous()])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, dropout
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
@@ -140,12 +141,24 @@ MODELS: dict[str, tuple[nn.Module, type, str]] = {
     "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), ValueError, r"1 \(Dropout\) is in train mode.*eval\(\)"),
     "batch norm": (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), ValueError, r"in train mode.*model.eval\(\)"),
     "random": (Wired(lambda m, x: m.head(x) + torch.rand(3)), ValueError, r"different outputs; call model.eval\(\)"),
+    "rarely random": (
+        Wired(lambda m, x: dropout(m.head(x), 1e-9, m.training)),
+        ValueError,
+        r"random numbers; call.*eval",
+    ),
+    "a function": ((lambda p, x: dropout(x @ p["w"], 0.4), {"w": torch.ones(4, 3)}), ValueError, "different outputs"),
+    "batch statistics": (
+        Wired(lambda m, x: batch_norm(m.head(x), None, None, training=True)),
+        ValueError,
+        r"call model.eval\(\)",
+    ),
     "batch": (Wired(lambda m, x: m.head(x - x.mean(0))), ValueError, "depend on the other points of its batch"),
     "tuple": (Wired(lambda m, x: (m.head(x), x)), TypeError, "returns tuple, expected a tensor"),
     "integers": (Wired(lambda m, x: m.head(x).argmax(1, True)), TypeError, "returns torch.int64"),
     "vector": (Wired(lambda m, x: m.head(x)[:, 0]), ValueError, r"expected \(N, C\),.*add outputs.unsqueeze\(1\)"),
     "leading one": (Wired(lambda m, x: m.head(x)[None]), ValueError, r"2 points gave outputs of shape \(1, 2, 3\)"),
     "image": (Wired(lambda m, x: m.head(x)[:, :, None, None]), ValueError, r"outputs.flatten\(2\).mT does for"),
+    "no outputs": (Wired(lambda m, x: m.head(x)[:, :0]), ValueError, r"\(2, 0\): a point has no outputs"),
     "rows": (Wired(lambda m, x: m.head(x)[:1]), ValueError, r"2 points gave outputs of shape \(1, 3\)"),
     "infinite": (Wired(lambda m, x: m.head(x) / 0), ValueError, "outputs hold NaN or Inf; look at its buffers"),
     "frozen": (Wired(lambda m, x: m.head(x)).requires_grad_(False), ValueError, "none requires a gradient"),

@@ -68,6 +68,14 @@ def test_nothing_is_solved_before_the_covariance_is_used(classification, monkeyp
     assert predicted.mean.shape == (2, 3)
 
 
+def test_inputs_that_change_after_predict_change_nothing(classification):
+    _, post, x, _ = classification
+    new = x[:2].clone()
+    predicted, expected = post.predict(new), post.predict(x[:2]).variance
+    new.zero_()
+    torch.testing.assert_close(predicted.variance, expected, rtol=1e-12, atol=0)
+
+
 def test_the_predictive_from_draws_approaches_the_exact_one(classification):
     """4,000 draws: relative standard error of a variance sqrt(2/4000) = 2.2 %; five of them in 15 entries."""
     _, post, _, _ = classification
@@ -150,6 +158,19 @@ def test_weights_that_are_not_a_mode_warn_and_say_how_far(classification):
         co.laplace(lin, prior_precision=0.01, check_mode=False)
 
 
+def test_outputs_that_are_nan_at_some_points_are_no_mode():
+    x, y = torch.linspace(3, -1, 9, dtype=torch.float64).unsqueeze(1), torch.zeros(9, 1, dtype=torch.float64)
+    lin = co.linearize(
+        (lambda p, x: p["w"] * x.sqrt(), {"w": torch.zeros(1, dtype=torch.float64)}), (x, y), "regression"
+    )
+    with pytest.raises(ValueError, match="holds NaN or Inf.*lin.outputs"):
+        co.laplace(lin, prior_precision=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lin = co.linearize((lambda p, x: p["w"] * x, {"w": torch.zeros(1, dtype=torch.float64)}), (x, y), "regression")
+        assert co.laplace(lin, prior_precision=1.0).mode_gap == 0  # weights of zero are a mode here
+
+
 @pytest.mark.parametrize("prior", [-1.0, 0.0, float("nan"), float("inf"), torch.ones(3), torch.zeros(51)])
 def test_an_improper_prior_is_an_error(classification, prior):
     with pytest.raises(ValueError, match="prior_precision"):
@@ -180,6 +201,17 @@ def test_regression_matches_gaussian_process_algebra():
     torch.testing.assert_close(post.predict(new, joint=True).covariance_matrix, expected, rtol=1e-8, atol=1e-9)
     with pytest.raises(ValueError, match="class probabilities"):
         post.probabilities(new)
+
+
+def test_the_evidence_of_single_precision_under_a_strong_prior():
+    """Its interval tells nothing of rounding, so the sums must not be in single precision."""
+    model, x, y = problem(steps=5)
+    model = model.float()
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        lin = co.linearize(model.to(dtype), (x.to(dtype), y), "classification")
+        values.append(co.laplace(lin, prior_precision=1e6, check_mode=False).log_evidence().value)
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("n", [1, 2])
