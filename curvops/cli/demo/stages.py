@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch import Tensor
+from tqdm import tqdm
 
 import curvops as co
 
@@ -19,12 +21,14 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     spent: int = 0
+    _bar: tqdm[NoReturn] = field(default_factory=lambda: tqdm(disable=True), repr=False)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block under this name."""
+        """Time the block under this name, with its products counted on a terminal's last line."""
         start, before = time.perf_counter(), self.spent
-        yield
+        with tqdm(desc=name, unit=" products", disable=None, leave=False) as self._bar:
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.products[name] = self.products.get(name, 0) + self.spent - before
 
@@ -35,6 +39,7 @@ class Stages:
         class CountedGGN(co.GGN):
             def _product(self, block: Tensor) -> Tensor:
                 stages.spent += block.shape[1]
+                stages._bar.update(block.shape[1])
                 return super()._product(block)
 
         return CountedGGN
