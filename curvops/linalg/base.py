@@ -210,10 +210,11 @@ class Operator(SolverContract, LinearOperator):
 
     @property
     def diagonal_matvecs(self) -> int:
-        """How many products the diagonal takes: n where a class has no cheaper way."""
+        """How many products the diagonal takes: n where a class has no cheaper way, and for what is not ours."""
         if type(self)._diagonal is Operator._diagonal:
             return min(self.matrix_shape)
-        return sum(part.diagonal_matvecs for part in self._args if isinstance(part, Operator))
+        parts = (part for part in self._args if isinstance(part, LinearOperator))
+        return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         batch_shape = torch.Size(batch_shape)
