@@ -20,16 +20,16 @@ class KFAC(BlockDiagonal):
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None)`.
     A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
     Fisher's square root. Where a layer is applied at several positions, *expand* takes each as a point of its own and
-    *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023). Linear, convolutions (a block for each
-    group) and Embedding have factors; norm layers and others have their exact block up to 1,024 parameters and its
-    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
-    block.
+    *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023; embeddings always expand). Linear,
+    convolutions (a block for each group) and Embedding have factors; norm layers and others have their exact block up
+    to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers
+    that share weights have one block.
 
     Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
     the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
-    products. A product is two matrix products a layer. Memory: Σ in² + out² numbers. Use it where the GGN's own
+    products. A product is two matrix products a layer. Memory: Σ in² + out² numbers. Choose it where the GGN's own
     products are too dear and a diagonal is too crude. Raises ValueError for an unknown `fisher` or `sharing`, and for a
     selection that splits a layer.
     """
@@ -73,11 +73,13 @@ class KFAC(BlockDiagonal):
 
 
 class EKFAC(BlockDiagonal):
-    """KFAC with exact second moments in each block's eigenbasis (George et al. 2018): U diag(s) Uᵀ, U = U_B ⊗ U_A.
+    """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    `co.EKFAC(lin, ...)` with KFAC's arguments. Never further from the GGN's blocks in Frobenius norm than KFAC, and
-    with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a matrix product for each
-    column (where a layer is applied at one position: one for all). Products and memory as KFAC's, plus D numbers.
+    `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
+    norm than KFAC, and with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
+    matrix product for each column (where a layer is applied at one position: one for all). A product is four matrix
+    products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is no burden: solves and
+    samples cost the same.
     """
 
     def __init__(
