@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
+from torch import Tensor
 
 from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
@@ -14,7 +15,25 @@ from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corr
 from curvops.operators.linearization import Linearization
 
 
-class KFAC(BlockDiagonal):
+class LayerBlocks(BlockDiagonal):
+    """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each block."""
+        return self._kwargs["names"]
+
+    def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
+        if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
+            raise ValueError(
+                f"the prior is a matrix {tuple(diag.shape)}, but {type(self).__name__} has closed forms only under a "
+                "diagonal one that is constant in each layer: give a number, or a vector (D,). A matrix can be added, "
+                f"{type(self).__name__} + prior, and is solved with by conjugate gradients."
+            )
+        return super().add_diagonal(diag)
+
+
+class KFAC(LayerBlocks):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None)`.
@@ -55,11 +74,6 @@ class KFAC(BlockDiagonal):
             positions, names = _layout(source.device, found)
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters of each block."""
-        return self._kwargs["names"]
-
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
 
@@ -72,7 +86,7 @@ class KFAC(BlockDiagonal):
         return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
 
 
-class EKFAC(BlockDiagonal):
+class EKFAC(LayerBlocks):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
     `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
@@ -103,11 +117,6 @@ class EKFAC(BlockDiagonal):
             positions, names = _layout(source.theta.device, found)
             source, blocks = _apart(eigenvalue_corrected(source, output, found))
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters of each block."""
-        return self._kwargs["names"]
 
 
 def _apart(operators: list[Operator]) -> tuple[Operator, tuple[Operator, ...]]:

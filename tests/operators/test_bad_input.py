@@ -37,6 +37,8 @@ CASES = {
     "blocks of nothing": (lambda lin: co.BlockDiagonal(lin, blocks=[["1.*"]]), ValueError, "matches no parameter"),
     "kernel with a zero prior": (lambda lin: co.TangentKernel(lin, 0.0), ValueError, "positive"),
     "kernel with a short prior": (lambda lin: co.TangentKernel(lin, torch.ones(3)), ValueError, "26"),
+    "a matrix as KFAC's prior": (lambda lin: co.KFAC(lin).add_diagonal(torch.eye(26).double()), ValueError, r"\(D,\)"),
+    "a matrix as EKFAC's prior": (lambda lin: co.EKFAC(lin).add_diagonal(torch.eye(26).double()), ValueError, "EKFAC"),
     "a number": (lambda lin: co.KFAC(lin) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
 }
 
