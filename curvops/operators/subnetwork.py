@@ -86,10 +86,10 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
         if index.shape != (size,):
             raise ValueError(f"the mask has shape {tuple(index.shape)}, expected ({size},).")
         index = index.nonzero().squeeze(1)
-    if index.is_floating_point() or index.ndim != 1:
-        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
     if index.numel() == 0:
         raise ValueError("indices select nothing; choose at least one weight.")
+    if index.is_floating_point() or index.ndim != 1:
+        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= size:
         raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")

@@ -30,6 +30,7 @@ CASES = {
     "index out of range": (lambda lin: co.Subnetwork(co.GGN(lin), [0, 26]), ValueError, "26 is out of range"),
     "index twice": (lambda lin: co.Subnetwork(co.GGN(lin), [3, 3]), ValueError, "twice"),
     "no index": (lambda lin: co.Subnetwork(co.GGN(lin), torch.empty(0, dtype=torch.long)), ValueError, "nothing"),
+    "an empty list": (lambda lin: co.Subnetwork(co.GGN(lin), []), ValueError, "nothing"),
     "mask of another size": (lambda lin: co.Subnetwork(co.GGN(lin), torch.ones(5).bool()), ValueError, r"\(26,\)"),
     "indices that are real": (lambda lin: co.Subnetwork(co.GGN(lin), [0.5]), TypeError, "integers"),
     "blocks": (lambda lin: co.BlockDiagonal(lin, blocks="rows"), ValueError, "'layer'"),
