@@ -175,6 +175,16 @@ class Operator(SolverContract, LinearOperator):
 
     # Entries, slices, batches
 
+    def __getitem__(self, index: Any) -> Any:
+        """A[index] as for a tensor, entries counted from the end too; raises IndexError for an integer out of range."""
+        given = index if isinstance(index, tuple) else (index,)
+        at = next((i for i, part in enumerate(given) if part is Ellipsis), None)
+        if at is not None:
+            given = (*given[:at], *(slice(None),) * (len(self.shape) + 1 - len(given)), *given[at + 1 :])
+        if len(given) > len(self.shape):
+            raise IndexError(f"{len(given)} indices for an operator of shape {tuple(self.shape)}.")
+        return super().__getitem__(tuple(map(_from_start, given, self.shape)))
+
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if batch_indices and any(not _is_all(index) for index in batch_indices):
             raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
@@ -200,10 +210,11 @@ class Operator(SolverContract, LinearOperator):
 
     @property
     def diagonal_matvecs(self) -> int:
-        """How many products the diagonal takes: n where a class has no cheaper way."""
+        """How many products the diagonal takes: n where a class has no cheaper way, and for what is not ours."""
         if type(self)._diagonal is Operator._diagonal:
             return min(self.matrix_shape)
-        return sum(part.diagonal_matvecs for part in self._args if isinstance(part, Operator))
+        parts = (part for part in self._args if isinstance(part, LinearOperator))
+        return sum(getattr(part, "diagonal_matvecs", self.shape[-1]) for part in parts)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
         batch_shape = torch.Size(batch_shape)
@@ -265,6 +276,19 @@ class Operator(SolverContract, LinearOperator):
 
 def _is_all(index: Any) -> bool:
     return isinstance(index, slice) and index == slice(None)
+
+
+def _from_start(index: Any, size: int) -> Any:
+    """An integer or a tensor of integers counted from the first entry; linear_operator takes no negative ones."""
+    if isinstance(index, int) and not isinstance(index, bool):
+        if not -size <= index < size:
+            raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
+        return index % size
+    if isinstance(index, list):
+        index = torch.tensor(index)
+    if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
+        return torch.where(index < 0, index + size, index)
+    return index
 
 
 def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:

@@ -52,9 +52,15 @@ class SolverContract:
         """A few singular triplets, see `co.linalg.svds`."""
         return svds(self, k, which, **options)
 
-    def trace(self, **options: Any) -> Estimate:
-        """Stochastic trace, see `co.linalg.trace`."""
-        return trace(self, **options)
+    def trace(self: Any, **options: Any) -> Estimate:
+        """The exact trace, for no product, where the diagonal is known; else stochastic, see `co.linalg.trace`.
+
+        With `method=` it is always that of `co.linalg.trace`.
+        """
+        if not self.is_square or self.batch_shape or "method" in options or self.diagonal_matvecs:
+            return trace(self, **options)
+        total = self._diagonal().double().sum()
+        return Estimate(total, torch.zeros_like(total), 0, 0)
 
     def stochastic_logdet(self, **options: Any) -> Estimate:
         """Stochastic log-determinant in nats, see `co.linalg.logdet`."""

@@ -260,6 +260,11 @@ class Inverse(Operator):
         form = self.base._exactly() if isinstance(self.base, Operator) else None
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
+    @property
+    def diagonal_matvecs(self) -> int:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return self.shape[-1] if form is None else 0
+
     def logdet(self) -> Tensor:
         return -self.base.logdet()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache, recorded
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.results import NotPositiveSemidefinite
 
 
 class _Grouped(Operator):
@@ -30,11 +30,6 @@ class _Grouped(Operator):
 
     def _size(self) -> torch.Size:
         return torch.Size((math.prod(self.sizes),) * 2)
-
-    def trace(self, **options: Any) -> Estimate:
-        """The exact trace; the options of `co.linalg.trace` are not needed. No products."""
-        total = self._diagonal().double().sum()
-        return Estimate(total, torch.zeros_like(total), 0, 0)
 
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()

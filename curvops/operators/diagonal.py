@@ -22,11 +22,11 @@ class DiagonalGGN(Diagonal):
     """diag(G) as an operator (D, D): the squares of all rows of LᵀJ, added up (Dangel, Kunstner & Hennig 2020).
 
     `co.DiagonalGGN(lin, fisher="exact" | "mc" | "empirical", mc_samples=1, generator=None)`. Every operation on it,
-    and on it plus a prior, is elementwise. It ignores correlations: good for ranking weights and as a cheap posterior,
-    poor where weights act together.
+    and on it plus a prior, is elementwise: a product is D multiplications. It ignores correlations: choose it for
+    ranking weights and as the cheapest posterior, not where weights act together.
 
-    Computed here, once, without a gradient graph: a forward pass and a backward pass for each of C columns (mc:
-    `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one
+    Cost to build, here and once, without a gradient graph: a forward pass and a backward pass for each of C columns
+    (mc: `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one
     position that product is shared by all columns. Memory: a chunk of sensitivities within the budget, never a
     Jacobian. Parameters without a layer rule take a backward pass for each point and column. Raises ValueError for
     another `fisher`.

@@ -17,10 +17,11 @@ from curvops.operators.linearization import Linearization
 class EmpiricalFisher(Curvature):
     """F = Σ_n g_n g_nᵀ (D, D) with g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
 
-    `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): use it for second
-    moments of gradients. A sequence's g_n sums over its tokens; with `per_token=True` each token has an outer product
-    of its own. Class and sample weights multiply r_n, once. Cost: a product is one push and one pull of J, as for the
-    GGN.
+    `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second
+    moments of gradients, not for uncertainty. A sequence's g_n sums over its tokens; with `per_token=True` each token
+    has an outer product of its own. Class and sample weights multiply r_n, once. Cost to build: nothing. A product is
+    one push and one pull of J, 0.5–2 gradients a vector as for the GGN. Memory: what `lin.plan` keeps, within the
+    budget.
     """
 
     def __init__(

@@ -19,10 +19,12 @@ from curvops.operators.network_operator import NetworkOperator
 class Hessian(NetworkOperator):
     """∇² of −Σ_n log p(y_n | f(x_n, θ)) (D, D) at θ*, = GGN + Σ_n Σ_c r_nc ∇²f_c; symmetric, in general indefinite.
 
-    `co.Hessian(lin)`; solve shifted systems with `minres`, not CG. Cost: one forward and one backward pass with its
+    `co.Hessian(lin)`; choose it for sharpness and saddle points, the GGN for posteriors, and solve shifted systems with
+    `minres`, not CG. Cost to build: one product of a few points. A product is a forward and a backward pass with its
     graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one vector, 2 more for each
-    further one; nothing is kept between products. It has no gradient for the likelihood's hyperparameters. Raises
-    RuntimeError where the model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
+    further one. Memory: that graph for one batch; nothing is kept between products. It has no gradient for the
+    likelihood's hyperparameters. Raises RuntimeError where the model has no second derivatives, or wrong ones (torch's
+    fused weight_norm is not symmetric).
     """
 
     def __init__(self, source: Linearization | Tensor, lin: Any = None) -> None:

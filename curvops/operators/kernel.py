@@ -24,10 +24,11 @@ class TangentKernel(Operator):
     `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number or a vector (D,); x defaults to the
     training inputs, x2 to x, which makes K symmetric positive semi-definite (Jacot et al. 2018). Rows point by point.
 
-    A product costs a pull at x' and a push at x. `to_dense` (the Gram matrix) costs a forward pass and C backward
+    Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
+    are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward
     passes each side, and for each layer (a aᵀ) ∘ (δ δᵀ) where it is applied at one position and A is constant on it,
-    else one product of its own Jacobian, in chunks within the memory budget. Carries no gradient for A. Raises
-    ValueError for a prior of another size or that is not positive.
+    else one product of its own Jacobian. Memory: chunks within the budget, and the Gram matrix. Carries no gradient for
+    A. Raises ValueError for a prior of another size or that is not positive.
     """
 
     def __init__(self, source: Any, prior: Any = 1.0, *rest: Any, x: Any = None, x2: Any = None) -> None:

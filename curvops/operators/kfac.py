@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
+from torch import Tensor
 
 from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
@@ -14,22 +15,40 @@ from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corr
 from curvops.operators.linearization import Linearization
 
 
-class KFAC(BlockDiagonal):
+class LayerBlocks(BlockDiagonal):
+    """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each block."""
+        return self._kwargs["names"]
+
+    def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
+        if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
+            raise ValueError(
+                f"the prior is a matrix {tuple(diag.shape)}, but {type(self).__name__} has closed forms only under a "
+                "diagonal one that is constant in each layer: give a number, or a vector (D,). A matrix can be added, "
+                f"{type(self).__name__} + prior, and is solved with by conjugate gradients."
+            )
+        return super().add_diagonal(diag)
+
+
+class KFAC(LayerBlocks):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None)`.
     A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
     Fisher's square root. Where a layer is applied at several positions, *expand* takes each as a point of its own and
-    *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023). Linear, convolutions (a block for each
-    group) and Embedding have factors; norm layers and others have their exact block up to 1,024 parameters and its
-    exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers that share weights have one
-    block.
+    *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023; embeddings always expand). Linear,
+    convolutions (a block for each group) and Embedding have factors; norm layers and others have their exact block up
+    to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers
+    that share weights have one block.
 
     Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
     the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
-    products. A product is two matrix products a layer. Memory: Σ in² + out² numbers. Use it where the GGN's own
+    products. A product is two matrix products a layer. Memory: Σ in² + out² numbers. Choose it where the GGN's own
     products are too dear and a diagonal is too crude. Raises ValueError for an unknown `fisher` or `sharing`, and for a
     selection that splits a layer.
     """
@@ -55,11 +74,6 @@ class KFAC(BlockDiagonal):
             positions, names = _layout(source.device, found)
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters of each block."""
-        return self._kwargs["names"]
-
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
 
@@ -72,12 +86,14 @@ class KFAC(BlockDiagonal):
         return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
 
 
-class EKFAC(BlockDiagonal):
-    """KFAC with exact second moments in each block's eigenbasis (George et al. 2018): U diag(s) Uᵀ, U = U_B ⊗ U_A.
+class EKFAC(LayerBlocks):
+    """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    `co.EKFAC(lin, ...)` with KFAC's arguments. Never further from the GGN's blocks in Frobenius norm than KFAC, and
-    with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a matrix product for each
-    column (where a layer is applied at one position: one for all). Products and memory as KFAC's, plus D numbers.
+    `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
+    norm than KFAC, and with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
+    matrix product for each column (where a layer is applied at one position: one for all). A product is four matrix
+    products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is no burden: solves and
+    samples cost the same.
     """
 
     def __init__(
@@ -101,11 +117,6 @@ class EKFAC(BlockDiagonal):
             positions, names = _layout(source.theta.device, found)
             source, blocks = _apart(eigenvalue_corrected(source, output, found))
         super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters of each block."""
-        return self._kwargs["names"]
 
 
 def _apart(operators: list[Operator]) -> tuple[Operator, tuple[Operator, ...]]:

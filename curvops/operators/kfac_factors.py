@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -111,12 +111,19 @@ def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor
         block.left = add_outer_sum(block.left, left)
         if group.first:
             kept = right if group.all_counted else _counted(group, right)
-            block.count += kept.shape[0] * kept.shape[2]
             if kept.is_floating_point():
+                block.count += kept.shape[0] * kept.shape[2]
                 block.right = add_outer_sum(block.right, kept)
             else:
-                counts = torch.bincount(kept.flatten(), minlength=group.layer.module.num_embeddings)
+                counts = _token_counts(kept, group.layer.module)
+                block.count += int(counts.sum())
                 block.right = _plus(block.right, counts.to(left.dtype).unsqueeze(0))
+
+
+def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any) -> Int[Tensor, " V"]:
+    """How often each row of the table is looked up; never the padding row, which has no gradient."""
+    counts = torch.bincount(tokens.flatten(), minlength=table.num_embeddings)
+    return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 
 def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) -> None:

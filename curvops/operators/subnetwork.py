@@ -26,10 +26,11 @@ COLUMNS = 64
 class Subnetwork(Dense):
     """The principal block A[S, S] of an operator for a set S of weights, as a dense matrix (S, S).
 
-    `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). For a GGN or Fisher it
-    costs one push of J for each index, Σ_n (J_n E_S)ᵀ H_n (J_n E_S), and never a row of J; for other operators a
-    product for each index. Memory: S² and S·N·C of a batch at a time. `parameters=indices` in `co.linearize` is the
-    same block as an operator that is never formed. Raises ValueError for indices out of range, repeated, or none.
+    `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build: for a
+    GGN or Fisher one push of J for each index, Σ_n (J_n E_S)ᵀ H_n (J_n E_S), and never a row of J; for other operators
+    a product for each index. A product is S² operations. Memory: S² and S·N·C of a batch at a time. Choose it for exact
+    inference over up to a few thousand weights. `parameters=indices` in `co.linearize` is the same block as an operator
+    that is never formed. Raises ValueError for indices out of range, repeated, or none.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class BlockDiagonal(Blocks):
 
     `co.BlockDiagonal(lin, blocks="layer")` has a block for each layer's own parameters; `blocks=[["0.*"], ["2.*", …]]`
     takes globs over names, and lists of positions work too; what no group names gets its own block with the rest of
-    its layer. Plus a prior, solved by Cholesky. Cost to build: one push of J for each weight; memory: Σ p² numbers, so
-    it is for small layers: KFAC serves large ones. Raises ValueError for groups that overlap or name nothing, and where
-    the blocks exceed the memory budget.
+    its layer. Plus a prior, solved by Cholesky. Cost to build: one push of J for each weight. A product is Σ p²
+    operations. Memory: Σ p² numbers. Choose it for small layers: KFAC serves large ones. Raises ValueError for groups
+    that overlap or name nothing, and where the blocks exceed the memory budget.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
         if index.shape != (size,):
             raise ValueError(f"the mask has shape {tuple(index.shape)}, expected ({size},).")
         index = index.nonzero().squeeze(1)
-    if index.is_floating_point() or index.ndim != 1:
-        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
     if index.numel() == 0:
         raise ValueError("indices select nothing; choose at least one weight.")
+    if index.is_floating_point() or index.ndim != 1:
+        raise TypeError(f"indices must be a vector of integers, got {index.dtype} of shape {tuple(index.shape)}.")
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= size:
         raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")

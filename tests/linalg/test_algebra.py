@@ -158,3 +158,20 @@ def test_the_diagonal_and_single_entries_of_a_large_operator():
     torch.testing.assert_close(P.diagonal(), (A + V.diag()).diagonal(), rtol=1e-12, atol=1e-12)
     rows, columns = torch.tensor([1, 299, 5]), torch.tensor([1, 2, 5])
     torch.testing.assert_close(P[rows, columns], (A + V.diag())[rows, columns], rtol=1e-12, atol=1e-12)
+
+
+LAST = [-1, (-1, -1), (0, -2), (-3, slice(2, 5)), (..., -1), ([0, -1], [-2, 1]), (torch.tensor([-1, 0]), slice(None))]
+
+
+@pytest.mark.parametrize("index", LAST, ids=str)
+@pytest.mark.parametrize("damped", [False, True])
+def test_entries_are_counted_from_the_end_as_in_a_tensor(index, damped):
+    G, dense = (Rooted(A).add_diagonal(V), A + V.diag()) if damped else (Rooted(A), A)
+    found = G[index]
+    torch.testing.assert_close(found if isinstance(found, torch.Tensor) else found.to_dense(), dense[index])
+
+
+@pytest.mark.parametrize("index", [N, -N - 1, (0, N), (0, 1, 2), (..., 0, 1, 2)], ids=str)
+def test_an_index_out_of_range_is_an_index_error(index):
+    with pytest.raises(IndexError, match=r"out of range|indices for an operator"):
+        _ = Rooted(A)[index]

@@ -271,3 +271,24 @@ def test_the_table_names_every_structured_class():
     }  # fmt: skip
     assert all(issubclass(row, closed_form.ClosedForm) for row in CLOSED_FORMS.values())
     assert closed_forms.closed_form(linalg.Sum(_diagonal, _diagonal), torch.tensor(1.0)) is None
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_a_trace_is_exact_where_the_diagonal_is_known(name):
+    operator, dense, shift = OPERANDS[name]()
+    for A, expected in (
+        (operator, dense),
+        (operator.add_diagonal(shift), dense + shift.diag()),
+        (2 * operator + operator, 3 * dense),
+        (operator.add_diagonal(shift + 1).inverse(), torch.linalg.inv(dense + (shift + 1).diag())),
+    ):
+        estimate = A.trace()
+        assert (float(estimate.stderr), estimate.matvecs) == (0.0, 0)
+        torch.testing.assert_close(estimate.value, expected.trace(), rtol=1e-10, atol=0)
+
+
+def test_a_trace_by_a_named_method_multiplies():
+    operator = OPERANDS["kronecker large"]()[0]
+    assert operator.trace(method="hutchinson", max_matvecs=8).matvecs == 8
+    with pytest.raises(ValueError, match="square"):
+        Dense(torch.zeros(2, 3)).trace()

@@ -157,3 +157,11 @@ def test_a_diagonal_that_is_too_small_is_an_error_but_rounding_is_not(dtype):
         found.with_diagonal(0.9 * A.diagonal())
     with pytest.raises(ValueError, match="shape"):
         found.with_diagonal(A.diagonal()[:4])
+
+
+def test_a_low_rank_part_above_its_matrix_is_told_from_an_inexact_diagonal():
+    A = torch.logspace(0, -6, 30, dtype=torch.float64).diag()
+    found = co.low_rank(A, 3, method="lanczos", generator=generator())
+    assert bool((found.diagonal() > A.diagonal()).any())
+    with pytest.raises(ValueError, match='method="nystrom"'):
+        found.with_diagonal(A.diagonal())

@@ -30,6 +30,7 @@ CASES = {
     "index out of range": (lambda lin: co.Subnetwork(co.GGN(lin), [0, 26]), ValueError, "26 is out of range"),
     "index twice": (lambda lin: co.Subnetwork(co.GGN(lin), [3, 3]), ValueError, "twice"),
     "no index": (lambda lin: co.Subnetwork(co.GGN(lin), torch.empty(0, dtype=torch.long)), ValueError, "nothing"),
+    "an empty list": (lambda lin: co.Subnetwork(co.GGN(lin), []), ValueError, "nothing"),
     "mask of another size": (lambda lin: co.Subnetwork(co.GGN(lin), torch.ones(5).bool()), ValueError, r"\(26,\)"),
     "indices that are real": (lambda lin: co.Subnetwork(co.GGN(lin), [0.5]), TypeError, "integers"),
     "blocks": (lambda lin: co.BlockDiagonal(lin, blocks="rows"), ValueError, "'layer'"),
@@ -37,6 +38,8 @@ CASES = {
     "blocks of nothing": (lambda lin: co.BlockDiagonal(lin, blocks=[["1.*"]]), ValueError, "matches no parameter"),
     "kernel with a zero prior": (lambda lin: co.TangentKernel(lin, 0.0), ValueError, "positive"),
     "kernel with a short prior": (lambda lin: co.TangentKernel(lin, torch.ones(3)), ValueError, "26"),
+    "a matrix as KFAC's prior": (lambda lin: co.KFAC(lin).add_diagonal(torch.eye(26).double()), ValueError, r"\(D,\)"),
+    "a matrix as EKFAC's prior": (lambda lin: co.EKFAC(lin).add_diagonal(torch.eye(26).double()), ValueError, "EKFAC"),
     "a number": (lambda lin: co.KFAC(lin) + 0.5, TypeError, r"add_diagonal\(0.5\)"),
 }
 

@@ -36,6 +36,32 @@ def test_masked_positions_count_for_nothing(kind):
     torch.testing.assert_close(others[0], others[1], rtol=1e-10, atol=1e-12)
 
 
+class Summed(nn.Module):
+    """Embedded tokens, added up: padding changes nothing."""
+
+    def __init__(self, bag):
+        super().__init__()
+        kind = nn.EmbeddingBag(7, 4, mode="sum", padding_idx=0) if bag else nn.Embedding(7, 4, padding_idx=0)
+        self.table, self.head, self.bag = kind, nn.Linear(4, 3), bag
+
+    def forward(self, tokens):
+        found = self.table(tokens)
+        return self.head(torch.tanh(found if self.bag else found.sum(1)))
+
+
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+def test_padding_tokens_count_for_nothing(kind, bag):
+    """They were counted among the inputs: KFAC gave a padding row curvature, and all others less the more there was."""
+    torch.manual_seed(0)
+    model, y = Summed(bag).double(), torch.arange(6) % 3
+    tokens = torch.randint(1, 7, (6, 5))
+    padded = torch.cat([tokens, torch.zeros(6, 4, dtype=torch.long)], 1)
+    expected, found = (kind(co.linearize(model, (x, y), "classification")).to_dense() for x in (tokens, padded))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert not found[:4].any()
+
+
 def large(dtype=torch.float64):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
