@@ -12,7 +12,7 @@ from curvops.network.data import Batch
 from curvops.network.likelihood import Likelihood
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.passes import BatchMap
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import Linearization, is_linearized
 from curvops.operators.network_operator import NetworkOperator
 
 
@@ -22,8 +22,8 @@ class Curvature(NetworkOperator):
     Products carry gradients through the vectors and the likelihood's hyperparameters.
     """
 
-    def __init__(self, source: Linearization | Tensor, *hyperparameters: Tensor, lin: Any = None, **kept: Any) -> None:
-        if isinstance(source, Linearization):
+    def __init__(self, source: Any, *hyperparameters: Tensor, lin: Any = None, **kept: Any) -> None:
+        if is_linearized(source, self, copied=lin is not None):
             lin, hyperparameters, source = source, source.likelihood.hyperparameters, source.theta
         super().__init__(source, *hyperparameters, lin=lin, **kept)
 

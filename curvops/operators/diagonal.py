@@ -14,7 +14,7 @@ from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.fisher import output_fisher
 from curvops.operators.layer_matrix import as_tensors, width_of
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import Linearization, is_linearized
 from curvops.operators.moments import second_moments
 
 
@@ -34,14 +34,14 @@ class DiagonalGGN(Diagonal):
 
     def __init__(
         self,
-        source: Linearization | Tensor,
+        source: Any,
         *,
         fisher: str = "exact",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
         space: Any = None,
     ) -> None:
-        if isinstance(source, Linearization):
+        if is_linearized(source, self, copied=isinstance(source, Tensor)):
             space = source.tangent_space
             source = curvature_diagonal(source, output_fisher(source, fisher, mc_samples, generator))
         super().__init__(source, space)

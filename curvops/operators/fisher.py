@@ -24,9 +24,7 @@ class EmpiricalFisher(Curvature):
     budget.
     """
 
-    def __init__(
-        self, source: Linearization | Tensor, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False
-    ) -> None:
+    def __init__(self, source: Any, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False) -> None:
         super().__init__(source, *hyperparameters, lin=lin, per_token=per_token)
 
     @property

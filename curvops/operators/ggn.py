@@ -31,7 +31,7 @@ class GGN(Curvature):
 
     def __init__(
         self,
-        source: Linearization | Tensor,
+        source: Any,
         *hyperparameters: Tensor,
         lin: Any = None,
         draws: Any = None,

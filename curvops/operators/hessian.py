@@ -12,7 +12,7 @@ from curvops.network.data import Batch
 from curvops.network.inputs import take
 from curvops.network.parameters import Blocks
 from curvops.network.probes import tolerance
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import Linearization, is_linearized
 from curvops.operators.network_operator import NetworkOperator
 
 
@@ -27,8 +27,8 @@ class Hessian(NetworkOperator):
     fused weight_norm is not symmetric).
     """
 
-    def __init__(self, source: Linearization | Tensor, lin: Any = None) -> None:
-        if isinstance(source, Linearization):
+    def __init__(self, source: Any, lin: Any = None) -> None:
+        if is_linearized(source, self, copied=lin is not None):
             _require_symmetric(source)
             lin, source = source, source.theta
         super().__init__(source, lin=lin)

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.linalg.base import Operator, convert
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import Linearization, is_linearized
 from curvops.operators.moments import mirrored
 
 
@@ -32,7 +32,7 @@ class TangentKernel(Operator):
     """
 
     def __init__(self, source: Any, prior: Any = 1.0, *rest: Any, x: Any = None, x2: Any = None) -> None:
-        if isinstance(source, Linearization):
+        if is_linearized(source, self, copied=bool(rest)):
             rest = (_checked(prior, source),)
             source, prior = _jacobians(source, x, x2)
         super().__init__(source, prior, *rest)

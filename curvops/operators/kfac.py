@@ -12,7 +12,7 @@ from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
 from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corrected, kfac_blocks
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import is_linearized
 
 
 class LayerBlocks(BlockDiagonal):
@@ -66,7 +66,7 @@ class KFAC(LayerBlocks):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        if isinstance(source, Linearization):
+        if is_linearized(source, self, copied=positions is not None):
             check_sharing(sharing)
             space = source.tangent_space
             found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
@@ -109,7 +109,7 @@ class EKFAC(LayerBlocks):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        if isinstance(source, Linearization):
+        if is_linearized(source, self, copied=positions is not None):
             check_sharing(sharing)
             space = source.tangent_space
             output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws

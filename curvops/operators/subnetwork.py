@@ -17,7 +17,7 @@ from curvops.linalg.cache import Cache
 from curvops.linalg.spaces import spaces_of
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearization import Linearization, is_linearized
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -69,7 +69,7 @@ class BlockDiagonal(Blocks):
         cache: Cache | None = None,
         space: Any = None,
     ) -> None:
-        if isinstance(source, Linearization):
+        if is_linearized(source, self, copied=positions is not None):
             space = source.tangent_space
             positions = tuple(_partition(source, blocks))
             _require_room(source, positions)

@@ -142,3 +142,12 @@ def test_a_kernel_in_another_dtype_stays_symmetric():
     P = co.TangentKernel(lin).to(torch.float32).add_diagonal(1.0)
     b = torch.ones(P.shape[-1])
     torch.testing.assert_close(P @ P.solve(b), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [co.GGN, co.EmpiricalFisher, co.Hessian, co.DiagonalGGN, co.KFAC, co.EKFAC, co.BlockDiagonal, co.TangentKernel],
+)
+def test_an_operator_is_made_of_a_linearisation(operator):
+    with pytest.raises(TypeError, match=f"{operator.__name__} is made of a linearised network.*got Linear"):
+        operator(torch.nn.Linear(2, 2))
