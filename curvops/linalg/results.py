@@ -95,7 +95,7 @@ class Reasoned:
     def failures(self, kind: str, measure: str, errors: Tensor) -> str:
         """A line on how many columns failed and the worst of their errors, and the remedy of each reason."""
         failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
-        worst = max((float(errors[j].nan_to_num(math.inf)) for j in failed), default=0.0)
+        worst = max((float(errors[j].nan_to_num(math.inf, math.inf)) for j in failed), default=0.0)
         counts = Counter(self.reasons[j] for j in failed)
         return "\n".join(
             [f"{len(failed)} of {len(self.reasons)} {kind} did not converge; worst {measure.format(f'{worst:.2e}')}."]

@@ -72,3 +72,9 @@ def test_level_outside_the_unit_interval(level):
 def test_affine_maps_of_an_estimate():
     e = 3.0 + (-2.0) * estimate(4, bias_bound=0.25)
     assert float(e.value) == -17 and float(e.stderr) == 2 and e.bias_bound == 0.5
+
+
+def test_an_infinite_residual_is_called_so():
+    failed = solution(Reason.NON_FINITE)
+    failed.relative_residuals[:] = math.inf
+    assert "inf" in str(NotConverged(failed, 1e-6)) and "e+308" not in str(NotConverged(failed, 1e-6))
