@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason, caution
 from curvops.linalg.vectors import Vectors
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class SpectralQuadrature:
         samples = corrected if len(known) and count > 1 and corrected.var() < middle.var() else middle
         stderr = samples.std() / math.sqrt(count) if count > 1 else torch.full_like(half, math.inf)
         rounded = self._rounded(f)
-        found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded)
+        found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded, widening=caution(count))
         return replace(found, reason=self._judged(found, float(rounded)))
 
     def _rounded(self, f: Function) -> Tensor:
@@ -121,7 +121,7 @@ def stacked(estimates: list[Estimate]) -> Estimate:
     value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
     bias = torch.stack([torch.as_tensor(e.bias_bound).to(value) for e in estimates])
     reason = failed[0] if failed else Reason.CONVERGED
-    return Estimate(value, stderr, first.samples, first.matvecs, bias, reason)
+    return Estimate(value, stderr, first.samples, first.matvecs, bias, reason, widening=first.widening)
 
 
 def single(estimate: Estimate) -> Estimate:
