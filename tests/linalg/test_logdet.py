@@ -267,3 +267,8 @@ def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
     assert torch.isclose(
         Dense(regular).logdet().double(), torch.logdet(regular.double()), rtol=1e-3 if dtype == torch.float32 else 1e-10
     )
+
+
+def test_a_dense_value_without_room_says_how_much_it_needs():
+    with pytest.raises(ValueError, match="memory_budget >= 1440000 bytes"):
+        logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000)
