@@ -19,7 +19,7 @@ from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.results import FunctionProduct, Reason
 from curvops.linalg.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.systems import Callback, check
-from curvops.linalg.vectors import Matrix, columns, describe_square, largest, product, put, zero_block
+from curvops.linalg.vectors import Matrix, columns, describe_square, largest, norm, product, put, zero_block
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -186,4 +186,17 @@ class _Run:
         overflowed = ~torch.isfinite(largest(X)).cpu()
         for j in overflowed.nonzero().flatten().tolist():
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
+        self._note_underflow(X)
         return X
+
+    def _note_underflow(self, X: Tensor) -> None:
+        """Entries below the smallest normal number may be anything: that can be all there is of a tiny product."""
+        lengths = norm(X).cpu()
+        for k, j in enumerate(self.live.tolist()):
+            found = self.best[k]
+            if found is None or not bool(found.any()) or not math.isfinite(float(self.errors[j])):
+                continue
+            lost = torch.finfo(X.dtype).tiny * math.sqrt(len(X))
+            self.errors[j] += lost / float(lengths[j]) if lengths[j] else math.inf
+            if lost > 0.1 * float(lengths[j]):
+                self.reasons[j] = Reason.NON_FINITE

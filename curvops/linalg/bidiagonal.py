@@ -157,11 +157,10 @@ class Run(Recurrence):
         records = self.records
         if self.solved(column):
             return Reason.CONVERGED
-        if reason is not Reason.STAGNATION:
-            return reason
-        if records.backward[column] <= records.level and records.best[column] <= 0.1:
+        failed = reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT)
+        if failed and records.backward[column] <= records.level and records.best[column] <= 0.1:
             return Reason.PRECISION_LIMIT
-        if records.normal[column] <= records.vanishing:
+        if reason is Reason.STAGNATION and records.normal[column] <= records.vanishing:
             return Reason.SINGULAR if self.consistent else Reason.PRECISION_LIMIT
         return reason
 

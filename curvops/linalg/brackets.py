@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason, caution
 from curvops.linalg.vectors import Vectors
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class SpectralQuadrature:
         samples = corrected if len(known) and count > 1 and corrected.var() < middle.var() else middle
         stderr = samples.std() / math.sqrt(count) if count > 1 else torch.full_like(half, math.inf)
         rounded = self._rounded(f)
-        found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded)
+        found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded, widening=caution(count))
         return replace(found, reason=self._judged(found, float(rounded)))
 
     def _rounded(self, f: Function) -> Tensor:
@@ -120,7 +120,8 @@ def stacked(estimates: list[Estimate]) -> Estimate:
     failed = [e.reason for e in estimates if e.reason is not Reason.CONVERGED]
     value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
     bias = torch.stack([torch.as_tensor(e.bias_bound).to(value) for e in estimates])
-    return Estimate(value, stderr, first.samples, first.matvecs, bias, failed[0] if failed else Reason.CONVERGED)
+    reason = failed[0] if failed else Reason.CONVERGED
+    return Estimate(value, stderr, first.samples, first.matvecs, bias, reason, widening=first.widening)
 
 
 def single(estimate: Estimate) -> Estimate:
@@ -172,7 +173,12 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())
     last = torch.zeros(m, dtype=torch.float64)
     last[-1] = beta**2
-    corner = below + float(torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)[-1])
+    found, info = torch.linalg.solve_ex(T - below * torch.eye(m, dtype=torch.float64), last)
+    if int(info) or not math.isfinite(float(found[-1])):
+        # The rounding of T itself put a Ritz value there, as that of steps within an exact null space: go past it.
+        below -= m * run.eps * highest
+        found = torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)
+    corner = below + float(found[-1])
     extended = torch.zeros(m + 1, m + 1, dtype=torch.float64)
     extended[:m, :m], extended[m, m] = T, corner
     extended[m, m - 1] = extended[m - 1, m] = beta

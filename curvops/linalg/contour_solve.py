@@ -189,7 +189,7 @@ class _Part:
         # A y = 0 for a y that is not: b is in the null space, and zero the exact answer.
         null = (run.depths > 0) & ~run.failed & (norm(self.value).cpu() == 0)
         truncation, quadrature, drift = (torch.where(null, 0.0, part) for part in (truncation, quadrature, drift))
-        self.errors = (truncation + quadrature + drift).nan_to_num(math.inf)
+        self.errors = (truncation + quadrature + drift).nan_to_num(math.inf, math.inf)
         for k in range(K):
             self.reasons[k] = self._reason(k, rtol, limit, *(float(v[k]) for v in (truncation, quadrature, drift)))
         self.matvecs = run.matvecs + K

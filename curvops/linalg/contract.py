@@ -18,6 +18,7 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
+from curvops.linalg.dense_spectrum import definite_logdet
 from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
@@ -137,14 +138,14 @@ class SolverContract:
     def logdet(self: Any) -> Tensor:
         """log det A in nats, a tensor (...,): closed form, dense Cholesky where A is small, or an `Estimate`'s value.
 
-        Use `stochastic_logdet` for its standard error. Raises where A is not positive definite.
+        Use `stochastic_logdet` for its standard error. NotPositiveSemidefinite where A is not positive definite.
         """
         require_precision(self.dtype)
         form = self._exactly()
         if form is not None:
             return form.logdet()
         if self._is_small:
-            return 2 * torch.linalg.cholesky(self._dense()).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            return definite_logdet(self._dense())
         value: Tensor = self._logdet_estimate().value
         return value
 

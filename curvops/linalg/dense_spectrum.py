@@ -99,3 +99,22 @@ def known_spectrum(multiply: Function, facts: Description, rtol: float) -> Known
     nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
     rounding, weights = max(ROUNDING_UNITS * dense.eps * size, -lowest), torch.ones_like(nodes)
     return KnownSpectrum(nodes, weights, nodes, weights, nothing, none, n, Reason.CONVERGED, rounding, float(rtol))
+
+
+def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """Log det of symmetric positive definite matrices by Cholesky, with gradients.
+
+    Raises:
+        NotPositiveSemidefinite: a matrix is not positive definite to working precision (it is also a ValueError).
+    """
+    factor, info = torch.linalg.cholesky_ex(dense)
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    with torch.no_grad():
+        scale = dense.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+        noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * scale
+        if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
+            raise NotPositiveSemidefinite(
+                "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
+                "that is rounding or less. Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+            )
+    return 2 * pivots.log().sum(-1)

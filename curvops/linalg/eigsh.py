@@ -175,7 +175,7 @@ def _certified(
     order = keys.get(which, -values).argsort()
     residuals = norm(images - vectors * values.to(vectors.dtype))[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
-    residuals = residuals.nan_to_num(math.inf)
+    residuals = residuals.nan_to_num(math.inf, math.inf)
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, rtol * sizes, noise, reason)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.exchangeable import Multiply, RangeSketch, probes
-from curvops.linalg.results import Estimate, Reason
+from curvops.linalg.results import Estimate, Reason, caution
 from curvops.linalg.vectors import Description, axpy, gram, inner, join, norm
 
 BLOCK = 32
@@ -19,7 +19,8 @@ BLOCK = 32
 def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
     """A known part plus the mean of independent samples, with its standard error."""
     stderr = samples.std() / math.sqrt(len(samples))
-    return Estimate(known + samples.mean(), stderr, len(samples), matvecs, bias, Reason.BUDGET_SPENT)
+    value, k = known + samples.mean(), len(samples)
+    return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
 
 
 class Hutchinson:

@@ -121,7 +121,7 @@ def paired_logdet(
         if min(levels) == 0:
             raise ValueError(
                 "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. "
-                f"Give one, or max_matvecs >= {n} for the dense value."
+                f"Give one, or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} bytes)."
             )
         budget = UNLIMITED if max_matvecs is None else max_matvecs
         if grid:

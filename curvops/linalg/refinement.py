@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from curvops.linalg.results import Reason, Solution, converged
 from curvops.linalg.systems import Callback
@@ -88,6 +90,7 @@ def refined(
         history = torch.cat([history, rows[1:], rows[-1:]])
         for j, reason in zip(todo.tolist(), part.reasons):
             reasons[j] = reason
+        norm_A = torch.maximum(norm_A, _scale(part, norm(columns(residual, where)) / size[where]))
         step = part.x.to(torch.float64) * size[where]
         put_columns(X, where, columns(X, where) + finite_part(step))
         if callback is not None:
@@ -98,11 +101,20 @@ def refined(
     level = 10 * torch.finfo(torch.float64).eps * math.sqrt(B.shape[0])
     at_limit, exhausted = (backward <= level).tolist(), iterations >= maxiter
     ordered = tuple(
-        _final(reason, residual <= rtol, at_level, exhausted)
+        _final(reason, residual <= rtol, at_level and residual <= 0.1, exhausted)
         for reason, residual, at_level in zip(reasons, last.tolist(), at_limit)
     )
     total = matvecs + taken
     return Solution(best, ordered, converged(ordered), last, backward, iterations, total, history, exact_matvecs=taken)
+
+
+def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
+    """The ‖A‖ that a solve for a correction has seen, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
+
+    The products that refinement itself takes are close to B, and say little of ‖A‖.
+    """
+    ratio = (part.relative_residuals / part.backward_errors - 1).to(part.x.device) * lengths / norm(part.x)
+    return torch.nan_to_num(ratio, nan=0.0, posinf=0.0).amax()
 
 
 def _final(last_solve: Reason, met: bool, at_level: bool, exhausted: bool) -> Reason:
@@ -111,8 +123,8 @@ def _final(last_solve: Reason, met: bool, at_level: bool, exhausted: bool) -> Re
         return last_solve
     if met:
         return Reason.CONVERGED
+    if at_level and last_solve not in (Reason.NON_FINITE, Reason.NOT_POSITIVE_DEFINITE, Reason.NOT_SYMMETRIC):
+        return Reason.PRECISION_LIMIT
     if last_solve not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
         return last_solve
-    if exhausted:
-        return Reason.ITERATION_LIMIT
-    return Reason.PRECISION_LIMIT if at_level else Reason.STAGNATION
+    return Reason.ITERATION_LIMIT if exhausted else Reason.STAGNATION

@@ -104,7 +104,7 @@ class Records:
         at_level = self.backward[column] <= self.level
         if self.best[column] <= self.rtol:
             reason = Reason.CONVERGED
-        elif reason is Reason.STAGNATION and at_level and self.best[column] <= 0.1:
+        elif reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT) and at_level and self.best[column] <= 0.1:
             reason = Reason.PRECISION_LIMIT
         elif reason is Reason.STAGNATION and (at_level or self.normal[column] <= self.vanishing):
             reason = Reason.SINGULAR

@@ -5,7 +5,7 @@ import torch
 
 from curvops.linalg import Dense, Reason, apply_function
 from curvops.linalg.results import NotPositiveSemidefinite
-from tests.linalg.spectra import SPECTRA, symmetric
+from tests.linalg.spectra import SPECTRA, log_spaced, symmetric
 
 FUNCTIONS = {
     "exp": lambda x: torch.exp(-x),
@@ -204,3 +204,11 @@ def test_errors_at_the_door(B, options, error, words):
 def test_f_must_keep_the_shape():
     with pytest.raises(ValueError, match="shape"):
         apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4))
+
+
+def test_a_product_below_the_smallest_number_is_no_success():
+    A, b = symmetric(log_spaced(60, 1e2)).float(), torch.full((60,), 1e-30)
+    lost = apply_function(1e-30 * A, torch.sqrt, b)
+    assert lost.reasons == (Reason.NON_FINITE,) and lost.error_estimates[0] > 0.1
+    assert apply_function(A, torch.sqrt, b).error_estimates[0] < 1e-4
+    assert apply_function(torch.zeros(4, 4), torch.sqrt, b[:4]).accepted

@@ -393,3 +393,14 @@ def test_non_symmetric_is_named():
     s = cg(A, right_hand_sides(50, 1))
     assert s.reasons[0] in (Reason.NOT_SYMMETRIC, Reason.NOT_POSITIVE_DEFINITE)
     assert Reason.NOT_SYMMETRIC in cg(A, right_hand_sides(50, 2), block=False).reasons
+
+
+@pytest.mark.parametrize("low", [True, torch.float32])
+def test_refinement_that_ends_at_rounding_names_the_precision_not_the_operator(low):
+    A, B = symmetric(log_spaced(60, 1e5)), right_hand_sides(60, 2)
+    solution = cg(A, B, rtol=0, refine=low, maxiter=10_000)
+    assert solution.reasons == (Reason.PRECISION_LIMIT,) * 2
+    norms = torch.linalg.vector_norm(A @ solution.x - B, dim=0) / (
+        torch.linalg.matrix_norm(A, 2) * solution.x.norm(dim=0) + B.norm(dim=0)
+    )
+    assert (solution.backward_errors < 5e-14).all() and (solution.backward_errors >= 0.5 * norms).all()

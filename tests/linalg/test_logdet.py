@@ -6,7 +6,8 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg.logdet import logdet
-from curvops.linalg.results import Reason
+from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.structured import Dense
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.spectra import SPECTRA, log_spaced, symmetric
 
@@ -254,3 +255,20 @@ def test_slightly_non_symmetric():
     low, high = e.interval(0.999)
     assert low <= values.log().sum() <= high
     torch.testing.assert_close(logdet(A, max_matvecs=300).value, values.log().sum(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
+    values = torch.cat([torch.linspace(1, 3, 20), torch.zeros(20)]).double()
+    for seed in range(5):
+        with pytest.raises(NotPositiveSemidefinite, match="Add a prior"):
+            Dense(symmetric(values, seed).to(dtype)).logdet()
+    regular = symmetric(log_spaced(40, 1e4)).to(dtype)
+    assert torch.isclose(
+        Dense(regular).logdet().double(), torch.logdet(regular.double()), rtol=1e-3 if dtype == torch.float32 else 1e-10
+    )
+
+
+def test_a_dense_value_without_room_says_how_much_it_needs():
+    with pytest.raises(ValueError, match="memory_budget >= 1440000 bytes"):
+        logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000)

@@ -6,6 +6,7 @@ from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import lsmr
 from curvops.linalg.results import Reason
+from tests.linalg.spectra import log_spaced, symmetric
 from tests.linalg.test_cg import right_hand_sides
 
 SHAPES = [(80, 30), (30, 80), (50, 50)]
@@ -140,3 +141,9 @@ def test_memory_budget_solves_in_groups():
 def test_errors_at_the_door(B, options, error, words):
     with pytest.raises(error, match=words):
         lsmr(torch.ones(4, 3), B, **options)
+
+
+def test_the_iteration_limit_at_rounding_level_is_a_precision_limit():
+    A, b = symmetric(log_spaced(60, 1e3)), right_hand_sides(60, 2)
+    solution = lsmr(A, b, rtol=0)
+    assert set(solution.reasons) == {Reason.PRECISION_LIMIT} and (solution.backward_errors < 1e-14).all()

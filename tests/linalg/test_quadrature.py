@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from curvops.linalg.lanczos import LockStep
+from curvops.linalg.logdet import logdet
 from curvops.linalg.quadrature import spectral_quadrature
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from tests.linalg.spectra import SPECTRA, log_spaced, symmetric
@@ -146,3 +147,23 @@ def test_errors_at_the_door(options, words):
 def test_lock_step_rules_use_the_probe_length():
     run = LockStep(lambda V: V, signs(50, 1, 0), 3)
     assert float(run.sizes[0]) == pytest.approx(math.sqrt(50))
+
+
+def test_few_probes_of_one_dominant_direction_are_not_too_sure():
+    A = symmetric(torch.cat([torch.tensor([1e3]), torch.full((299,), 1e-2)]).double())
+    truth, covered = math.log1p(1e3) + 299 * math.log1p(1e-2), 0
+    for seed in range(100):
+        quadrature = spectral_quadrature(A, shift=1.0, probes=3, rank=0, max_matvecs=80, generator=generator(seed))
+        low, high = quadrature.logdet(1.0).interval()
+        covered += bool(low <= truth <= high)
+        grid = quadrature.logdet(torch.tensor([1.0, 2.0]))
+        assert float(grid.interval()[0][0]) == pytest.approx(float(low), rel=1e-12)
+    assert covered >= 91  # 94; Student's t alone: 87
+
+
+def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular():
+    A = symmetric(torch.cat([torch.tensor([1e3]), torch.zeros(299)]).double(), seed=5)
+    for seed in range(40):
+        found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
+        low, high = found.interval()
+        assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9
