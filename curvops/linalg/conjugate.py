@@ -43,6 +43,8 @@ class Run:
     history: list[list[float]] = field(default_factory=list)
     normal: None = None
     last: Step | None = None
+    null_met: bool = False
+    """Whether a direction was left out of a step since rounding is all of its image."""
 
     def __post_init__(self) -> None:
         n, K = self.B.shape
@@ -76,6 +78,7 @@ class Run:
                         self.history.append(list(self.current))
                         break
                 else:
+                    self.null_met = True
                     self.advance(step)
                 P = self.propose(step)
                 recursion, _, overlap = self.fetch(P, None)
@@ -214,6 +217,9 @@ class Run:
         if self.best[column] <= self.rtol:
             return Reason.CONVERGED
         at_limit = self.backward[column] <= self.level
+        idle = 2 * self.gained[column] <= self.iteration or self.best[column] > 0.1
+        if reason is Reason.ITERATION_LIMIT and self.null_met and idle:
+            reason = Reason.SINGULAR
         if reason is Reason.STAGNATION and min(self.backward[column], self.nearest[column]) <= self.level:
             return Reason.PRECISION_LIMIT if at_limit and self.best[column] <= 0.1 else Reason.SINGULAR
         if reason in (Reason.ITERATION_LIMIT, Reason.SINGULAR) and at_limit and self.limited[column]:

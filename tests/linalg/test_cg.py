@@ -198,6 +198,15 @@ def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
         s.raise_if_failed(1e-6)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_singular_and_inconsistent_is_seen_within_the_default_limit(dtype, block, seed):
+    A = symmetric(torch.cat([torch.linspace(1, 3, 30), torch.zeros(20)]).double(), seed).to(dtype)
+    s = cg(A, right_hand_sides(50, 2, dtype), block=block)
+    assert s.reasons == (Reason.SINGULAR,) * 2 and not s.converged.any()
+
+
 def test_negative_definite_is_seen_at_once():
     s = cg(-torch.eye(4), torch.ones(4))
     assert s.reasons == (Reason.NOT_POSITIVE_DEFINITE,) and s.iterations == 1
