@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import linearize
 from torch.utils.dlpack import from_dlpack
 
-from curvops.network.inputs import components, normalise
+from curvops.network.inputs import components, normalise, num_points, take
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
@@ -54,20 +54,30 @@ class Streamed:
             return record_graph(self.model, self.inputs, self.names).push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
-        return _stacked(
-            [self._push_one({name: tangents[name][k] for name in self.names}, record) for k in range(columns)]
-        )
+        each = ({name: tangents[name][k] for name in self.names} for k in range(columns))
+        return _stacked([self._push_one(tangent, record) for tangent in each])
 
     def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
-        # Unless the pass is recorded, gradients stay off: the tangent alone is wanted.
+        if self.roomy:
+            self._outputs, result = self._pass(self.inputs, tangent, record)
+            return result
+        # Half the points at a time: a layer's inputs and outputs are there with their tangents, and what a pull takes
+        # should be the most that a product does.
+        half = -(-num_points(self.inputs) // 2)
+        parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
+        found = [self._pass(part, tangent, record) for part in parts if num_points(part)]
+        self._outputs, result = (torch.cat(pieces) for pieces in zip(*found))
+        return result
+
+    def _pass(self, inputs: Any, tangent: Blocks, record: bool) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+        """Outputs and their tangents; gradients stay off unless the pass is recorded: the tangent alone is wanted."""
         with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
             values = self.model.values
             leaves = {name: _apart(values[name]).requires_grad_(record) for name in self.names}
             duals = {name: forward_ad.make_dual(leaf, _apart(tangent[name])) for name, leaf in leaves.items()}
-            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, self.inputs))
-        self._outputs = outputs.detach()
+            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, inputs))
         self._graph = _Graph(self.model, leaves, outputs) if record else None
-        return torch.zeros_like(outputs) if result is None else result.detach()
+        return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
