@@ -13,8 +13,8 @@ from torch import Tensor
 from curvops.linalg.directions import Directions, Step
 from curvops.linalg.results import Reason
 from curvops.linalg.vectors import Vectors, as_block, columns, gram, norm, part, put, put_columns
+from curvops.linalg.verdicts import CHECK_EVERY
 
-CHECK_EVERY = 50
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
 Block = Callable[[Vectors], Vectors]

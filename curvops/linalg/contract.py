@@ -60,8 +60,7 @@ class SolverContract:
         """
         if not self.is_square or self.batch_shape or "method" in options or self.diagonal_matvecs:
             return trace(self, **options)
-        total = self._diagonal().double().sum()
-        return Estimate(total, torch.zeros_like(total), 0, 0)
+        return Estimate.exact(self._diagonal().double().sum())
 
     def stochastic_logdet(self, **options: Any) -> Estimate:
         """Stochastic log-determinant in nats, see `co.linalg.logdet`."""

@@ -53,7 +53,7 @@ class DenseSpectrum:
         value = total.log().sum()
         goal = rtol * float(torch.log1p(values / mu).abs().sum() if mu > 0 else torch.tensor(float(n)))
         reason = Reason.CONVERGED if float(bias) <= goal else Reason.PRECISION_LIMIT
-        return Estimate(value, torch.zeros_like(value), 0, n, bias, reason)
+        return Estimate.exact(value, n, bias, reason)
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
         """(A + μ − bound)⁻¹."""
@@ -79,7 +79,7 @@ class KnownSpectrum(SpectralQuadrature):
         """Tr f(G); the bias bound is what rounding of the products can have changed."""
         value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
         reason = Reason.CONVERGED if float(bias) <= (self.rtol or 0.0) * abs(float(value)) else Reason.PRECISION_LIMIT
-        return Estimate(value, torch.zeros_like(value), 0, self.matvecs, bias, reason)
+        return Estimate.exact(value, self.matvecs, bias, reason)
 
 
 def known_spectrum(multiply: Function, facts: Description, rtol: float) -> KnownSpectrum:

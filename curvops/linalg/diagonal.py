@@ -94,7 +94,7 @@ def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate
     total = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
     for E in unit_blocks(facts, BLOCK):
         total = total + _row_sums(E * multiply(E))
-    return Estimate(total[:, 0], torch.zeros_like(total[:, 0]), 0, facts.rows)
+    return Estimate.exact(total[:, 0], facts.rows)
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:

@@ -77,7 +77,7 @@ def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate
     total = torch.zeros((), dtype=torch.float64, device=facts.device)
     for E in unit_blocks(facts, BLOCK):
         total = total + norm(multiply(E)).square().sum()
-    return Estimate(total.sqrt(), torch.zeros_like(total), 0, facts.columns)
+    return Estimate.exact(total.sqrt(), facts.columns)
 
 
 def rooted(square: Estimate, eps: float) -> Estimate:

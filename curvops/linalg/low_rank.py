@@ -183,7 +183,7 @@ class _Check:
         if self.exact:
             size = norm(self.images).square().sum()
             value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
-            return Estimate(value, torch.zeros_like(value), 0, matvecs + count)
+            return Estimate.exact(value, matvecs + count)
         # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
         known = values.double().square().sum()
         sizes = known + norm(self.images).square() - norm(seen).square()

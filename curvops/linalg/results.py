@@ -188,6 +188,13 @@ class Estimate:
     inflation: float = 1.0
     widening: float = 1.0
 
+    @classmethod
+    def exact(
+        cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
+    ) -> Estimate:
+        """A value that no probe had a part in."""
+        return cls(value, torch.zeros_like(value), 0, matvecs, bias_bound, reason)
+
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Interval from Student's t with samples − 1 degrees of freedom, inflated and widened, plus the bias bound.
 

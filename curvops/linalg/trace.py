@@ -103,4 +103,4 @@ def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate
     total = torch.zeros((), dtype=torch.float64, device=facts.device)
     for E in unit_blocks(facts, BLOCK):
         total = total + inner(E, multiply(E)).sum()
-    return Estimate(total, torch.zeros_like(total), 0, facts.rows)
+    return Estimate.exact(total, facts.rows)

@@ -50,7 +50,7 @@ class Spectrum:
         """log det(G + A) − log det A in nats; exact where G + A has a closed form."""
         form = self._closed_form(prior)
         if form is not None:
-            return _exact(form.logdet() - prior.log().expand(len(self._lin.theta)).sum())
+            return Estimate.exact(form.logdet() - prior.log().expand(len(self._lin.theta)).sum())
         quadrature, shift = self._quadrature(prior, rtol, generator)
         found = quadrature.logdet(shift)
         if not (prior.requires_grad and torch.is_grad_enabled()):
@@ -65,7 +65,7 @@ class Spectrum:
         """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; exact where G + A has a closed form."""
         form = self._closed_form(prior)
         if form is not None:
-            return _exact((1 - (prior * form.inverse_diagonal()).double()).sum())
+            return Estimate.exact((1 - (prior * form.inverse_diagonal()).double()).sum())
         quadrature, shift = self._quadrature(prior, rtol, generator)
         return quadrature.effective_dimension(shift)
 
@@ -95,7 +95,3 @@ class Spectrum:
 
 def _within_bounds(A: Any, shift: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
     return spectral_quadrature(A, shift=shift, rtol=rtol, max_matvecs=MOST_MATVECS, generator=generator)
-
-
-def _exact(value: Tensor) -> Estimate:
-    return Estimate(value, torch.zeros_like(value), samples=0, matvecs=0)

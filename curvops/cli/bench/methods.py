@@ -139,7 +139,7 @@ def _eigsh(problem: Problem, P: Made | str, budget: int, generator: torch.Genera
     k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
     pairs = eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
     bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
-    return Estimate(pairs.values, torch.zeros_like(pairs.values), 0, pairs.matvecs, bound)
+    return Estimate.exact(pairs.values, pairs.matvecs, bound)
 
 
 def _logdet(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
