@@ -62,6 +62,31 @@ def test_padding_tokens_count_for_nothing(kind, bag):
     assert not found[:4].any()
 
 
+class Twice(nn.Module):
+    """One table looked up in two calls, which add up by one-hot rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.table(tokens).sum(1) + self.table(tokens.flip(1)[:, :2]).sum(1)))
+
+
+@pytest.mark.parametrize("network", [lambda: Summed(False), lambda: Summed(True), Twice], ids=["table", "bag", "twice"])
+def test_tokens_of_either_integer_type_that_embeddings_take(network):
+    """KFAC and EKFAC of 32-bit tokens beside a padding row raised IndexError."""
+    torch.manual_seed(0)
+    model, tokens, y = network().double(), torch.randint(0, 7, (6, 5)), torch.arange(6) % 3
+    for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN, co.GGN, co.TangentKernel):
+        long, int32 = (kind(co.linearize(model, (x, y), "classification")) for x in (tokens, tokens.int()))
+        torch.testing.assert_close(int32.to_dense(), long.to_dense(), rtol=1e-10, atol=1e-12)
+    lin = co.linearize(model, (tokens.int(), y), "classification")
+    post = co.laplace(lin, co.KFAC, 0.5, check_mode=False)
+    covariances = [post.predict(x).covariance_matrix for x in (tokens, tokens.int())]
+    torch.testing.assert_close(*covariances, rtol=1e-10, atol=1e-12)
+
+
 def large(dtype=torch.float64):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)

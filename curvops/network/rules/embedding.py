@@ -25,7 +25,7 @@ class EmbeddingRule:
         return True
 
     def keep(self, layer: nn.Embedding, a: Tensor) -> Tensor:
-        return a
+        return a.long()  # torch counts, scatters and fills by these alone
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -43,7 +43,7 @@ class EmbeddingRule:
         if found is None:
             return {}
         left, index = found[0].squeeze(2), found[1].unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
-        return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index.long(), left)}
+        return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
 
     def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
         """Left (n, R, 1, t, E), zero at padding, and the indices (n, 1, t)."""
@@ -64,7 +64,7 @@ class EmbeddingBagRule:
         return layer.mode in ("sum", "mean")
 
     def keep(self, layer: nn.EmbeddingBag, a: Tensor) -> Tensor:
-        return a
+        return a.long()
 
     def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         mode, padding = layer.mode, layer.padding_idx
@@ -83,7 +83,7 @@ class EmbeddingBagRule:
         if not names:
             return {}
         counts = s.new_zeros(len(kept), layer.num_embeddings)
-        counts.scatter_add_(1, kept.long(), _weights(layer, kept, s.dtype))
+        counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
     def matrices(
