@@ -18,11 +18,11 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
-from curvops.linalg.dense_spectrum import definite_logdet
+from curvops.linalg.dense_spectrum import clearly_indefinite, definite_logdet
 from curvops.linalg.eigsh import eigsh
 from curvops.linalg.lanczos import LanczosResult, lanczos
 from curvops.linalg.logdet import logdet
-from curvops.linalg.results import Eigenpairs, Estimate, SingularTriplets, Solution
+from curvops.linalg.results import Eigenpairs, Estimate, NotPositiveSemidefinite, SingularTriplets, Solution
 from curvops.linalg.solve import Promises, default_rtol, solve
 from curvops.linalg.spectral_density import SpectralDensity, spectral_density
 from curvops.linalg.svds import svds
@@ -216,8 +216,17 @@ class SolverContract:
         """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
         require_precision(self.dtype)
         if self._is_small:
+            self._require_psd("a root")
             return super().root_decomposition(method="cholesky" if method == "lanczos" else method)  # type: ignore
         return RootLinearOperator(self._root_decomposition())
+
+    def _require_psd(self: Any, purpose: str) -> None:
+        """Raise NotPositiveSemidefinite where a small A has a negative eigenvalue: a jitter would hide it."""
+        if not self.psd and clearly_indefinite(self._dense().detach()):
+            raise NotPositiveSemidefinite(
+                f"{purpose} of this {type(self).__name__} does not exist: it has a negative eigenvalue. Add a prior "
+                "(add_diagonal), or use the GGN in place of the Hessian."
+            )
 
     def _root_decomposition(self) -> Tensor:
         values, vectors = self._ritz_pairs()
@@ -229,6 +238,7 @@ class SolverContract:
         """R with R Rᵀ ≈ A⁻¹: from the Cholesky factor where A is small, else from the Ritz pairs of Lanczos."""
         require_precision(self.dtype)
         if self._is_small:
+            self._require_psd("a root")
             return super().root_inv_decomposition(  # type: ignore
                 initial_vectors, test_vectors, method="cholesky" if method in (None, "lanczos") else method
             )

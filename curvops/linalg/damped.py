@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
 from curvops.linalg.spaces import Spaces, spaces_of
-from curvops.linalg.structured import Diagonal, draw
+from curvops.linalg.structured import Diagonal, draw, draw_dense
 from curvops.linalg.vectors import require_precision
 
 
@@ -183,6 +184,10 @@ class Damped(Operator):
         known = super().promises()
         return known._replace(definite=known.symmetric)  # a precision: that it is indefinite must be told
 
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        form = self._closed_form()
+        return None if form is None else partial(_solve_definite, form)
+
     def _lower_bound(self) -> float | None:
         least = float(self.shift.detach().min())
         return least if least > 0 and is_psd(self.base) else None
@@ -202,6 +207,8 @@ class Damped(Operator):
         form = self._closed_form()
         if form is not None:
             return form.draw(k, generator)
+        if not is_psd(self.base) and self._is_small:
+            return draw_dense(self, k, generator)  # an indefinite A has no root, while P may be positive definite
         if bool((self.shift < 0).any()):
             raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
         noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
@@ -276,6 +283,12 @@ class Inverse(Operator):
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
         return self.base.solve_to(draw(self.base, k, generator), self._kwargs["rtol"])
+
+
+def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) -> Tensor:
+    """P⁻¹ B by the closed form, which may hold for indefinite P too: those are no precisions."""
+    form.require_definite()
+    return form.solve(block, rtol)
 
 
 @dataclass(frozen=True, eq=False)

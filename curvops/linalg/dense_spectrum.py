@@ -101,6 +101,20 @@ def known_spectrum(multiply: Function, facts: Description, rtol: float) -> Known
     return KnownSpectrum(nodes, weights, nodes, weights, nothing, none, n, Reason.CONVERGED, rounding, float(rtol))
 
 
+def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
+    """Whether a symmetric matrix has an eigenvalue below zero by more than rounding explains.
+
+    Costs a Cholesky factorisation, and the eigenvalues where that fails.
+    """
+    if not dense.numel() or not bool((torch.linalg.cholesky_ex(dense).info != 0).any()):
+        return False
+    if not bool(dense.isfinite().all()):
+        return False  # that is another reason
+    values = torch.linalg.eigvalsh(dense)
+    noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(-1)
+    return bool((values[..., 0] < -noise).any())
+
+
 def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
     """Log det of symmetric positive definite matrices by Cholesky, with gradients.
 

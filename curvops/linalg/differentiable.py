@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.contour_solve import ContourProduct, contour
-from curvops.linalg.results import Reason
+from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import join
 
 Solver: TypeAlias = Callable[[LinearOperator, Tensor], Tensor]
@@ -86,6 +86,11 @@ class _InverseRoot(Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(dense)
+        if not bool((values > 0).all()):
+            raise NotPositiveSemidefinite(
+                f"A^-½ needs a positive definite A: an eigenvalue is {float(values.min()):.3g}. Add a prior "
+                "(add_diagonal), or use the GGN in place of the Hessian."
+            )
         ctx.save_for_backward(values, vectors)
         return vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
 

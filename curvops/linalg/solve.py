@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from curvops.linalg import differentiable
 from curvops.linalg.cache import recorded
 from curvops.linalg.cg import cg
+from curvops.linalg.dense_spectrum import clearly_indefinite
 from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
@@ -175,7 +176,8 @@ def solve(
     Raises:
         TypeError: A and B are not of one real dtype, float32 or float64.
         NotConverged: a column was not solved for; the error carries the `Solution` and its reasons.
-        NotPositiveDefinite: it failed under `cg`, since A is indefinite. It is also linear_operator's NotPSDError.
+        NotPositiveDefinite: A, a curvature plus a prior or under `cg`, is indefinite. It is also linear_operator's
+            NotPSDError. A closed form raises NotPositiveSemidefinite. To solve with an indefinite A, name the method.
         ValueError: shapes do not fit, the method does not exist, or a limit is negative or not finite.
     """
     check_choice("method", method, ("auto", *get_args(Method)))
@@ -194,7 +196,8 @@ def solve(
         chosen = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if chosen == "dense":
-        found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used)
+        promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
+        found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
     options = Options(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget)
     if operator.shape[-1] != operator.shape[-2]:
@@ -202,19 +205,32 @@ def solve(
     return differentiable.solve(operator, B, options)
 
 
+def is_known_psd(A: Any) -> bool:
+    """Whether A itself vouches for having no negative eigenvalue."""
+    return bool(getattr(A, "psd", False))
+
+
 def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:
     """The dense matrix has more gradients than closed forms, those with respect to eigenvectors for one."""
     return A.promises().small and recorded((*operator.representation(), B))
 
 
-def dense(operator: LinearOperator, columns: Tensor, rtol: float) -> Tensor:
-    """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision."""
+def dense(operator: LinearOperator, columns: Tensor, rtol: float, definite: bool = False) -> Tensor:
+    """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision.
+
+    ``definite`` says that A is no covariance or precision unless it is positive definite: NotPositiveDefinite where it
+    is indefinite, as from `cg`. It costs a Cholesky factorisation.
+    """
     matrix = operator.to_dense()
     if isinstance(operator, Informed) and operator.promises().symmetric:
         matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
     x, info = torch.linalg.solve_ex(matrix, columns)
     with torch.no_grad():
-        accept(_certified(matrix.detach(), x.detach(), columns.detach(), info, rtol), rtol)
+        found = _certified(matrix.detach(), x.detach(), columns.detach(), info, rtol)
+        if definite and clearly_indefinite(matrix.detach()):
+            reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
+            found = replace(found, reasons=reasons, converged=converged(reasons))
+        accept(found, rtol)
     return x
 
 

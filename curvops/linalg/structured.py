@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum
 from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
-from curvops.linalg.results import Estimate
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.roots import sqrt
 from curvops.linalg.spaces import Space, common, spaces_of
 from curvops.linalg.vectors import Description, join, random_block, require_precision
@@ -245,15 +245,18 @@ def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = N
         left = operator.factors[0]
         noise = normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)
         return left._matmul(noise)
-    return _draw_dense(operator, k, generator)
+    return draw_dense(operator, k, generator)
 
 
 def _require_not_negative(values: Tensor) -> None:
     if bool((values < 0).any()):
-        raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
+        raise NotPositiveSemidefinite(
+            f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}."
+        )
 
 
-def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
+def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
+    """`draw` by the eigenvectors of the dense matrix, of a large operator by its symmetric square root."""
     formed = isinstance(operator, Dense)
     if isinstance(operator, Operator) and not formed and operator.shape[-1] > DENSE_SIZE:
         if operator.psd and not operator.batch_shape:
@@ -267,7 +270,9 @@ def _draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | N
     values, vectors = torch.linalg.eigh(operator.to_dense())
     floor = -10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max()
     if bool((values < floor).any()):
-        raise ValueError(f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}.")
+        raise NotPositiveSemidefinite(
+            f"cannot draw from N(0, A): A has a negative eigenvalue {values.min().item():.3g}."
+        )
     return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * normal(len(values), k, values, generator))
 
 

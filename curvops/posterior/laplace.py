@@ -18,6 +18,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
+from curvops.linalg.algebra import is_symmetric
 from curvops.linalg.spaces import common, spaces_of
 from curvops.network.likelihoods import Categorical, Sequences
 from curvops.operators import GGN, Linearization
@@ -64,6 +65,7 @@ class Laplace:
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The posterior under another prior precision, sharing everything that does not depend on it."""
         prior = checked_prior(prior_precision, self.lin)
+        self.spectrum.require_definite(prior)
         return dataclasses.replace(self, prior_precision=prior)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
@@ -166,8 +168,13 @@ def laplace(
     vector (D,): weight decay × N where training minimised a *mean* loss + ½ · weight decay · ‖θ‖². check_mode: compare
     the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
 
-    Raises ValueError for a prior precision that is not positive and finite, a curvature of another size or at other
-    weights, or (with check_mode) a gradient that is not finite; TypeError for parameters in half precision.
+    A curvature that may be indefinite (co.Hessian, differences) is looked at by 20 products, for a Hessian about 80
+    gradients; where they show that G + A is indefinite, that is an error which names the prior precision that is
+    needed. Others cost nothing here.
+
+    Raises ValueError for a prior precision that is not positive and finite, a curvature of another size, at other
+    weights or not known to be symmetric, G + A seen to be indefinite, or (with check_mode) a gradient that is not
+    finite; TypeError for parameters in half precision.
     """
     _require_precision(lin)
     operator = curvature(lin) if isinstance(curvature, type) else curvature
@@ -177,7 +184,13 @@ def laplace(
             f"curvature must be an operator class or an operator of shape ({lin.num_parameters}, "
             f"{lin.num_parameters}), got {type(operator).__name__} {tuple(getattr(operator, 'shape', ()))}."
         )
+    if not is_symmetric(operator):
+        raise ValueError(
+            f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
+            "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
+        )
     posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
+    posterior.spectrum.require_definite(posterior.prior_precision)
     if check_mode and not bool(posterior.spectrum.gradient().isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "

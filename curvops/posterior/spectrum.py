@@ -10,11 +10,15 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Diagonal, Estimate, Operator, SpectralQuadrature, spectral_quadrature
+from curvops.linalg import Diagonal, Estimate, Operator, SpectralQuadrature, lanczos, spectral_quadrature
+from curvops.linalg.algebra import is_psd
+from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.operators import Linearization
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
 MOST_MATVECS = 4000
+# Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
+LOOKED_AT = 20
 
 
 class Spectrum:
@@ -30,6 +34,7 @@ class Spectrum:
         self._scalar: tuple[float, float, SpectralQuadrature] | None = None
         self._log_likelihood: Tensor | None = None
         self._gradient: Tensor | None = None
+        self._lowest: tuple[float, Tensor] | None = None
 
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | x_n, θ*) in nats."""
@@ -45,6 +50,36 @@ class Spectrum:
             if self._gradient is None:
                 self._gradient = self._lin.gradient()
             return self._gradient
+
+    def require_definite(self, prior: Tensor) -> None:
+        """Raise NotPositiveSemidefinite where G + A is seen to be indefinite. A G known to be psd costs nothing.
+
+        Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
+        indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
+        """
+        if is_psd(self._curvature):
+            return
+        lowest, weights = self._least_ritz()
+        if lowest + float((prior.detach() * weights).sum()) <= 0:
+            raise NotPositiveSemidefinite(
+                f"{type(self._curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
+                f"the curvature has an eigenvalue of {lowest:.3g} or less, the prior precision is "
+                f"{float(prior.min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or use the GGN "
+                "(co.GGN), which has no negative eigenvalue."
+            )
+
+    def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
+        """The least Ritz value of G from a short Lanczos run, and the squares of its vector's entries."""
+        with self._lock:
+            if self._lowest is None:
+                generator = torch.Generator(device=self._lin.theta.device).manual_seed(0)  # the user's stays as it is
+                with torch.no_grad():
+                    found = lanczos(self._curvature, LOOKED_AT, generator=generator)
+                if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
+                    raise ValueError(f"{type(self._curvature).__name__}: {found.reason.value}")
+                values, vectors = torch.linalg.eigh(found.T)
+                self._lowest = float(values[0]), (found.Q @ vectors[:, 0].to(found.Q)).square()
+            return self._lowest
 
     def logdet(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats; exact where G + A has a closed form."""
