@@ -24,17 +24,18 @@ class Reason(Enum):
     CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
     PRECISION_LIMIT = (
-        "The residual is at the rounding level of this dtype, which has no more to give. "
-        "Use refine=True, solve in float64, or accept a larger rtol."
+        "The result is at the rounding level of this dtype, which has no more to give. "
+        "Compute in float64, accept a larger rtol, or refine the solve in float64: refine=True (cg)."
     )
     ITERATION_LIMIT = (
         "The iteration limit was reached before the tolerance. "
-        "Raise maxiter, add a preconditioner (curvops.linalg.nystrom), or accept a larger rtol."
+        "Raise maxiter, or steps (spectral_density), or accept what was reached; solves converge faster with a larger "
+        "prior (add_diagonal) or a preconditioner (cg, minres), as curvops.linalg.nystrom."
     )
     STAGNATION = (
         "The residual stopped shrinking far above the rounding level. "
-        "Check that the operator is deterministic and symmetric (for lsmr: its transposed product the adjoint); "
-        "add a preconditioner or a larger prior precision."
+        "Check that the operator is deterministic and symmetric; lsmr and svds need a transposed product that is the "
+        "adjoint instead. A larger prior (add_diagonal) or a preconditioner (cg, minres) makes it better conditioned."
     )
     NOT_POSITIVE_DEFINITE = (
         "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "
@@ -58,11 +59,13 @@ class Reason(Enum):
     )
     RANK_CAPPED = (
         "The rank or depth was capped by the memory or product budget before the aim was reached. "
-        "Raise memory_budget, max_rank or max_matvecs, or accept the smaller basis."
+        "Raise memory_budget, max_rank (nystrom) or max_matvecs (eigsh, svds, apply_function, trace, diagonal, logdet) "
+        "where they were set; or accept the smaller basis."
     )
     UNVERIFIED = (
-        "The residual is within the tolerance, but the budget ended before a fresh random start had shown that no "
-        "better eigenpair was missed. Raise maxiter or max_matvecs, or use a larger block_size."
+        "The error estimate is within the tolerance, but what it rests on was not confirmed: that no better pair was "
+        "missed (eigsh, svds), how f runs between Ritz values (apply_function), or an estimated bound (logdet). Raise "
+        "max_matvecs or maxiter (eigsh, svds, apply_function), or give a known lower_bound (apply_function, logdet)."
     )
     MATVEC_LIMIT = (
         "The products of max_matvecs were spent before the error bar met rtol. "

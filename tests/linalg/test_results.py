@@ -1,10 +1,13 @@
+import inspect
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from linear_operator.utils.errors import NotPSDError
 
+from curvops import linalg
 from curvops.linalg.results import Estimate, NotConverged, NotPositiveDefinite, Reason, Solution, caution
 
 
@@ -22,6 +25,47 @@ def estimate(samples, bias_bound=0.0):
 def test_every_reason_carries_its_own_remedy():
     assert len({reason.value for reason in Reason}) == len(Reason.__members__)
     assert all(reason.value.endswith(".") and 1 <= reason.value.count(". ") <= 2 for reason in Reason)
+
+
+SOLVERS = ("cg", "minres", "lsmr", "dual_descent", "solve")
+FUNCTIONS = ("apply_function", "sqrt", "inverse_sqrt")
+ESTIMATORS = ("trace", "diagonal", "frobenius_norm", "logdet", "effective_dimension", "spectral_quadrature")
+BASES = ("lanczos", "block_lanczos", "nystrom", "cholesky", "spectral_density", *FUNCTIONS, "eigsh", "svds")
+SHOWN_BY = {
+    Reason.PRECISION_LIMIT: (*SOLVERS, *FUNCTIONS, "eigsh", "svds", "logdet", "trace"),
+    Reason.ITERATION_LIMIT: (*SOLVERS, *FUNCTIONS, "eigsh", "svds", "spectral_density"),
+    Reason.STAGNATION: (*SOLVERS, "eigsh", "svds"),
+    Reason.NOT_POSITIVE_DEFINITE: SOLVERS,
+    Reason.NOT_SYMMETRIC: (*SOLVERS, *FUNCTIONS, *BASES, *ESTIMATORS),
+    Reason.SINGULAR: (*SOLVERS, *FUNCTIONS),
+    Reason.NON_FINITE: (*SOLVERS, *FUNCTIONS, *BASES),
+    Reason.BREAKDOWN: ("lanczos", "block_lanczos"),
+    Reason.RANK_CAPPED: (*BASES, *ESTIMATORS),
+    Reason.UNVERIFIED: ("eigsh", "svds", *FUNCTIONS, "logdet"),
+    Reason.MATVEC_LIMIT: ESTIMATORS,
+    Reason.BUDGET_SPENT: ESTIMATORS,
+}
+
+
+def options(name):
+    return set(inspect.signature(getattr(linalg, name)).parameters)
+
+
+@pytest.mark.parametrize("reason", SHOWN_BY, ids=lambda reason: reason.name)
+def test_remedies_name_only_options_that_the_function_has(reason):
+    # An option is one of every function that gives the reason, or is followed by those that have it: rank (nystrom).
+    known = set().union(*(options(name) for name in linalg.__all__ if inspect.isfunction(getattr(linalg, name))))
+    known -= {"A", "B", "P", "f", "k", "op", "operator", "rank", "shift", "diagonal", "prior", "level", "which"}
+    told = set()
+    for option, names in re.findall(r"(\w+)(?:=\w+)? \(([a-z_]+(?:, [a-z_]+)*)\)", reason.value):
+        for name in names.split(", "):
+            if option in known:
+                assert option in options(name), (option, name)
+                told.add(name)
+    plain = re.sub(r"\w+(?:=\w+)? \([a-z_, ]+\)", "", reason.value)
+    for option in known & set(re.findall(r"\w+", plain)):
+        missing = [name for name in SHOWN_BY[reason] if option not in options(name) and name not in told]
+        assert not missing, (option, missing)
 
 
 def test_the_page_on_linear_algebra_lists_every_reason():
