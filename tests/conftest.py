@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NoReturn
 
+import jaxtyping
 import pytest
 import torch
 
@@ -36,6 +37,12 @@ def _torch_left_as_found() -> Iterator[None]:
     torch.set_default_dtype(before[0])
     torch.set_grad_enabled(before[1])
     assert after == before
+
+
+@pytest.fixture
+def annotations_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user: what a function says of a wrong argument is its own, not the shape checks' of the test run."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 FOREIGN_SOLVERS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ class Operator(SolverContract, LinearOperator):
         """
         if isinstance(other, LinearOperator):
             return algebra.Product(self, other)
+        if not isinstance(other, Tensor):
+            named = " lin.flatten(mapping) makes a vector of named tensors." if isinstance(other, Mapping) else ""
+            raise TypeError(
+                f"{type(self).__name__} multiplies a tensor (n,) or (n, K) or an operator, got {type(other).__name__}."
+                f"{named}"
+            )
         if other.dtype != self.dtype or other.device != self.device:
             raise ValueError(
                 f"{type(self).__name__} holds {self.dtype} on {self.device}, the right-hand side {other.dtype} on "

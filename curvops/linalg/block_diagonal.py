@@ -13,6 +13,7 @@ from curvops.linalg.algebra import is_psd, is_symmetric
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache, recorded
 from curvops.linalg.partition import Partition, partition
+from curvops.linalg.spaces import Space
 from curvops.linalg.structured import draw
 
 
@@ -20,7 +21,7 @@ class BlockDiagonal(Operator):
     """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. `kept` are a subclass's own keywords, and `space` (see `Operator.spaces`).
+    product costs one with each block. `space` says what the rows stand for.
     """
 
     def __init__(
@@ -28,11 +29,15 @@ class BlockDiagonal(Operator):
         *blocks: Operator,
         positions: Sequence[Tensor | range] | Partition,
         cache: Cache | None = None,
-        **kept: Any,
+        space: Space | None = None,
     ) -> None:
+        self._store(blocks, positions, cache, space=space)
+
+    def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **kept: Any) -> None:
+        """Keep the blocks, and a subclass's own keywords."""
         if not isinstance(positions, Partition):
             positions = checked(blocks, positions)
-        super().__init__(*blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
+        LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
 
     @property
     def blocks(self) -> tuple[Operator, ...]:

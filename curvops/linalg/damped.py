@@ -34,7 +34,13 @@ class Damped(Operator):
     Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
     """
 
-    def __init__(self, base: LinearOperator, shift: Tensor, cache: Cache | None = None) -> None:
+    def __init__(self, base: LinearOperator, shift: float | Tensor, cache: Cache | None = None) -> None:
+        if not isinstance(base, LinearOperator):
+            raise TypeError(f"Damped is made of an operator and a shift, got {type(base).__name__} for the operator.")
+        if not isinstance(shift, float | int | Tensor):
+            raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
+        if not isinstance(shift, Tensor):
+            shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
         super().__init__(base, shift, cache=Cache() if cache is None else cache)
 
     @property

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from curvops.linalg.limits import check_generator
 from curvops.linalg.matrix_entries import rows
 from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, Columns, check, in_groups, shaped_as
@@ -166,6 +167,7 @@ class Descent:
     def epoch(self) -> None:
         """One pass over the rows in random batches."""
         options, n = self.options, self.n
+        check_generator(options.generator)
         home = self.B.device if options.generator is None else options.generator.device
         order = torch.randperm(n, generator=options.generator, device=home).to(self.B.device)
         # ᾱ ← r α + (1 − r) ᾱ with r = 100 / T, at most a tenth.

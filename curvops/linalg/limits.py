@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 
 def check_limits(
     rtol: float | int | None = None,
@@ -25,6 +27,21 @@ def check_limits(
     for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
         if value is not None and value < 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
+
+
+def check_generator(generator: object) -> None:
+    """TypeError for what is neither a torch.Generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}; for a seed write "
+            "torch.Generator().manual_seed(0)."
+        )
+
+
+def check_flag(name: str, given: object) -> None:
+    """TypeError unless ``given`` is True or False."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r}.")
 
 
 def check_choice(name: str, given: object, known: Sequence[str]) -> None:

@@ -27,6 +27,8 @@ class Diagonal(Operator):
     """diag(d) for a vector d (n,); every operation is elementwise. `space` says what its rows stand for."""
 
     def __init__(self, entries: Tensor, space: Space | None = None) -> None:
+        if entries.ndim != 1:
+            raise ValueError(f"entries must be a vector (n,), got {tuple(entries.shape)}.")
         super().__init__(entries, space=space)
 
     @property
@@ -75,12 +77,13 @@ class Diagonal(Operator):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for, and
-    `kept` are a subclass's own keywords.
+    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for.
     """
 
-    def __init__(self, tensor: Tensor, psd: bool = False, space: Space | None = None, **kept: Any) -> None:
-        super().__init__(tensor, psd=psd, space=space, **kept)
+    def __init__(self, tensor: Tensor, psd: bool = False, space: Space | None = None) -> None:
+        if tensor.ndim < 2:
+            raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
+        super().__init__(tensor, psd=psd, space=space)
 
     @property
     def tensor(self) -> Tensor:
@@ -144,6 +147,11 @@ class LowRank(Operator):
     def __init__(
         self, vectors: Tensor, values: Tensor, error: Estimate | None = None, space: Space | None = None
     ) -> None:
+        if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
+            raise ValueError(
+                f"LowRank is made of vectors (n, r) and values (r,), got {tuple(vectors.shape)} and "
+                f"{tuple(values.shape)}."
+            )
         super().__init__(vectors, values, error=error, space=space)
 
     @property

@@ -22,6 +22,8 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.limits import check_generator
+
 Matrix: TypeAlias = Tensor | LinearOperator
 CHUNK = 1 << 20
 
@@ -175,6 +177,7 @@ def random_block(
     generator: torch.Generator | None = None,
 ) -> Float[Vectors, "n k"]:
     """Independent random vectors with independent entries of mean 0 and variance 1; ``like`` as for `empty_block`."""
+    check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
     if kind == "rademacher":
@@ -189,6 +192,7 @@ def apart(generator: torch.Generator | None) -> torch.Generator | None:
 
     Probes correlated with a sketch are biased, and a caller may well give both the same seed.
     """
+    check_generator(generator)
     if generator is None:
         return None
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)
@@ -244,6 +248,7 @@ def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
 
 def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
     """At most k distinct positions out of k drawn in proportion to non-negative weights, not all zero."""
+    check_generator(generator)
     home = weights.device if generator is None else generator.device
     cumulative = weights.double().cumsum(0)
     levels = torch.rand(k, dtype=torch.float64, device=home, generator=generator).to(weights.device) * cumulative[-1]

@@ -12,20 +12,18 @@ from curvops.network.data import Batch
 from curvops.network.likelihood import Likelihood
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.passes import BatchMap
-from curvops.operators.linearization import Linearization, is_linearized
+from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.reading import OfLinearization, Stored
 
 
-class Curvature(NetworkOperator):
+class Curvature(OfLinearization, NetworkOperator):
     """Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass says in `output` what H is.
 
     Products carry gradients through the vectors and the likelihood's hyperparameters.
     """
 
-    def __init__(self, source: Any, *hyperparameters: Tensor, lin: Any = None, **kept: Any) -> None:
-        if is_linearized(source, self, copied=lin is not None):
-            lin, hyperparameters, source = source, source.likelihood.hyperparameters, source.theta
-        super().__init__(source, *hyperparameters, lin=lin, **kept)
+    STORED = "lin"
 
     @property
     def lin(self) -> Linearization:
@@ -45,6 +43,11 @@ class Curvature(NetworkOperator):
     def output(self) -> OutputFisher:
         """H, the curvature of each point's outputs."""
         raise TypeError(f"{type(self).__name__} does not say what H is.")
+
+    @staticmethod
+    def _of(lin: Linearization, **kept: Any) -> Stored:
+        """The weights, the likelihood's hyperparameters and the keywords that an operator of `lin` stores."""
+        return (lin.theta, *lin.likelihood.hyperparameters), {"lin": lin, **kept}
 
     def _size(self) -> torch.Size:
         return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))

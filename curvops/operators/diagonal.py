@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,11 +12,12 @@ from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.fisher import output_fisher
 from curvops.operators.layer_matrix import as_tensors, width_of
-from curvops.operators.linearization import Linearization, is_linearized
+from curvops.operators.linearization import Linearization
 from curvops.operators.moments import second_moments
+from curvops.operators.reading import OfLinearization, Stored
 
 
-class DiagonalGGN(Diagonal):
+class DiagonalGGN(OfLinearization, Diagonal):
     """diag(G) as an operator (D, D): the squares of all rows of LᵀJ, added up (Dangel, Kunstner & Hennig 2020).
 
     `co.DiagonalGGN(lin, fisher="exact" | "mc" | "empirical", mc_samples=1, generator=None)`. Every operation on it,
@@ -32,19 +31,18 @@ class DiagonalGGN(Diagonal):
     another `fisher`.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
+    STORED = "space"
+
+    @classmethod
+    def _read(
+        cls,
+        lin: Linearization,
         fisher: str = "exact",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
-        space: Any = None,
-    ) -> None:
-        if is_linearized(source, self, copied=isinstance(source, Tensor)):
-            space = source.tangent_space
-            source = curvature_diagonal(source, output_fisher(source, fisher, mc_samples, generator))
-        super().__init__(source, space)
+    ) -> Stored:
+        entries = curvature_diagonal(lin, output_fisher(lin, fisher, mc_samples, generator))
+        return (entries,), {"space": lin.tangent_space}
 
 
 @torch.no_grad()

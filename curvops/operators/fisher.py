@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.limits import check_flag, check_generator
 from curvops.network.output_fisher import Empirical, Exact, OutputFisher, Sampled, check_kind
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
+from curvops.operators.reading import Stored
 
 
 class EmpiricalFisher(Curvature):
@@ -24,8 +24,10 @@ class EmpiricalFisher(Curvature):
     budget.
     """
 
-    def __init__(self, source: Any, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False) -> None:
-        super().__init__(source, *hyperparameters, lin=lin, per_token=per_token)
+    @classmethod
+    def _read(cls, lin: Linearization, per_token: bool = False) -> Stored:
+        check_flag("per_token", per_token)
+        return cls._of(lin, per_token=per_token)
 
     @property
     def output(self) -> OutputFisher:
@@ -43,6 +45,7 @@ class EmpiricalFisher(Curvature):
 def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
     """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
     _check_samples(mc_samples)
+    check_generator(generator)
     with torch.no_grad():
         walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
         # All points at once: equal seeds draw alike however the data are batched.
@@ -68,5 +71,7 @@ def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: tor
 
 
 def _check_samples(mc_samples: int) -> None:
+    if isinstance(mc_samples, bool) or not isinstance(mc_samples, int):
+        raise TypeError(f"mc_samples must be a whole number of targets a point, got {mc_samples!r}.")
     if mc_samples < 1:
         raise ValueError(f"mc_samples={mc_samples} must be at least 1.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
@@ -13,6 +11,7 @@ from curvops.network.output_fisher import Exact, OutputFisher, Sampled
 from curvops.operators.curvature import Curvature
 from curvops.operators.fisher import sampled_residuals
 from curvops.operators.linearization import Linearization
+from curvops.operators.reading import Stored
 
 
 class GGN(Curvature):
@@ -29,18 +28,11 @@ class GGN(Curvature):
     Raises ValueError for mc_samples below 1.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *hyperparameters: Tensor,
-        lin: Any = None,
-        draws: Any = None,
-        mc_samples: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if isinstance(source, Linearization) and mc_samples is not None:
-            draws = sampled_residuals(source, mc_samples, generator)
-        super().__init__(source, *hyperparameters, lin=lin, draws=draws)
+    @classmethod
+    def _read(
+        cls, lin: Linearization, mc_samples: int | None = None, generator: torch.Generator | None = None
+    ) -> Stored:
+        return cls._of(lin, draws=None if mc_samples is None else sampled_residuals(lin, mc_samples, generator))
 
     @property
     def output(self) -> OutputFisher:

@@ -12,11 +12,12 @@ from curvops.network.data import Batch
 from curvops.network.inputs import take
 from curvops.network.parameters import Blocks
 from curvops.network.probes import tolerance
-from curvops.operators.linearization import Linearization, is_linearized
+from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.reading import OfLinearization, Stored
 
 
-class Hessian(NetworkOperator):
+class Hessian(OfLinearization, NetworkOperator):
     """∇² of −Σ_n log p(y_n | f(x_n, θ)) (D, D) at θ*, = GGN + Σ_n Σ_c r_nc ∇²f_c; symmetric, in general indefinite.
 
     `co.Hessian(lin)`; choose it for sharpness and saddle points, the GGN for posteriors, and solve shifted systems with
@@ -27,11 +28,12 @@ class Hessian(NetworkOperator):
     fused weight_norm is not symmetric).
     """
 
-    def __init__(self, source: Any, lin: Any = None) -> None:
-        if is_linearized(source, self, copied=lin is not None):
-            _require_symmetric(source)
-            lin, source = source, source.theta
-        super().__init__(source, lin=lin)
+    STORED = "lin"
+
+    @classmethod
+    def _read(cls, lin: Linearization) -> Stored:
+        _require_symmetric(lin)
+        return (lin.theta,), {"lin": lin}
 
     @property
     def lin(self) -> Linearization:

@@ -14,11 +14,12 @@ from torch import Tensor
 from curvops.linalg.base import Operator, convert
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
-from curvops.operators.linearization import Linearization, is_linearized
+from curvops.operators.linearization import Linearization
 from curvops.operators.moments import mirrored
+from curvops.operators.reading import OfLinearization, Stored
 
 
-class TangentKernel(Operator):
+class TangentKernel(OfLinearization, Operator):
     """K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) for a diagonal prior precision A: the covariance of f under the prior.
 
     `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number or a vector (D,); x defaults to the
@@ -31,11 +32,15 @@ class TangentKernel(Operator):
     A. Raises ValueError for a prior of another size or that is not positive.
     """
 
-    def __init__(self, source: Any, prior: Any = 1.0, *rest: Any, x: Any = None, x2: Any = None) -> None:
-        if is_linearized(source, self, copied=bool(rest)):
-            rest = (_checked(prior, source),)
-            source, prior = _jacobians(source, x, x2)
-        super().__init__(source, prior, *rest)
+    @classmethod
+    def _read(cls, lin: Linearization, prior: float | Tensor = 1.0, x: Any = None, x2: Any = None) -> Stored:
+        scale = _checked(prior, lin)
+        left = lin.jacobian(x)
+        return (left, left if x2 is None else lin.jacobian(x2), scale), {}
+
+    @classmethod
+    def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return len(args) == 3 and isinstance(args[0], Jacobian)
 
     @property
     def prior(self) -> Tensor:
@@ -83,11 +88,6 @@ class TangentKernel(Operator):
         """The Gram matrix."""
         left, right, prior = self._args
         return gram(left, right, prior)
-
-
-def _jacobians(lin: Linearization, x: Any, x2: Any) -> tuple[Jacobian, Jacobian]:
-    left = lin.jacobian(x)
-    return left, left if x2 is None else lin.jacobian(x2)
 
 
 def _checked(prior: Any, lin: Linearization) -> Tensor:

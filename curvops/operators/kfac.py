@@ -10,13 +10,25 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
+from curvops.linalg.spaces import Space
 from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corrected, kfac_blocks
-from curvops.operators.linearization import is_linearized
+from curvops.operators.linearization import Linearization
+from curvops.operators.reading import OfLinearization, Stored
 
 
 class LayerBlocks(BlockDiagonal):
     """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
+
+    def __init__(
+        self,
+        *blocks: Operator,
+        positions: Any,
+        cache: Cache | None = None,
+        space: Space | None = None,
+        names: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        self._store(blocks, positions, cache, space=space, names=names)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -33,7 +45,7 @@ class LayerBlocks(BlockDiagonal):
         return super().add_diagonal(diag)
 
 
-class KFAC(LayerBlocks):
+class KFAC(OfLinearization, LayerBlocks):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None)`.
@@ -53,26 +65,20 @@ class KFAC(LayerBlocks):
     selection that splits a layer.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *blocks: Any,
-        positions: Any = None,
-        cache: Cache | None = None,
-        names: Any = (),
-        space: Any = None,
+    STORED = "positions"
+
+    @classmethod
+    def _read(
+        cls,
+        lin: Linearization,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
-    ) -> None:
-        if is_linearized(source, self, copied=positions is not None):
-            check_sharing(sharing)
-            space = source.tangent_space
-            found = kfac_blocks(source, output_fisher(source, fisher, mc_samples, generator), sharing)
-            source, blocks = _apart([block.operator() for block in found])
-            positions, names = _layout(source.device, found)
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
+    ) -> Stored:
+        check_sharing(sharing)
+        found = kfac_blocks(lin, output_fisher(lin, fisher, mc_samples, generator), sharing)
+        return _stored(lin, found, [block.operator() for block in found])
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
@@ -86,7 +92,7 @@ class KFAC(LayerBlocks):
         return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
 
 
-class EKFAC(LayerBlocks):
+class EKFAC(OfLinearization, LayerBlocks):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
     `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
@@ -96,32 +102,24 @@ class EKFAC(LayerBlocks):
     samples cost the same.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *blocks: Any,
-        positions: Any = None,
-        cache: Cache | None = None,
-        names: Any = (),
-        space: Any = None,
+    STORED = "positions"
+
+    @classmethod
+    def _read(
+        cls,
+        lin: Linearization,
         fisher: str = "exact",
         sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
-    ) -> None:
-        if is_linearized(source, self, copied=positions is not None):
-            check_sharing(sharing)
-            space = source.tangent_space
-            output = output_fisher(source, fisher, mc_samples, generator)  # both walks see the same draws
-            found = kfac_blocks(source, output, sharing)
-            positions, names = _layout(source.theta.device, found)
-            source, blocks = _apart(eigenvalue_corrected(source, output, found))
-        super().__init__(source, *blocks, positions=positions, cache=cache, names=names, space=space)
+    ) -> Stored:
+        check_sharing(sharing)
+        output = output_fisher(lin, fisher, mc_samples, generator)  # both walks see the same draws
+        found = kfac_blocks(lin, output, sharing)
+        return _stored(lin, found, eigenvalue_corrected(lin, output, found))
 
 
-def _apart(operators: list[Operator]) -> tuple[Operator, tuple[Operator, ...]]:
-    return operators[0], tuple(operators[1:])
-
-
-def _layout(device: torch.device, blocks: list[Block]) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[str, ...], ...]]:
-    return tuple(block.positions.to(device) for block in blocks), tuple(block.names for block in blocks)
+def _stored(lin: Linearization, blocks: list[Block], operators: list[Operator]) -> Stored:
+    positions = tuple(block.positions.to(lin.theta.device) for block in blocks)
+    layout = {"positions": positions, "names": tuple(block.names for block in blocks), "space": lin.tangent_space}
+    return tuple(operators), layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeGuard, get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -291,13 +291,3 @@ def _check_outputs(model: Model, few: Inputs) -> torch.Size:
 def _random_state(device: torch.device) -> Tensor:
     """The state of the device's default generator, as bytes."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def is_linearized(source: Any, operator: object, copied: bool) -> TypeGuard[Linearization]:
-    """Whether an operator is made of a linearisation, not as a copy of itself; TypeError where it is neither."""
-    if not copied and not isinstance(source, Linearization):
-        raise TypeError(
-            f"{type(operator).__name__} is made of a linearised network, curvops.linearize(model, data, likelihood), "
-            f"got {type(source).__name__}."
-        )
-    return isinstance(source, Linearization)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
-from curvops.linalg.cache import Cache
 from curvops.linalg.spaces import spaces_of
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization, is_linearized
+from curvops.operators.linearization import Linearization
+from curvops.operators.reading import OfLinearization, Stored
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -34,15 +34,25 @@ class Subnetwork(Dense):
     """
 
     def __init__(
-        self, source: LinearOperator | Tensor, indices: Any = None, psd: bool = False, space: Any = None
+        self, source: LinearOperator | Tensor, indices: Any = None, *, psd: bool | None = None, space: Any = None
     ) -> None:
-        if isinstance(source, LinearOperator):
+        if isinstance(source, Linearization):
+            raise TypeError(
+                "Subnetwork is a block of an operator, not of a linearisation; choose which: "
+                "co.Subnetwork(co.GGN(lin), indices)."
+            )
+        if not isinstance(source, LinearOperator | Tensor):
+            raise TypeError(f"Subnetwork is a block of an operator (D, D), got {type(source).__name__}.")
+        if indices is None:
+            raise TypeError("Subnetwork needs indices: a vector of positions, or a boolean mask.")
+        if psd is None:  # a user's call: the stored form has it
+            source = source if isinstance(source, LinearOperator) else Dense(source)
             indices = checked_indices(indices, source.shape[-1]).to(source.device)
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd = bool(getattr(source, "psd", False))
             source = principal_block(source, indices)
-        super().__init__(source, psd, space, indices=indices)
+        LinearOperator.__init__(self, source, psd=psd, space=space, indices=indices)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -50,7 +60,7 @@ class Subnetwork(Dense):
         return self._kwargs["indices"]
 
 
-class BlockDiagonal(Blocks):
+class BlockDiagonal(OfLinearization, Blocks):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
 
     `co.BlockDiagonal(lin, blocks="layer")` has a block for each layer's own parameters; `blocks=[["0.*"], ["2.*", …]]`
@@ -60,23 +70,15 @@ class BlockDiagonal(Blocks):
     that overlap or name nothing, and where the blocks exceed the memory budget.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *others: Any,
-        blocks: Any = "layer",
-        positions: Any = None,
-        cache: Cache | None = None,
-        space: Any = None,
-    ) -> None:
-        if is_linearized(source, self, copied=positions is not None):
-            space = source.tangent_space
-            positions = tuple(_partition(source, blocks))
-            _require_room(source, positions)
-            exact = Exact(source.likelihood)
-            dense = [Dense(fisher_block(source, exact, index), psd=True) for index in positions]
-            source, others = dense[0], tuple(dense[1:])
-        super().__init__(source, *others, positions=positions, cache=cache, space=space)
+    STORED = "positions"
+
+    @classmethod
+    def _read(cls, lin: Linearization, blocks: Any = "layer") -> Stored:
+        positions = tuple(_partition(lin, blocks))
+        _require_room(lin, positions)
+        exact = Exact(lin.likelihood)
+        dense = (Dense(fisher_block(lin, exact, index), psd=True) for index in positions)
+        return tuple(dense), {"positions": positions, "space": lin.tangent_space}
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

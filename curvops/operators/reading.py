@@ -1,0 +1,58 @@
+"""How an operator is made of a linearisation: its public signature, apart from the form in which it is stored."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.operators.linearization import Linearization
+
+Stored = tuple[tuple[Any, ...], dict[str, Any]]
+"""Tensors and operators by position, and keywords: what the next class in line stores."""
+
+
+class OfLinearization(LinearOperator):
+    """An operator that users make of a linearisation, and linear_operator rebuilds from what is stored.
+
+    A subclass reads the linearisation in `_read`, whose signature is the public one (positions, names and defaults),
+    and returns the tensors and keywords that the next class in line stores. `STORED` is a keyword that every stored
+    form has: it tells a rebuild from a user's call.
+    """
+
+    STORED: str = ""
+    _read: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_read" in vars(cls):
+            cls.__signature__ = inspect.signature(cls._read)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_stored(args, kwargs):
+            args, kwargs = self._read_checked(args, kwargs)
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        stored = bool(args) and isinstance(args[0], Tensor | LinearOperator)
+        return stored and cls.STORED in kwargs
+
+    @classmethod
+    def _read_checked(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stored:
+        signature = inspect.signature(cls)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+            raise TypeError(f"co.{cls.__name__}({', '.join(map(str, plain))}): {error}.") from None
+        source = bound.arguments["lin"]
+        if not isinstance(source, Linearization):
+            raise TypeError(
+                f"{cls.__name__} is made of a linearised network, curvops.linearize(model, data, likelihood), "
+                f"got {type(source).__name__}."
+            )
+        stored: Stored = cls._read(*bound.args, **bound.kwargs)
+        return stored
