@@ -25,7 +25,7 @@ class Reason(Enum):
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
     PRECISION_LIMIT = (
         "The result is at the rounding level of this dtype, which has no more to give. "
-        "Compute in float64, accept a larger rtol, or refine the solve in float64: refine=True (cg)."
+        "Compute in float64, accept a larger rtol, or take residuals in float64: refine=True (cg)."
     )
     ITERATION_LIMIT = (
         "The iteration limit was reached before the tolerance. "
