@@ -63,6 +63,16 @@ class Operator(SolverContract, LinearOperator):
         space = self._kwargs.get("space")
         return space, space
 
+    def detached_from_weights(self) -> LinearOperator:
+        """The same matrix as a constant: it may be added to operators linearised at other weights.
+
+        Sums across weights are refused, since they are the curvature of neither network. Where one is meant
+        (yesterday's curvature as a prior, merged Fishers) this says so. Costs nothing; shares tensors and caches.
+        """
+        parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
+        space = self._kwargs.get("space")
+        return self.__class__(*parts, **self._kwargs | ({} if space is None else {"space": space.detached()}))
+
     # Products
 
     def _product(self, block: Tensor) -> Tensor:

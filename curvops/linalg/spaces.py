@@ -16,8 +16,16 @@ class Space(Protocol):
         """Why vectors of the other space are not vectors of this one, as a clause; None where they are."""
         ...
 
+    def joined(self, other: Any) -> Any:
+        """What is known of both spaces, where they do not differ."""
+        ...
+
     def part(self, indices: Tensor) -> Any:
         """The space of the entries at these positions."""
+        ...
+
+    def detached(self) -> Any:
+        """The space that differs from no other for the point at which it was made."""
         ...
 
 
@@ -26,7 +34,7 @@ Spaces = tuple[Space | None, Space | None]
 
 
 def common(*spaces: Space | None) -> Space | None:
-    """The one space among these that is known, None where none is; raises ValueError where two of them differ."""
+    """What is known of all of these, None where nothing is; raises ValueError where two of them differ."""
     found: Space | None = None
     for space in spaces:
         if found is None or space is None or space is found:
@@ -35,6 +43,7 @@ def common(*spaces: Space | None) -> Space | None:
         why = found.difference(space)
         if why is not None:
             raise ValueError(f"these operators do not fit together: {why}")
+        found = found.joined(space)
     return found
 
 

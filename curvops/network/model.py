@@ -96,7 +96,7 @@ class Model:
     @cached_property
     def tangent_space(self) -> TangentSpace:
         """Where the snapshot stands; a cast keeps it."""
-        return tangent_space(self.selection, self.values)
+        return tangent_space(self.selection, {**self.values, **self.frozen, **self._buffers})
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""

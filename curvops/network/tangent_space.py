@@ -1,9 +1,9 @@
-"""Where a network was linearised: the parameters selected, and the values that they had."""
+"""Where a network was linearised: the parameters selected, and the values of all that the model holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from curvops.network.parameters import Selection
 class TangentSpace:
     """The tangent space at θ, in which steps, gradients and curvatures live; it keeps fingerprints, not weights.
 
-    `index` are the positions of a subnetwork within the named tensors, None where all of them are selected.
+    `held` has the fingerprint of every tensor of the model by name: frozen weights and buffers change the map as the
+    selected weights do. `index` are the positions of a subnetwork within the named tensors, None where all of them are
+    selected.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    weights: tuple[int, ...]
+    held: Mapping[str, int]
     index: Int[Tensor, " S"] | None = None
 
     def difference(self, other: Any) -> str | None:
@@ -35,13 +37,26 @@ class TangentSpace:
                 f"they are of different parameters ({self._described()} and {other._described()}); linearise both with "
                 "the same parameters=."
             )
-        moved = [name for name, a, b in zip(self.names, self.weights, other.weights) if a != b]
+        # What only one of them holds is another model's part (the head of another task), not another value.
+        moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
         if moved:
             return (
                 f"they were linearised at different weights (of {_some(moved)}), so that together they are the "
-                "curvature of neither; linearise both data sets at one set of weights."
+                "curvature of neither; linearise both data sets at one set of weights. Where the sum is meant "
+                "(yesterday's curvature as a prior, merged Fishers), take a copy that forgets its weights: "
+                "op.detached_from_weights()."
             )
         return None
+
+    def joined(self, other: TangentSpace) -> TangentSpace:
+        """What both of two spaces that do not differ say of the weights."""
+        if other.held.keys() <= self.held.keys():
+            return self
+        return other if self.held.keys() <= other.held.keys() else replace(self, held={**self.held, **other.held})
+
+    def detached(self) -> TangentSpace:
+        """The same parameters, wherever they stand."""
+        return replace(self, held={})
 
     def part(self, indices: Int[Tensor, " S"]) -> TangentSpace:
         """The space of a subnetwork, as if its positions had been selected."""
@@ -55,7 +70,7 @@ class TangentSpace:
                 shift += size
             start += size
         names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
-        return TangentSpace(names, shapes, tuple(self.weights[i] for i in kept), _unless_all(moved, shift))
+        return TangentSpace(names, shapes, self.held, _unless_all(moved, shift))
 
     def _described(self) -> str:
         count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)
@@ -63,13 +78,20 @@ class TangentSpace:
 
 
 def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
-    """The tangent space at these values of the selected parameters. One pass over them.
+    """The tangent space of a selection in a model that holds these values. One pass over them.
 
     Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
     """
-    found = torch.stack([fingerprint([values[name].to(torch.float32)]) for name in selection.names]).tolist()
+    filled = {name: value for name, value in values.items() if value.numel()}
+    found = torch.stack([fingerprint([_rounded(value)]) for value in filled.values()]).tolist()
     index = None if selection.index is None else _unless_all(selection.index, selection.size)
-    return TangentSpace(selection.names, selection.shapes, tuple(found), index)
+    return TangentSpace(selection.names, selection.shapes, dict(zip(filled, found)), index)
+
+
+def _rounded(value: Tensor) -> Tensor:
+    if value.is_complex():
+        return value.to(torch.complex64)
+    return value.to(torch.float32) if value.is_floating_point() else value
 
 
 def _unless_all(index: Tensor, size: int) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.spaces import Spaces
 from curvops.network.passes import Passes, accumulate
+from curvops.network.tangent_space import TangentSpace
 from curvops.operators.network_operator import NetworkOperator
 
 
@@ -18,8 +21,8 @@ class Jacobian(NetworkOperator):
     J @ V and J.mT @ U cost about half a GGN product each (`lin.plan`); nothing of its size is ever formed.
     """
 
-    def __init__(self, theta: Tensor, passes: Passes | None = None, rows: int = 0) -> None:
-        super().__init__(theta, passes=passes, rows=rows)
+    def __init__(self, theta: Tensor, passes: Passes | None = None, rows: int = 0, space: Any = None) -> None:
+        super().__init__(theta, passes=passes, rows=rows, space=space)
 
     @property
     def passes(self) -> Passes:
@@ -28,7 +31,10 @@ class Jacobian(NetworkOperator):
 
     @property
     def spaces(self) -> Spaces:
-        return None, self.passes.model.tangent_space
+        return None, self.space
+
+    def _tangent_space(self) -> TangentSpace:
+        return self.passes.model.tangent_space
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvops.linalg.base import Operator, convert
 from curvops.linalg.spaces import Spaces
+from curvops.network.tangent_space import TangentSpace
 
 
 class NetworkOperator(Operator):
@@ -21,9 +22,20 @@ class NetworkOperator(Operator):
         return self._args[0]
 
     @property
+    def space(self) -> Any:
+        """The tangent space: of the linearisation, or without its weights once detached from them."""
+        return self._kwargs.get("space") or self._tangent_space()
+
+    def _tangent_space(self) -> TangentSpace:
+        space: TangentSpace = self._kwargs["lin"].tangent_space
+        return space
+
+    @property
     def spaces(self) -> Spaces:
-        space = self._kwargs["lin"].tangent_space
-        return space, space
+        return self.space, self.space
+
+    def detached_from_weights(self) -> LinearOperator:
+        return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))
@@ -43,7 +55,8 @@ class NetworkOperator(Operator):
         if (dtype in (None, self.dtype)) and (device in (None, self.device)):
             return self
         hyperparameters = [convert(tensor, device, dtype) for tensor in self._args[1:]]
-        return self._converted(hyperparameters, dtype, device)
+        converted = self._converted(hyperparameters, dtype, device)
+        return converted if self._kwargs.get("space") is None else converted.detached_from_weights()
 
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None

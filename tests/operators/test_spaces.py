@@ -154,6 +154,75 @@ def test_casts_and_copies_stay_where_they_were(name):
         copied + co.GGN(linearized(seed=1))
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "J" not in name])
+def test_a_copy_detached_from_its_weights_is_a_constant(name):
+    here, there = OPERATORS[name](linearized()), co.KFAC(linearized(seed=1))
+    free = here.detached_from_weights()
+    assert type(free) is type(here)
+    torch.testing.assert_close(free.to_dense(), here.to_dense(), rtol=1e-10, atol=1e-12)
+    for total in (free + there, there + free, free.to(torch.float64) + there):
+        torch.testing.assert_close(total.to_dense(), here.to_dense() + there.to_dense(), rtol=1e-10, atol=1e-10)
+        with pytest.raises(ValueError, match="different weights"):  # the sum stands where its other term does
+            total + co.GGN(linearized(seed=2))
+    with pytest.raises(ValueError, match="different parameters"):
+        free + co.GGN(linearize(network(seed=1), "last_layer"))
+    with pytest.raises(ValueError, match=r"op.detached_from_weights\(\)"):
+        here + there
+
+
+def test_yesterdays_curvature_is_a_prior_and_fishers_are_merged():
+    old, new = linearized(), linearized(seed=1, data=1)
+    prior = co.low_rank(co.GGN(old), rank=20, generator=torch.Generator().manual_seed(0)).detached_from_weights()
+    P = (co.GGN(new) + prior).add_diagonal(0.5)
+    expected = co.GGN(new).to_dense() + prior.to_dense() + 0.5 * torch.eye(26)
+    torch.testing.assert_close(P.to_dense(), expected, rtol=1e-10, atol=1e-10)
+    b = torch.ones(26).double()
+    torch.testing.assert_close(P.solve(b), torch.linalg.solve(expected, b), rtol=1e-6, atol=1e-6)
+    free = co.GGN(old).detached_from_weights()
+    assert free.to(torch.float32) + co.GGN(new).to(torch.float32) is not None
+    torch.testing.assert_close(free.mT.to_dense(), co.GGN(old).to_dense(), rtol=1e-12, atol=1e-12)
+
+
+def with_statistics(change=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    if change is not None:
+        with torch.no_grad():
+            dict([*model.named_parameters(), *model.named_buffers()])[change].add_(0.5)
+    return model
+
+
+@pytest.mark.parametrize("changed", ["0.weight", "0.bias", "1.weight", "1.running_mean", "1.running_var"])
+def test_what_is_frozen_counts_too(changed):
+    here, there = (linearize(with_statistics(change), "3.*") for change in (None, changed))
+    for make in (co.GGN, co.KFAC, co.DiagonalGGN):
+        with pytest.raises(ValueError, match=f"different weights.*'{changed}'"):
+            make(here) + make(there)
+        assert make(here) + make(linearize(with_statistics(), "3.*", data=1)) is not None
+    block = co.Subnetwork(co.GGN(linearize(with_statistics())), torch.arange(24, 34))
+    with pytest.raises(ValueError, match=f"different weights.*'{changed}'"):
+        block + co.GGN(there)
+
+
+def test_tasks_that_share_a_body_and_have_heads_of_their_own():
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
+
+    class Task(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.body, self.name = body, name
+            self.add_module(name, nn.Linear(4, 2).double())
+
+        def forward(self, x):
+            return getattr(self, self.name)(self.body(x))
+
+    one, other = (co.GGN(linearize(Task(name), "body.*")) for name in ("sky", "sea"))
+    torch.testing.assert_close((one + other).to_dense(), one.to_dense() + other.to_dense(), rtol=1e-10, atol=1e-10)
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="sea"):  # another head of the same name
+        one + other + co.GGN(linearize(Task("sea"), "body.*"))
+
+
 def test_what_carries_no_mark_combines_with_anything():
     lin = linearized()
     G, D = co.GGN(lin), lin.num_parameters
