@@ -8,15 +8,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from curvops.network.rules.bilinear import BilinearRule
 from curvops.network.rules.convolution import ConvolutionRule, TransposedConvolutionRule
 from curvops.network.rules.embedding import EmbeddingBagRule, EmbeddingRule
-from curvops.network.rules.linear import LinearRule
+from curvops.network.rules.linear import LinearRule, TransposedLinearRule
 from curvops.network.rules.norm import ScaleRule
 from curvops.network.rules.rule import Local, Rule
 
-__all__ = ["RULES", "Local", "Rule", "rule_for"]
+__all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
 
-RULES: dict[type, Rule] = {
+# A class of a package that need not be installed stands under its full name.
+RULES: dict[type | str, Rule] = {
     nn.Linear: LinearRule(),
     NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
+    "transformers.pytorch_utils.Conv1D": TransposedLinearRule(),
+    "transformers.modeling_utils.Conv1D": TransposedLinearRule(),  # its place before version 4.16
     nn.Conv1d: ConvolutionRule(),
     nn.Conv2d: ConvolutionRule(),
     nn.Conv3d: ConvolutionRule(),
@@ -38,9 +41,14 @@ RULES: dict[type, Rule] = {
 }
 
 
+def rule_of(kind: type) -> Rule | None:
+    """The row of `RULES` for a class, never that of a class it derives from; None without one."""
+    return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of a layer, None where there is none: a subclass, a parametrised or a hooked layer may do anything."""
-    rule = RULES.get(type(layer))
+    rule = rule_of(type(layer))
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     if rule is None or not own <= {"weight", "bias"} or layer._forward_hooks or layer._forward_pre_hooks:
         return None

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvops.network.attention import Projections, owns_projection
 from curvops.network.autodiff import Recorded, Streamed
 from curvops.network.inputs import num_points
-from curvops.network.layers import RULES, Local, Rule, rule_for
+from curvops.network.layers import Local, Rule, rule_for, rule_of
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
@@ -220,7 +220,8 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
     def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
-        rule = RULES[type(module)]
+        rule = rule_of(type(module))
+        assert rule is not None  # hooks are on such layers alone
         points = output.ndim > 1 and len(output) == n
         if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
             misfits.update(names.values())
@@ -245,7 +246,7 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     handles: list[Any] = []
     try:
         for layer in owners:
-            if type(layer) in RULES:
+            if rule_of(type(layer)) is not None:
                 handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating(), Projections(attentions, note_projection) if attentions else nullcontext():
             outputs = model(model.leaves(), inputs)

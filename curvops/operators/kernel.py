@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.linalg.base import Operator, convert
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
+from curvops.operators.layer_matrix import height_of
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import mirrored
 from curvops.operators.reading import OfLinearization, Stored
@@ -169,7 +170,7 @@ def _sides(group: Group) -> tuple[Tensor, Tensor] | None:
     if len(group.parts) != 1 or "weight" not in group.parts[0].layer.names:
         return None
     part = group.parts[0]
-    if part.delta[0, 0].numel() != part.layer.shape_of("weight")[0]:
+    if part.delta[0, 0].numel() != height_of(part.layer):
         return None
     found = group.matrices()
     return found[0] if found and found[0][1].is_floating_point() and found[0][1].shape[2] == 1 else None

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvops.network.layerwise import Layer
 from curvops.network.parameters import Blocks
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
-"""Layers whose matrix is their weight transposed (see `network.rules.embedding`)."""
-
 
 def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:
-    """(g, p, q) as tensors by parameter name: the weight row-major, a last column the bias; an embedding's transposed.
+    """(g, p, q) as tensors by parameter name: the weight row-major or transposed, a last column the bias.
 
     The layout is that of `Rule.matrices`.
     """
-    if isinstance(layer.module, TABLES):
-        return {layer.names["weight"]: matrix[0].mT}
     found = {}
     if "bias" in layer.names:
         matrix, found[layer.names["bias"]] = matrix[..., :-1], matrix[..., -1].flatten()
-    found[layer.names["weight"]] = matrix.reshape(layer.shape_of("weight"))
+    turned = matrix[0].mT if layer.rule.matrix_is_transposed else matrix
+    found[layer.names["weight"]] = turned.reshape(layer.shape_of("weight"))
     return found
 
 
 def as_matrix(layer: Layer, tensors: Blocks) -> Tensor:
     """The inverse of `as_tensors` for tensors of one layer: (g, p, q)."""
-    weight = tensors[layer.names["weight"]]
-    if isinstance(layer.module, TABLES):
-        return weight.mT.unsqueeze(0)
-    groups = getattr(layer.module, "groups", 1)
+    weight, groups = tensors[layer.names["weight"]], getattr(layer.module, "groups", 1)
+    if layer.rule.matrix_is_transposed:
+        weight = weight.mT
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     if "bias" not in layer.names:
         return matrix
@@ -41,7 +36,10 @@ def as_matrix(layer: Layer, tensors: Blocks) -> Tensor:
 
 def width_of(layer: Layer) -> int:
     """q, the columns of the layer's matrix."""
-    if isinstance(layer.module, TABLES):
-        return int(layer.module.num_embeddings)
-    weight = layer.shape_of("weight")
-    return weight[1:].numel() + ("bias" in layer.names)
+    shape = layer.shape_of("weight")
+    return (shape[0] if layer.rule.matrix_is_transposed else shape[1:].numel()) + ("bias" in layer.names)
+
+
+def height_of(layer: Layer) -> int:
+    """g·p, the rows of all its groups."""
+    return layer.shape_of("weight")[1 if layer.rule.matrix_is_transposed else 0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
+import warnings
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -14,9 +16,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+from transformers.pytorch_utils import Conv1D
 
 import curvops as co
+from curvops.linalg import Kronecker
 from curvops.operators import DiagonalGGN, EmpiricalFisher
+from curvops.operators.kfac_factors import NoFactors
+from curvops.operators.point_covariance import point_covariances
 from tests.network.products import agree, columns
 from tests.zoo import dense_jacobian
 
@@ -110,6 +116,81 @@ def test_products_of_a_whole_network(name: str, engine: str) -> None:
         assert agree(G @ V, J.mT @ (H @ (J @ V)))
         assert agree(lin.jacobian() @ V, J @ V)
         assert agree(lin.jacobian().mT @ U, J.mT @ U)
+
+
+def test_every_layer_of_gpt2_has_a_rule() -> None:
+    """Its attention and MLP layers are `Conv1D`; positions are looked up once for all points, which no rule serves."""
+    lin = linearized(whole("gpt2", "sdpa")[0])
+    assert set(lin.plan.others) == {"model.transformer.wpe.weight"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoFactors)
+        kfac = co.KFAC(lin)
+    blocks = {names: type(block) for names, block in zip(kfac.names, kfac.blocks)}
+    layers = {
+        names: kind for names, kind in blocks.items() if any("c_attn" in name or "c_fc" in name for name in names)
+    }
+    assert len(layers) == 4
+    assert set(layers.values()) == {Kronecker}
+
+
+class Turned(nn.Module):
+    """A network of linear layers, one of them shared, or the same one of their weights transposed."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        for name, inputs, outputs in (("first", 4, 5), ("again", 5, 5), ("last", 5, 3)):
+            weight = torch.randn(outputs, inputs, generator=generator)
+            layer = Conv1D(outputs, inputs) if transposed else nn.Linear(inputs, outputs)
+            layer.weight.data, layer.bias.data = weight.mT if transposed else weight, weight[:, 0] / 2
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.again(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.again(hidden)).mean(1) if x.ndim == 3 else self.again(hidden))
+
+    def natural(self, lin: co.Linearization) -> Tensor:
+        """Where the entries of the untransposed network stand in the flat vector."""
+        places = lin.unflatten(torch.arange(lin.num_parameters, dtype=torch.float64))
+        turned = {name: isinstance(self.get_submodule(name.split(".")[0]), Conv1D) for name in places}
+        return torch.cat([(p.mT if turned[name] and p.ndim == 2 else p).flatten() for name, p in places.items()]).long()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", [(6, 4), (6, 3, 4)], ids=["vectors", "positions"])
+def test_a_transposed_linear_layer_is_the_linear_layer(shape: tuple[int, ...], engine: str) -> None:
+    x, y = torch.randn(shape, generator=torch.Generator().manual_seed(3)).double(), torch.arange(6) % 3
+    sides = []
+    for transposed in (False, True):
+        model = Turned(transposed).double()
+        lin = co.linearize(model, [(x[:4], y[:4]), (x[4:], y[4:])], "classification", engine=engine)
+        assert (engine == "autodiff") or not lin.plan.others
+        order = model.natural(lin)
+        G, J = co.GGN(lin), lin.jacobian()
+        found = {"G": G.to_dense()[order][:, order], "J": J.to_dense()[:, order]}
+        found["diagonal"] = DiagonalGGN(lin).diagonal()[order]
+        assert agree(found["diagonal"], G.to_dense().diagonal()[order])
+        found["kernel"] = co.TangentKernel(lin).to_dense()
+        assert agree(found["kernel"], found["J"] @ found["J"].mT)
+        if engine != "autodiff":
+            for kind, sharing in itertools.product((co.KFAC, co.EKFAC), ("expand", "reduce")):
+                P = kind(lin, sharing=sharing)
+                found[f"{kind.__name__} {sharing}"] = P.to_dense()[order][:, order]
+                inverse = P.add_diagonal(0.7).inverse()
+                found[f"points {kind.__name__} {sharing}"] = near = point_covariances(J, inverse, C)
+                rows = J.to_dense()
+                by_solves = (rows @ (inverse @ rows.mT)).unflatten(0, (-1, C)).unflatten(2, (-1, C))
+                assert agree(near, by_solves.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+        sides.append(found)
+    assert all(agree(sides[1][what], expected) for what, expected in sides[0].items())
+
+
+def test_what_is_written_into_a_transposed_linear_layer_s_output() -> None:
+    """The output is a view, whose place in the graph an in-place operation changes: the engine's check sees it."""
+    model = nn.Sequential(Conv1D(5, 4), nn.ReLU(inplace=True), Conv1D(3, 5)).double()
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).double(), torch.arange(6) % 3
+    found = [co.GGN(co.linearize(model, (x, y), "classification", engine=engine)).to_dense() for engine in ENGINES]
+    assert all(agree(dense, found[1]) for dense in found)
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from curvops.network.layers import RULES, rule_for
+from curvops.network.layers import Rule, rule_for, rule_of
 
 K, SIX = 3, (6, 6)
 Inputs = tuple[Tensor, ...]
@@ -27,6 +28,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "linear": (lambda: nn.Linear(3, 4), randn(2, 3)),
     "linear_positions": (lambda: nn.Linear(3, 4), randn(2, 5, 3)),
     "linear_grid": (lambda: nn.Linear(3, 4), randn(2, 5, 2, 3)),
+    "transposed_linear": (lambda: Conv1D(4, 3), randn(2, 3)),
+    "transposed_linear_square": (lambda: Conv1D(3, 3), randn(2, 5, 3)),
+    "transposed_linear_grid": (lambda: Conv1D(4, 3), randn(2, 5, 2, 3)),
     "linear_no_bias": (lambda: nn.Linear(3, 4, bias=False), randn(2, 3)),
     "conv": (lambda: nn.Conv2d(2, 4, 3), randn(2, 2, *SIX)),
     "conv_stride": (lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1), randn(2, 2, *SIX)),
@@ -108,8 +112,14 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+def the_rule(layer: nn.Module) -> Rule:
+    rule = rule_of(type(layer))
+    assert rule is not None
+    return rule
+
+
 def without_matrices(name: str) -> bool:
-    return any(kind in name for kind in ("norm", "transposed", "bilinear"))
+    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d", "bilinear"))
 
 
 def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
@@ -121,7 +131,7 @@ def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
 def test_push_pull_and_rows_are_those_of_autograd(name: str) -> None:
     """Row by row: forward mode does not exist for every layer, and is wrong for padding."""
     layer, inputs, output = build(name)
-    rule = RULES[type(layer)]
+    rule = the_rule(layer)
     kept = rule.keep(layer, *inputs)
     J = {local: jacobian(layer, output, local).flatten(1, output.ndim - 1) for local, _ in layer.named_parameters()}
     s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
@@ -139,7 +149,7 @@ def test_push_pull_and_rows_are_those_of_autograd(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LAYERS if not without_matrices(name)])
 def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
     layer, inputs, output = build(name)
-    rule = RULES[type(layer)]
+    rule = the_rule(layer)
     kept = rule.keep(layer, *inputs)
     s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
     for names in subsets(layer):
@@ -152,12 +162,12 @@ def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
 
 
 def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The rows (n, R, *shape) that `matrices` stands for; indices for one-hot rows, and then the weight transposed."""
+    """The rows (n, R, *shape) that `matrices` stands for; indices stand for one-hot rows."""
     if not right.is_floating_point():
-        one_hot = nn.functional.one_hot(right.long(), len(layer.weight)).to(left.dtype)
-        return {"weight": torch.einsum("nrgtp,ngtq->nrqp", left, one_hot)}
+        right = nn.functional.one_hot(right, len(layer.weight)).to(left.dtype)
     products = torch.einsum("nrgtp,ngtq->nrgpq", left, right)
     weight = products[..., :-1] if "bias" in names else products
+    weight = weight.mT if the_rule(layer).matrix_is_transposed else weight
     rows = {"weight": weight.reshape(*products.shape[:2], *layer.weight.shape)}
     return rows | ({"bias": products[..., -1].flatten(2)} if "bias" in names else {})
 
@@ -165,7 +175,7 @@ def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...])
 @pytest.mark.parametrize("name", [name for name in LAYERS if without_matrices(name)])
 def test_other_layers_have_no_matrices(name: str) -> None:
     layer, inputs, output = build(name)
-    rule = RULES[type(layer)]
+    rule = the_rule(layer)
     assert rule.matrices(layer, rule.keep(layer, *inputs), output.unsqueeze(1), ("weight", "bias")) is None
 
 
@@ -174,6 +184,7 @@ def test_other_layers_have_no_matrices(name: str) -> None:
     [
         ("linear", 3 * 4),
         ("linear_positions", 5 * 3 * 4),
+        ("transposed_linear_grid", 5 * 2 * 3 * 4),
         ("conv_groups", 36 * 6 * 2 * 9),
         ("transposed_1d", 5 * 2 * 3 * 4),
         ("transposed_2d_groups", 12 * 4 * 3 * 9),
@@ -185,7 +196,7 @@ def test_other_layers_have_no_matrices(name: str) -> None:
 )
 def test_multiply_adds_count_one_forward_pass_of_one_point(name: str, expected: int) -> None:
     layer, _, output = build(name)
-    assert RULES[type(layer)].multiply_adds(layer, output) == expected
+    assert the_rule(layer).multiply_adds(layer, output) == expected
 
 
 class Subclass(nn.Linear):
@@ -209,6 +220,7 @@ NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
     "statistics that change": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).train(),
     "the largest of a bag": lambda: nn.EmbeddingBag(3, 3, mode="max"),
     "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
+    "a class that derives from Conv1D": lambda: type("Conv1D", (Conv1D,), {})(3, 3),
     "a layer without a rule": lambda: nn.PReLU(3),
 }
 
@@ -226,4 +238,4 @@ def test_no_rule_for(what: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_rule_for_every_layer_of_the_table(name: str) -> None:
     layer, _, _ = build(name)
-    assert rule_for(layer) is RULES[type(layer)]
+    assert rule_for(layer) is the_rule(layer)

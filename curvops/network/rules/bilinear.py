@@ -17,6 +17,7 @@ class BilinearRule:
     """y = x₁ᵀ W x₂ + b; the two inputs are kept side by side on the last dimension."""
 
     operands = 2
+    matrix_is_transposed = False
 
     def supports(self, layer: nn.Bilinear) -> bool:
         return True

@@ -21,6 +21,7 @@ class ConvolutionRule:
     """Cross-correlation. An input that is padded by other than as many zeros on both sides is kept padded."""
 
     operands = 1
+    matrix_is_transposed = False
     transposed = False
 
     def supports(self, layer: _ConvNd) -> bool:

@@ -20,6 +20,7 @@ class EmbeddingRule:
     """Rows of a table. Its own Jacobian (n, K, V, E) is made only where the engine finds V below t."""
 
     operands = 1
+    matrix_is_transposed = True
 
     def supports(self, layer: nn.Embedding) -> bool:
         return True
@@ -59,6 +60,7 @@ class EmbeddingBagRule:
     """Sums or means of rows of a table, (n, t) indices to (n, E): one bag a point."""
 
     operands = 1
+    matrix_is_transposed = True
 
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.mode in ("sum", "mean")

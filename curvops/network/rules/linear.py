@@ -1,12 +1,13 @@
-"""Linear layers."""
+"""Linear layers, and those that keep their weight transposed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvops.network.rules.rule import Local
 
@@ -15,18 +16,19 @@ class LinearRule:
     """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
 
     operands = 1
+    matrix_is_transposed = False
 
-    def supports(self, layer: nn.Linear) -> bool:
+    def supports(self, layer: Any) -> bool:
         return True
 
-    def keep(self, layer: nn.Linear | nn.Bilinear, a: Tensor) -> Tensor:
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
         return a
 
-    def push(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
-        n, positions, out = kept.shape[0], kept.shape[1:-1], layer.out_features
+    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        n, positions = kept.shape[0], kept.shape[1:-1]
         a = kept.reshape(-1, kept.shape[-1])
         weight, bias = tangents.get("weight"), tangents.get("bias")
-        columns = (weight if weight is not None else tangents["bias"]).shape[0]
+        columns, out = (weight if weight is not None else tangents["bias"]).shape[:2]
         if weight is None:
             z = tangents["bias"].reshape(1, -1).expand(a.shape[0], -1)
         elif bias is None:
@@ -37,31 +39,51 @@ class LinearRule:
             return z.reshape(n, columns, *positions, out)
         return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
 
-    def pull(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(-1, kept.shape[-1])
         columns, out = s.shape[1], s.shape[-1]
         flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
         grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
         return {name: grads[name]() for name in names}
 
-    def rows(self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
         s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
         rows = {"weight": lambda: torch.einsum("ncto,nti->ncoi", s, a), "bias": lambda: s.sum(2)}
         return {name: rows[name]() for name in names}
 
-    def multiply_adds(self, layer: nn.Linear, output: Tensor) -> int:
-        return output[0].numel() * layer.in_features
+    def multiply_adds(self, layer: Any, output: Tensor) -> int:
+        return output[0].numel() * layer.weight.numel() // output.shape[-1]
 
-    def matrices(
-        self, layer: nn.Linear | nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]
-    ) -> tuple[Tensor, Tensor] | None:
+    def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
         """One group, t the product of the dimensions in between, p outputs, q inputs."""
         if "weight" not in names:
             return None
         left = s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1])
         right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
         return left, with_ones(right) if "bias" in names else right
+
+
+class TransposedLinearRule(LinearRule):
+    """y = a W + b with W (in, out), as Hugging Face's `Conv1D` keeps it: a linear layer of its weight transposed."""
+
+    matrix_is_transposed = True
+
+    def supports(self, layer: Any) -> bool:
+        return layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[1:]
+
+    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        return super().push(layer, kept, _transposed(tangents))
+
+    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transposed(super().pull(layer, kept, s, names))
+
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transposed(super().rows(layer, kept, s, names))
+
+
+def _transposed(tensors: Mapping[str, Tensor]) -> Local:
+    return {name: tensor.mT if name == "weight" else tensor for name, tensor in tensors.items()}
 
 
 def with_ones(right: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class ScaleRule:
     """
 
     operands = 1
+    matrix_is_transposed = False
 
     def __init__(self, leading: bool) -> None:
         self.leading = leading
