@@ -20,19 +20,24 @@ class Bernoulli(Independent):
     :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with a = pos_weight y + 1 - y, the mass that weights
     give to a target, the residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
-    weight, pos_weight: non-negative, 0-d or one entry per output (C,). With either, exp(log-likelihood) is no longer
-    normalised over y. Weights of points are sample weights and come with the data.
+    weight, pos_weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position
+        and output (T, C). With either, exp(log-likelihood) is no longer normalised over y. Weights of points are sample
+        weights and come with the data.
     Raises ValueError for other weights.
     """
 
     def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
         for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
-            if tensor is not None and not (tensor.ndim <= 1 and tensor.is_floating_point() and within(tensor, 0.0)):
+            if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
                 raise ValueError(
-                    f"Bernoulli {name} must be a floating tensor, 0-d or of shape (C,), finite and not negative; given "
+                    f"Bernoulli {name} must be a floating tensor, 0-d, (C,) or (T, C), finite and not negative; given "
                     f"{tensor.dtype} of shape {tuple(tensor.shape)}. Give weights of points as (inputs, targets, "
-                    "weights)."
+                    "weights) with weights=True."
                 )
+        lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
+        if len(lengths) > 1:
+            raise ValueError(f"Bernoulli weight and pos_weight are for different numbers of positions, {lengths}.")
+        self.positions = next(iter(lengths), None)
         self.weight, self.pos_weight = weight, pos_weight
 
     def __repr__(self) -> str:
@@ -75,8 +80,8 @@ class Bernoulli(Independent):
             raise TypeError(f"Bernoulli targets are 0, 1 or probabilities; given {y.dtype}.")
         check_rows(y, num_outputs, "Bernoulli")
         for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
-            if num_outputs is not None and tensor is not None and tensor.numel() not in (1, num_outputs):
-                raise ValueError(f"{name} has {tensor.numel()} entries, but the model has {num_outputs} outputs.")
+            if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
+                raise ValueError(f"{name} has {tensor.shape[-1]} entries, but the model has {num_outputs} outputs.")
         if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
             raise ValueError(
                 "Bernoulli targets lie in [0, 1]: 0, 1 or probabilities. Labels of more than two classes are for "
@@ -96,11 +101,19 @@ class Bernoulli(Independent):
         yes = y.to(f.dtype)
         no = 1 - yes
         if self.pos_weight is not None:
-            yes = self.pos_weight * yes
-        return (yes, no) if self.weight is None else (self.weight * yes, self.weight * no)
+            yes = _each_row(self.pos_weight, f) * yes
+        if self.weight is None:
+            return yes, no
+        weight = _each_row(self.weight, f)
+        return weight * yes, weight * no
 
     def _total_mass(self, f: Tensor, y: Tensor) -> Tensor:
         if self.weight is None and self.pos_weight is None:
             return f.new_ones(())  # for y in {0, 1} and between them alike
         yes, no = self._mass(f, y)
         return yes + no
+
+
+def _each_row(weight: Tensor, f: Tensor) -> Tensor:
+    """A weight for rows f (n, C), which are those of whole sequences, position by position, where it is (T, C)."""
+    return weight.repeat(len(f) // len(weight), 1) if weight.ndim == 2 else weight

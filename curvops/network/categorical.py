@@ -21,7 +21,8 @@ class Categorical(Likelihood):
     q is t and |q| is 1.
 
     weight: (C,) non-negative weights of the classes.
-    ignore_index: points with this index as target count for nothing; it has no meaning for class probabilities.
+    ignore_index: points with this index as target count for nothing; one that is a class (0 or more) is refused where
+        targets are class probabilities.
     label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
         over y.
     Raises ValueError for options out of range.
@@ -90,6 +91,11 @@ class Categorical(Likelihood):
         if num_outputs is not None:
             self._check_classes(num_outputs)
         if y.is_floating_point() and y.ndim == 2:
+            if self.ignore_index >= 0:
+                raise ValueError(
+                    f"ignore_index={self.ignore_index} has no meaning for class probabilities, torch refuses it too; "
+                    "leave points out by weights of zero."
+                )
             _check_probabilities(y, num_outputs)
             return
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:

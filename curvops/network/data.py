@@ -7,6 +7,7 @@ later one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from curvops.network.fingerprints import fingerprint
 from curvops.network.inputs import Inputs, components, move, move_tensor, normalise, num_points, require_finite, take
+from curvops.network.layout import Layout
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors, a torch Dataset, a DataLoader, or a list (any re-iterable) of batches "
@@ -66,10 +68,10 @@ class Batches:
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         check: Callable[[Tensor], None] | None,
-        positions: int | None,
+        layout: Layout | None,
     ) -> None:
         self._source, self._device, self._dtype, self._check = source, device, dtype, check
-        self._positions = positions
+        self._layout = layout
         sizes: list[int] = []
         signatures: list[object] = []
         prints: list[Tensor] = []
@@ -125,7 +127,7 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """The same data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
-        return Batches(self._source, device or self._device, dtype or self._dtype, self._check, self._positions)
+        return Batches(self._source, device or self._device, dtype or self._dtype, self._check, self._layout)
 
     def _read(self, item: object, index: int) -> Batch:
         """One item of the source as a batch on the device, its form checked but not its values."""
@@ -136,9 +138,13 @@ class Batches:
             kinds = ", ".join(type(part).__name__ for part in item[1:])
             raise TypeError(f"Targets (and weights, if any) must be tensors; batch {index} has {kinds}. {ACCEPTED}")
         inputs = normalise(item[0])
-        _require_aligned(f"batch {index}", inputs, targets, weights, self._positions)
+        _require_aligned(f"batch {index}", inputs, targets, weights)
         if weights is not None and not weights.is_floating_point():
             weights = weights.to(self._dtype or torch.get_default_dtype())
+        layout = self._layout or Layout(torch.Size((1,)))
+        with _of_batch(index):
+            targets = layout.targets(targets)
+            weights = None if weights is None else layout.weights(weights)
         return Batch(
             move(inputs, self._device, self._dtype),
             move_tensor(targets, self._device, self._dtype),
@@ -162,7 +168,7 @@ def as_batches(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     check: Callable[[Tensor], None] | None = None,
-    positions: int | None = None,
+    layout: Layout | None = None,
 ) -> Batches:
     """The batches in ``data``, checked by a first pass.
 
@@ -171,12 +177,13 @@ def as_batches(
     batch_size: points per batch, used for tensors in memory and Datasets only.
     device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
     check: called with each batch's targets; raises when they do not suit the likelihood.
-    positions: the number T of positions of a sequence, where weights may be (n, T) beside (n,).
+    layout: of the outputs, where a point has several positions: targets (n, *positions, ...) become (n, T, ...), and
+        weights may be (n, *positions) beside (n,).
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
     disagree, NaN or Inf, and negative weights.
     """
-    return Batches(as_source(data, batch_size), device, dtype, check, positions)
+    return Batches(as_source(data, batch_size), device, dtype, check, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +205,7 @@ def as_source(data: object, batch_size: int) -> Iterable[object]:
     if isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(part, Tensor) for part in data[1:]):
         _require_batch_size(batch_size)
         inputs = normalise(data[0])
-        positions = data[1].shape[1] if data[1].ndim > 1 else None  # whether they are such is not known here
-        _require_aligned("data", inputs, data[1], data[2] if len(data) == 3 else None, positions)
+        _require_aligned("data", inputs, data[1], data[2] if len(data) == 3 else None)
         return _InMemory(inputs, tuple(data[1:]), batch_size)
     if isinstance(data, Dataset):
         _require_batch_size(batch_size)
@@ -220,19 +226,17 @@ def _require_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size must be at least 1; given {batch_size}.")
 
 
-def _require_aligned(
-    where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None, positions: int | None
-) -> None:
+def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:
     n = num_points(inputs)
     if targets.ndim == 0 or len(targets) != n:
         raise ValueError(
             f"In {where} there are {n} inputs, but the targets have shape {tuple(targets.shape)}. The leading "
             "dimension of both counts points; wrap single points in a DataLoader."
         )
-    if weights is not None and weights.shape not in ((n,), (n, positions)):
-        or_positions = "" if positions is None else f" or, one per position of a sequence, ({n}, {positions})"
+    if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
-            f"In {where} the sample weights must have shape ({n},){or_positions}; given {tuple(weights.shape)}."
+            f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}. Give one "
+            "weight per point, or per position of one."
         )
 
 
@@ -245,11 +249,18 @@ def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | N
     if batch.weights is not None and bool((batch.weights < 0).any()):
         raise ValueError(f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more.")
     if check is not None:
-        try:
+        with _of_batch(index):
             check(batch.targets)
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"Batch {index}: {error}") from error
+
+
+@contextlib.contextmanager
+def _of_batch(index: int) -> Iterator[None]:
+    """Say in which batch something was wrong."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Batch {index}: {error}") from error
 
 
 def _signature(batch: Batch) -> object:

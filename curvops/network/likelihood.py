@@ -24,6 +24,9 @@ Weights = Float[Tensor, " n"] | None
 class Likelihood(ABC):
     """Distribution p(y | f) of a target given the C outputs of the network. Immutable; copies share their tensors."""
 
+    positions: int | None = None
+    """The number of positions that a point must have; None where any will do."""
+
     @abstractmethod
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         """Log-likelihood of each point in nats, with its normalising constant, times the point's weight."""

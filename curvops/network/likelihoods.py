@@ -9,6 +9,7 @@ tensor([[-0.5000,  0.5000]])
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from curvops.network.bernoulli import Bernoulli
@@ -19,6 +20,7 @@ from curvops.network.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihood import Likelihood
 from curvops.network.poisson import Poisson
 from curvops.network.sequences import Sequences
+from curvops.network.torch_losses import reading_of
 
 __all__ = [
     "Bernoulli",
@@ -42,7 +44,7 @@ REMEDIES: dict[type[nn.Module], str] = {
 }
 
 
-def as_likelihood(spec: object) -> Likelihood:
+def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     """The likelihood that a user's word or torch loss stands for.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
@@ -51,20 +53,15 @@ def as_likelihood(spec: object) -> Likelihood:
     ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
     errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
     ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+
+    shape: of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it as in torch.
     Raises TypeError for anything else, and ValueError for options that have no counterpart.
     """
     if isinstance(spec, Likelihood):
         return spec
-    if isinstance(spec, nn.CrossEntropyLoss):
-        return Categorical(spec.weight, spec.ignore_index, spec.label_smoothing)
-    if isinstance(spec, nn.BCEWithLogitsLoss):
-        return Bernoulli(spec.weight, spec.pos_weight)
-    if isinstance(spec, nn.PoissonNLLLoss):
-        if not spec.log_input:
-            raise ValueError("PoissonNLLLoss(log_input=False): let the model return log rates, and use log_input=True.")
-        return Poisson()
-    if isinstance(spec, nn.MSELoss):
-        return Gaussian(noise=0.5)
+    reading = reading_of(spec)
+    if reading is not None and isinstance(spec, nn.Module):
+        return reading.likelihood(spec, shape)
     if spec == "classification":
         return Categorical()
     if spec == "regression":

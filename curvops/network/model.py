@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvops.network.kernels import settings_for, stand_ins_for
+from curvops.network.layout import Layout
 from curvops.network.parameters import Blocks, Selection, select
 from curvops.network.tangent_space import TangentSpace, tangent_space
 from curvops.network.wrappers import unwrapped
@@ -25,7 +26,7 @@ STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 class Model:
     """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
 
-    Outputs of sequences, (n, T, C), become rows (n, T·C).
+    Outputs at several positions a point, (n, ..., C), become rows (n, T·C) as its `layout` says, once it has one.
 
     Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
     inputs), params). The module itself is called through `functional_call`, its training flags set to what they were at
@@ -58,7 +59,7 @@ class Model:
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
         self._copies: weakref.ref[Copies] | None = None
         self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
-        self._output_shape: torch.Size | None = None
+        self.layout: Layout | None = None
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -118,28 +119,39 @@ class Model:
         return {name: value.detach().requires_grad_() for name, value in self.values.items()}
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
-        """The outputs at the selected parameters `values`, in θ's dtype, one row a point.
+        """The outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
 
-        Raises TypeError or ValueError unless the model returns (n, C) or (n, T, C), of the shape that was fixed.
+        Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), of the shape that was fixed.
         """
-        outputs = self._run(values, inputs)
-        shape = outputs.shape[1:]
-        if self._output_shape not in (None, shape):
-            expected = ", ".join(str(length) for length in self._output_shape)
+        outputs = self.raw(values, inputs)
+        layout = self.layout or Layout(outputs.shape[1:])
+        if layout.shape != outputs.shape[1:]:
+            expected = ", ".join(str(length) for length in layout.shape)
             raise ValueError(
                 f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
                 "sequences to one length in all batches."
             )
-        return outputs.flatten(1).to(self._flat.dtype)
+        return layout.rows(outputs).to(self._flat.dtype)
 
-    def fix_output_shape(self, inputs: Any) -> torch.Size:
-        """(C,) or (T, C) at these inputs, found by a forward pass; from now on all outputs must have it."""
+    def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """What the model returns, (n, ...) as it returns it."""
+        return checked_outputs(self._run(values, inputs), self.layout)
+
+    def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> Layout:
+        """The layout of the outputs at these inputs, found by a forward pass; from now on all outputs must have it.
+
+        class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: take (n,) for (n, 1).
+        """
         with torch.no_grad():
-            self._output_shape = self._run(self.values, inputs).shape[1:]
-        return self._output_shape
+            outputs = self._run(self.values, inputs)
+        if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
+            self.layout = Layout(torch.Size(()))
+            checked_outputs(outputs, self.layout)
+        else:
+            self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
+        return self.layout
 
-    def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """What the model returns, checked."""
+    def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
         module, function, inputs = self.module, self._function, _recordable(inputs)
         if module is None:
             assert function is not None
@@ -147,7 +159,7 @@ class Model:
         else:
             args, kwargs = _arguments(inputs)
             outputs = self.holding(values, lambda: module(*args, **kwargs))
-        return checked_outputs(outputs)
+        return outputs
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
@@ -238,8 +250,11 @@ def places(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C"]:
-    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, T, C)."""
+def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
+    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, ..., C).
+
+    One number a point, (n,), is accepted where the layout says so.
+    """
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "the tensor of outputs alone"
         raise TypeError(
@@ -248,15 +263,10 @@ def checked_outputs(outputs: Any) -> Float[Tensor, "n C"] | Float[Tensor, "n T C
         )
     if not outputs.is_floating_point():
         raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")
-    if outputs.ndim not in (2, 3):
-        remedy = (
-            "add outputs.unsqueeze(1)"
-            if outputs.ndim == 1
-            else "put the C outputs of a position last and make one dimension of all positions, as "
-            "outputs.flatten(2).mT does for (N, C, H, W)"
-        )
+    if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
         raise ValueError(
-            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, T, C) for sequences; {remedy}."
+            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, ..., C) with positions between; "
+            "add outputs.unsqueeze(1)."
         )
     if outputs.shape[1:].numel() == 0:
         raise ValueError(

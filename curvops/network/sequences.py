@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from curvops.network.layout import misplaced
 from curvops.network.likelihood import Block, Likelihood, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
@@ -22,7 +23,11 @@ class Sequences(Likelihood):
     `co.linearize` makes this of any likelihood where the model returns (N, T, C).
     """
 
+    positions: int
+
     def __init__(self, likelihood: Likelihood, positions: int, num_outputs: int) -> None:
+        if likelihood.positions not in (None, positions):
+            raise ValueError(f"{likelihood!r} is for {likelihood.positions} positions a point; given {positions}.")
         self.likelihood, self.positions, self.num_outputs = likelihood, positions, num_outputs
 
     def __repr__(self) -> str:
@@ -77,11 +82,7 @@ class Sequences(Likelihood):
                 f"model has {num_outputs}."
             )
         if y.ndim < 2 or y.shape[1] != self.positions:
-            raise ValueError(
-                f"The model returns {self.positions} positions a point, so targets have shape (n, {self.positions}) "
-                f"or (n, {self.positions}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave "
-                "positions out by ignore_index (-100) or by weights (n, T) of zeros."
-            )
+            raise ValueError(misplaced((self.positions,), y))
         try:
             self.likelihood.check_targets(y.flatten(0, 1), self.num_outputs)
         except (TypeError, ValueError) as error:

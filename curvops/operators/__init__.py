@@ -8,7 +8,8 @@ from curvops.operators.jacobian import Jacobian
 from curvops.operators.kernel import TangentKernel
 from curvops.operators.kfac import EKFAC, KFAC
 from curvops.operators.kfac_factors import NoFactors
-from curvops.operators.linearization import Linearization, linearize
+from curvops.operators.linearization import Linearization
+from curvops.operators.linearize import linearize
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
 __all__ = [

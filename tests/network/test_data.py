@@ -135,7 +135,11 @@ BAD = {
     "NaN in targets": ((X, NAN.flip(0)), ValueError, "Batch 0: targets .* NaN"),
     "Inf in weights": ((X, Y, W / 0), ValueError, "Batch 0: weights"),
     "negative weights": ((X, Y, -W), ValueError, "negative sample weights"),
-    "shape of weights": ((X, Y, W[:, None]), ValueError, r"shape \(10,\); given \(10, 1\)"),
+    "shape of weights": (
+        (X, Y, W[:, None]),
+        ValueError,
+        r"Batch 0: .* must have shape \(4,\); given \(4, 1\)",
+    ),
     "lengths": ((X, Y[:-1]), ValueError, r"10 inputs, but the targets have shape \(9,\)"),
     "more targets": ((X[:8], Y), ValueError, r"8 inputs, but the targets have shape \(10,\)"),
     "lengths in a batch": ([(X, Y), (X, Y[1:])], ValueError, "In batch 1 there are 10 inputs"),

@@ -125,7 +125,11 @@ WRONG: dict[str, tuple[Any, type, str]] = {
     "integers": (lambda h: h.argmax(1, True), TypeError, "returns torch.int64, expected a real floating tensor"),
     "complex": (lambda h: h * 1j, TypeError, "returns torch.complex64"),
     "vector": (lambda h: h[:, 0], ValueError, r"shape \(2,\), expected \(N, C\),.*; add outputs.unsqueeze\(1\)"),
-    "image": (lambda h: h[:, None, None], ValueError, r"shape \(2, 1, 1, 3\), expected \(N, C\), or \(N, T, C\)"),
+    "number": (
+        lambda h: h.sum(),
+        ValueError,
+        r"shape \(\), expected \(N, C\), or \(N, ..., C\) with positions",
+    ),
 }
 
 
@@ -141,7 +145,7 @@ def test_sequences_become_rows_of_one_shape() -> None:
     network = Model(parts.Wired(lambda m, x: m.head(x)).eval())
     x = torch.randn(2, 5, 4)
     free = outputs(network, x[:, :3])
-    assert network.fix_output_shape(x) == (5, 3)
+    assert network.fix_layout(x).output_shape == (5, 3)
     assert torch.equal(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
     with pytest.raises(ValueError, match=r"returns shape \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
         outputs(network, x[:, :4])

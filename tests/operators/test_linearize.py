@@ -157,7 +157,7 @@ MODELS: dict[str, tuple[nn.Module, type, str]] = {
     "integers": (Wired(lambda m, x: m.head(x).argmax(1, True)), TypeError, "returns torch.int64"),
     "vector": (Wired(lambda m, x: m.head(x)[:, 0]), ValueError, r"expected \(N, C\),.*add outputs.unsqueeze\(1\)"),
     "leading one": (Wired(lambda m, x: m.head(x)[None]), ValueError, r"2 points gave outputs of shape \(1, 2, 3\)"),
-    "image": (Wired(lambda m, x: m.head(x)[:, :, None, None]), ValueError, r"outputs.flatten\(2\).mT does for"),
+    "image": (Wired(lambda m, x: m.head(x)[:, :, None, None]), ValueError, r"3 x 1 positions a point.*\(n, 3, 1\)"),
     "no outputs": (Wired(lambda m, x: m.head(x)[:, :0]), ValueError, r"\(2, 0\): a point has no outputs"),
     "rows": (Wired(lambda m, x: m.head(x)[:1]), ValueError, r"2 points gave outputs of shape \(1, 3\)"),
     "infinite": (Wired(lambda m, x: m.head(x) / 0), ValueError, "outputs hold NaN or Inf; look at its buffers"),

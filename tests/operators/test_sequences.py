@@ -67,7 +67,7 @@ PER_SEQUENCE = torch.tensor([1.0, 0.0, 2.5, 0.3]).double()
 # name: (likelihood given, likelihood of a position, targets, weights given, the weight of each position)
 CASES: dict[str, tuple[Any, co.likelihoods.Likelihood, Tensor, Tensor | None, Tensor]] = {
     "ignored labels": ("classification", co.likelihoods.Categorical(), MASKED, None, MASK.double()),
-    "mask": (nn.CrossEntropyLoss(), co.likelihoods.Categorical(), LABELS, MASK, MASK.double()),
+    "mask": ("classification", co.likelihoods.Categorical(), LABELS, MASK, MASK.double()),
     "weights of positions": ("regression", co.likelihoods.Gaussian(), REALS, PER_POSITION, PER_POSITION),
     "weights of sequences": (
         co.likelihoods.Gaussian(0.5),
@@ -270,10 +270,10 @@ def test_bad_targets(what: str) -> None:
 
 def test_bad_weights() -> None:
     model, x = pointwise()
-    with pytest.raises(ValueError, match=r"shape \(4,\) or, one per position of a sequence, \(4, 3\); given \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"shape \(4,\) or, one per position, \(4, 3\); given \(4, 2\)"):
         co.linearize(model, (x, LABELS, MASK[:, :2]), "classification")
     plain = nn.Sequential(nn.Flatten(), nn.Linear(2 * T, C)).double()
-    with pytest.raises(ValueError, match=r"In batch 0 the sample weights must have shape \(4,\); given \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"Batch 0: the sample weights must have shape \(4,\); given \(4, 3\)"):
         co.linearize(plain, (x, REALS[:, 0], MASK), "regression")
 
 

@@ -1,0 +1,227 @@
+"""Losses of torch mean what torch computes: against the losses themselves, on every shape that they take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from tests.network.definitions import TIGHT, normal
+
+N, C, T = 5, 3, 3
+
+
+class Shaped(nn.Module):
+    """A linear map with outputs of any shape: the Hessian of a loss in its parameters is the GGN."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.linear = shape, nn.Linear(2, math.prod(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).reshape(len(x), *self.shape)
+
+
+def labels(*positions: int, ignored: bool = False) -> Tensor:
+    y = torch.randint(0, C, (N, *positions), generator=torch.Generator().manual_seed(1))
+    return y.masked_fill(normal(N, *positions, seed=2) > 0.5, -100) if ignored else y
+
+
+def soft(*shape: int) -> Tensor:
+    return normal(N, *shape, seed=3).softmax(1)
+
+
+def reals(*shape: int) -> Tensor:
+    return normal(N, *shape, seed=4)
+
+
+def events(*shape: int) -> Tensor:
+    return (normal(N, *shape, seed=5) > 0).double()
+
+
+def counts(*shape: int) -> Tensor:
+    return torch.poisson(torch.full((N, *shape), 2.0).double(), generator=torch.Generator().manual_seed(6))
+
+
+W = torch.tensor([0.5, 2.0, 1.3]).double()
+CE, BCE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
+
+# name: (loss, shape of a point's outputs, targets)
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], Tensor]] = {
+    "classes": (CE(), (C,), labels()),
+    "as many positions as classes": (CE(), (C, T), labels(T)),
+    "more positions": (CE(), (C, 4), labels(4)),
+    "one position": (CE(), (C, 1), labels(1)),
+    "images": (CE(), (C, 3, 2), labels(3, 2)),
+    "volumes": (CE(), (C, 2, 1, 2), labels(2, 1, 2)),
+    "ignored": (CE(), (C, T), labels(T, ignored=True)),
+    "an ignored class": (CE(ignore_index=1), (C, 2, 2), labels(2, 2)),
+    "int32": (CE(), (C, T), labels(T).int()),
+    "class weights": (CE(W), (C, T), labels(T)),
+    "smoothing": (CE(label_smoothing=0.2), (C, 2, 2), labels(2, 2)),
+    "all options": (CE(W, ignore_index=-100, label_smoothing=0.3), (C, T), labels(T, ignored=True)),
+    "probabilities": (CE(), (C,), soft(C)),
+    "probabilities of positions": (CE(), (C, T), soft(C, T)),
+    "probabilities of pixels": (CE(W, label_smoothing=0.3), (C, 2, 2), soft(C, 2, 2)),
+    "events": (BCE(), (C,), events(C)),
+    "one event": (BCE(), (1,), events(1)),
+    "numbers": (BCE(), (), events()),
+    "boolean": (BCE(), (C,), events(C).bool()),
+    "events of positions": (BCE(), (T, C), events(T, C)),
+    "soft events": (BCE(), (2, 2, C), events(2, 2, C) * 0.9),
+    "pos_weight": (BCE(pos_weight=W), (T, C), events(T, C)),
+    "a scalar weight": (BCE(weight=torch.tensor(0.3)), (C,), events(C)),
+    "one weight": (BCE(weight=torch.tensor([0.3]), pos_weight=torch.tensor([2.0])), (), events()),
+    "weights of channels": (BCE(W[:, None, None], pos_weight=W.flip(0)[:, None, None]), (C, 2, 2), events(C, 2, 2)),
+    "weights with a batch dimension": (BCE(W[None, :, None]), (C, 2), events(C, 2)),
+    "weights of all": (BCE(pos_weight=W * torch.tensor([[1.0], [3.0]])), (2, C), events(2, C)),
+    "both": (BCE(W, pos_weight=W[:, None] * torch.ones(C)), (C, C), events(C, C)),
+    "squares": (nn.MSELoss(), (C,), reals(C)),
+    "squares of numbers": (nn.MSELoss(), (), reals()),
+    "squares of positions": (nn.MSELoss(), (T, C), reals(T, C)),
+    "squares of images": (nn.MSELoss(), (C, 2, 2), reals(C, 2, 2)),
+    "counts": (nn.PoissonNLLLoss(), (C,), counts(C)),
+    "counts of numbers": (nn.PoissonNLLLoss(full=True), (), counts().long()),
+    "counts of positions": (nn.PoissonNLLLoss(full=True), (T, C), counts(T, C)),
+}
+
+
+def summed(loss: nn.Module, model: nn.Module, x: Tensor, y: Tensor, parameters: Tensor) -> Tensor:
+    """torch's loss at flat parameters, summed whatever its reduction."""
+    parts = parameters.split([p.numel() for p in model.parameters()])
+    named = {n: part.view_as(p) for (n, p), part in zip(model.named_parameters(), parts)}
+    f = torch.func.functional_call(model, named, (x,))
+    y = y.to(f.dtype) if not isinstance(loss, CE) else y if y.is_floating_point() else y.long()
+    options = {"reduction": "sum"}
+    if isinstance(loss, CE):
+        options |= {"ignore_index": loss.ignore_index, "label_smoothing": loss.label_smoothing}
+        return nn.functional.cross_entropy(f, y, loss.weight, **options)
+    if isinstance(loss, BCE):
+        return nn.functional.binary_cross_entropy_with_logits(f, y, loss.weight, pos_weight=loss.pos_weight, **options)
+    if isinstance(loss, nn.MSELoss):
+        return nn.functional.mse_loss(f, y, **options)
+    return nn.functional.poisson_nll_loss(f, y, full=False, **options)
+
+
+def constant(loss: nn.Module, y: Tensor) -> float | Tensor:
+    """What normalises the likelihood, and torch leaves out."""
+    if isinstance(loss, nn.MSELoss):
+        return 0.5 * y.numel() * math.log(math.pi)
+    return (y.double() + 1).lgamma().sum() if isinstance(loss, nn.PoissonNLLLoss) else 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_gradient_and_curvature_are_torchs(case: str) -> None:
+    loss, shape, y = CASES[case]
+    model, x = Shaped(*shape).double(), normal(N, 2)
+    lin = co.linearize(model, (x, y), loss)
+    theta = lin.theta.clone()
+    value = summed(loss, model, x, y, theta)
+    torch.testing.assert_close(-lin.log_likelihood(), value + constant(loss, y), **TIGHT)
+    gradient = torch.func.grad(lambda t: summed(loss, model, x, y, t))(theta)
+    torch.testing.assert_close(lin.gradient(), gradient, **TIGHT)
+    hessian = torch.func.hessian(lambda t: summed(loss, model, x, y, t))(theta)
+    torch.testing.assert_close(co.GGN(lin).to_dense(), hessian, **TIGHT)
+    torch.testing.assert_close(co.DiagonalGGN(lin).diagonal(), hessian.diagonal(), **TIGHT)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", [CE, BCE, nn.MSELoss, nn.PoissonNLLLoss])
+def test_the_reduction_is_not_used(kind: Any, reduction: str) -> None:
+    """Likelihoods are sums: the same for all three."""
+    x, y = normal(N, 2), labels() if kind is CE else events(C)
+    model = Shaped(C).double()
+    expected = co.linearize(model, (x, y), kind()).gradient()
+    torch.testing.assert_close(co.linearize(model, (x, y), kind(reduction=reduction)).gradient(), expected, **TIGHT)
+
+
+def test_a_mean_loss_is_the_likelihood_over_what_it_averages() -> None:
+    """As the documentation says: entries for elementwise losses, and the targets' weights for classes."""
+    x, model = normal(N, 2), Shaped(C, T).double()
+    with torch.no_grad():
+        f = model(x)
+    y = labels(T, ignored=True)
+    lin = co.linearize(model, (x, y), CE(W))
+    torch.testing.assert_close(-lin.log_likelihood() / W[y[y >= 0]].sum(), CE(W)(f, y), **TIGHT)
+    lin = co.linearize(model, (x, events(C, T)), BCE())
+    torch.testing.assert_close(-lin.log_likelihood() / f.numel(), BCE()(f, events(C, T)), **TIGHT)
+
+
+def test_classes_are_where_the_likelihood_says() -> None:
+    """A loss of torch has them at dimension 1, a likelihood last, also where both would fit."""
+    x, y, first = normal(N, 2), labels(T), Shaped(C, T).double()
+    last = nn.Sequential(first, nn.Unflatten(1, (1, C)), nn.Flatten(1, 2)).double()
+    theirs, ours = co.linearize(first, (x, y), CE()), co.linearize(last, (x, y), "classification")
+    with torch.no_grad():
+        f = first(x)
+    torch.testing.assert_close(-theirs.log_likelihood(), CE(reduction="sum")(f, y), **TIGHT)
+    torch.testing.assert_close(-ours.log_likelihood(), CE(reduction="sum")(f.mT, y), **TIGHT)
+    assert not torch.allclose(theirs.log_likelihood(), ours.log_likelihood())
+    torch.testing.assert_close(theirs.outputs(), f.mT.flatten(1), **TIGHT)
+    post = co.laplace(theirs, check_mode=False)
+    torch.testing.assert_close(post.predict(x).mean, f.mT.flatten(0, 1), **TIGHT)
+
+
+def test_pixels_are_positions() -> None:
+    """(N, H, W, C), targets and weights (N, H, W): as the same outputs in one row of positions."""
+    x, y, w = normal(N, 2), labels(3, 2), normal(N, 3, 2).abs()
+    model = Shaped(3, 2, C).double()
+    flat = nn.Sequential(model, nn.Flatten(1, 2))
+    image = co.linearize(model, (x, y, w), "classification")
+    row = co.linearize(flat, (x, y.flatten(1), w.flatten(1)), "classification")
+    assert image.output_shape == row.output_shape == (6, C)
+    torch.testing.assert_close(co.GGN(image).to_dense(), co.GGN(row).to_dense(), **TIGHT)
+    torch.testing.assert_close(image.gradient(), row.gradient(), **TIGHT)
+    fisher = co.EmpiricalFisher(image, per_token=True).to_dense()
+    torch.testing.assert_close(fisher, co.EmpiricalFisher(row, per_token=True).to_dense(), **TIGHT)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        p = input.softmax(1).gather(1, target.unsqueeze(1))
+        return -((1 - p) ** 2 * p.log()).sum()
+
+
+class Renamed(nn.MSELoss):
+    pass
+
+
+def test_a_subclass_is_taken_for_what_it_computes() -> None:
+    x, model = normal(N, 2), Shaped(C).double()
+    with pytest.raises(ValueError, match=r"Focal\(\) has another gradient .* no plain torch.nn.CrossEntropyLoss. Give"):
+        co.linearize(model, (x, labels()), Focal())
+    assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
+
+
+BAD: dict[str, tuple[Any, tuple[int, ...], Tensor, type, str]] = {
+    "classes last": (CE(), (4, C), labels(4), ValueError, r"dimension 1: outputs \(N, 4, 3\) are C = 4 classes at"),
+    "classes first": ("classification", (C, 4), labels(4), ValueError, "They fit outputs with the classes at dim"),
+    "pixels in a row": ("classification", (2, 2, C), labels(4), ValueError, r"2 x 2 positions .* \(n, 2, 2\) or"),
+    "class range": (CE(), (2, T), labels(T), ValueError, r"with each of the 3 positions.*must lie in 0 .. 1"),
+    "one class": (CE(), (1, T), labels(T) * 0, ValueError, "needs a model with C >= 2 outputs"),
+    "one number a point": (CE(), (), labels(), ValueError, r"add outputs.unsqueeze\(1\)"),
+    "class weights": (CE(torch.ones(4)), (C, T), labels(T), ValueError, "4 class weights were given"),
+    "ignored class of probabilities": (CE(ignore_index=1), (C,), soft(C), ValueError, "no meaning for class prob"),
+    "votes": (CE(), (C, T), 3 * soft(C, T), ValueError, "rows that sum to 1"),
+    "weights of points": (BCE(torch.ones(N, 1)), (C,), events(C), ValueError, r"\(5, 1\) does not broadcast.*\(3,\)"),
+    "weights of another size": (BCE(pos_weight=torch.ones(4)), (C,), events(C), ValueError, "does not broadcast"),
+    "targets of another shape": (BCE(), (1,), events(), ValueError, r"Use y.unsqueeze\(-1\)"),
+    "squares of integers": (nn.MSELoss(), (C,), labels(C), TypeError, r"Convert with y.float\(\)"),
+    "rates": (nn.PoissonNLLLoss(log_input=False), (C,), counts(C), ValueError, "use log_input=True"),
+    "half counts": (nn.PoissonNLLLoss(), (C,), counts(C) / 2, ValueError, "whole numbers"),
+    "weights of other positions": (co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C), ValueError,
+                                   "is for 2 positions a point; given 3"),
+    "weights of positions": (co.likelihoods.Bernoulli(torch.ones(2, C)), (C,), events(C), ValueError,
+                             "is for 2 positions a point; the model returns one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_served_is_refused_by_name(what: str) -> None:
+    loss, shape, y, error, message = BAD[what]
+    with pytest.raises(error, match=f"(?i){message}"):
+        co.linearize(Shaped(*shape).double(), (normal(N, 2), y), loss)
