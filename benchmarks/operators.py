@@ -19,12 +19,24 @@ import torch
 
 from benchmarks.machine import cores, facts
 from benchmarks.operators_tables import part_tables
-from benchmarks.parts import diagonal, kernel, kfac, last_layer, peaks, products, scaling, solvers, transformers
+from benchmarks.parts import (
+    diagonal,
+    fishers,
+    kernel,
+    kfac,
+    last_layer,
+    peaks,
+    products,
+    scaling,
+    solvers,
+    transformers,
+)
 from benchmarks.parts.figures import Figures, Settings
 
 PARTS: dict[str, Callable[[Figures], None]] = {
     "diagonal": diagonal.measure,
     "kfac": kfac.measure,
+    "fishers": fishers.measure,
     "peaks": peaks.measure,
     "products": products.measure,
     "kernel": kernel.measure,

@@ -26,7 +26,7 @@ def ggn(problem: Problem, memory_budget: int | None = None, engine: str = "auto"
 
 def engines(operator: Any) -> str:
     """What serves the products now, such as "layerwise"."""
-    return "+".join(sorted(operator.lin.plan.in_use)) or "streamed"
+    return "+".join(sorted(operator.plan.in_use)) or "streamed"
 
 
 def settle(operator: Any, block: Tensor, products: int) -> list[tuple[int, str]]:

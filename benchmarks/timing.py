@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 Run = Callable[[], object]
 
@@ -41,6 +41,10 @@ class Comparison:
     seconds: Spread
     unit_seconds: Spread
     pairs: int
+
+    def shared(self, columns: int) -> Comparison:
+        """The ratio as a vector's share of a block."""
+        return replace(self, ratio=self.ratio.scaled(1 / columns))
 
     def as_json(self, columns: int = 1) -> dict[str, object]:
         """Plain numbers; the ratio is divided by `columns`, so that a block's is per vector."""

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 import curvops as co
 from benchmarks import routes
@@ -14,6 +13,7 @@ from benchmarks.machine import peer_version
 from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.fishers import peer
 from benchmarks.timing import alternate
 from benchmarks.transformer import VOCABULARY
 
@@ -33,8 +33,9 @@ def _network(figures: Figures, problem: Problem) -> None:
     generator = torch.Generator().manual_seed(0)
     exact, sampled = co.GGN(lin), co.GGN(lin, mc_samples=1, generator=generator)
     routes.settle(sampled, v, SETTLED)
+    routes.settle(exact, v, SETTLED)
+    figures.gradients(problem, "GGN @ v", lambda: exact @ v, note=f"served {routes.engines(exact)}")
     served = f"served {routes.engines(sampled)}"
-    figures.gradients(problem, "GGN @ v", lambda: exact @ v, note=served)
     figures.gradients(problem, "GGN(mc_samples=1) @ v", lambda: sampled @ v, note=served)
     figures.gradients(problem, "GGN(mc_samples=1)", lambda: co.GGN(lin, mc_samples=1))
     if figures.settings.peers and peer_version(routes.PEER) is not None:
@@ -45,7 +46,7 @@ def _network(figures: Figures, problem: Problem) -> None:
 def _beside(figures: Figures, problem: Problem, what: str, ours: Any, v: torch.Tensor, name: str) -> None:
     label = f"{routes.peer_label()}, {name}"
     try:
-        theirs = _peer(problem, name)
+        theirs = peer(problem, name)
         theirs @ v
     except Exception as error:  # what it cannot do, it says
         print(f"  {problem.label}: {label}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
@@ -53,16 +54,3 @@ def _beside(figures: Figures, problem: Problem, what: str, ours: Any, v: torch.T
     figures.gradients(problem, label, lambda: theirs @ v)
     pairs = max(1, figures.settings.pairs // 2)
     figures.add(problem.label, what, alternate(lambda: theirs @ v, lambda: ours @ v, pairs), label)
-
-
-def _peer(problem: Problem, name: str) -> Any:
-    """Its operator on the same data; positions are its points, by one more module that flattens them."""
-    import curvlinops  # an environment of its own has it
-
-    model, data = problem.model, problem.batches()
-    if problem.targets.ndim == 2:
-        model = nn.Sequential(model, nn.Flatten(0, 1))
-        data = [(inputs, targets.flatten()) for inputs, targets in data]
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    operator = getattr(curvlinops, name)
-    return operator(model, loss, problem.parameters, data, check_deterministic=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.limits import check_choice
-from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, is_known_psd, negligible
+from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
@@ -110,7 +110,7 @@ def _by_nystrom(
     generator: torch.Generator | None,
     satisfied: Satisfied,
 ) -> _Found:
-    sketch = grow(product(op), facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied, is_known_psd(op))
+    sketch = grow(product(op), facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied)
     return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
 
 
@@ -128,21 +128,21 @@ def _by_lanczos(
     while True:
         run.reserve(depth)
         run.extend(depth)
-        vectors, values = _ritz(run, is_known_psd(op))
+        vectors, values = _ritz(run)
         ended = bool(run.done.all())
         if fixed or ended or depth >= limit or satisfied(vectors, values):
             return _Found(vectors, values, run.matvecs, ended)
         depth = min(limit, 2 * depth)
 
 
-def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
+def _ritz(run: LockStep) -> tuple[Tensor, Tensor]:
     """Ritz vectors as columns and positive Ritz values, descending."""
     T = run.tridiagonal(0)
     if not bool(torch.isfinite(T).all()):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
     values, rotation = torch.linalg.eigh(T)
     noise = 10 * len(values) * run.eps * float(values.abs().max())
-    if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
+    if float(values[0]) < -noise:
         raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."

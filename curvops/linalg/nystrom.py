@@ -105,13 +105,7 @@ def nystrom(
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     if memory_budget is not None:
         limit = min(limit, memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
-    facts = describe_square(A)
-    return grow(product(A), facts, rank, limit, float(shift), rhs, apart(generator), known_psd=is_known_psd(A))
-
-
-def is_known_psd(A: Matrix) -> bool:
-    """Whether A is promised to be positive semidefinite; a tensor or a foreign operator promises nothing."""
-    return bool(getattr(A, "psd", False))
+    return grow(product(A), describe_square(A), rank, limit, float(shift), rhs, apart(generator))
 
 
 def grow(
@@ -123,11 +117,10 @@ def grow(
     rhs: float | int,
     generator: torch.Generator | None,
     satisfied: Callable[[Vectors, Tensor], bool] | None = None,
-    known_psd: bool = False,
 ) -> Nystrom:
     """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
 
-    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays. ``known_psd``: see `negligible`.
+    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays.
     """
     n = facts.rows
     Omega = Y = empty_block(facts, 0)
@@ -139,7 +132,7 @@ def grow(
             fresh, _ = tall_qr(axpy(as_block(fresh), Omega, -gram(Omega, fresh)))
         Omega = join(Omega, fresh)
         Y = join(Y, multiply(fresh))
-        U, values, exhausted = _factor(Omega, Y, known_psd)
+        U, values, exhausted = _factor(Omega, Y)
         if rank is not None or exhausted or target >= limit:
             break
         if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
@@ -156,16 +149,7 @@ def grow(
     return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
 
 
-def negligible(eps: float, known_psd: bool) -> float:
-    """The size of a negative eigenvalue, relative to the matrix, that is rounding.
-
-    The products of an operator that is positive semidefinite by construction may round by far more than their own
-    size (a softmax that is sure multiplies large derivatives by the small 1 − p): there, the root of the precision.
-    """
-    return math.sqrt(eps) if known_psd else 100 * eps
-
-
-def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
+def _factor(Omega: Vectors, Y: Vectors) -> tuple[Vectors, Tensor, bool]:
     """U, eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
@@ -181,12 +165,6 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         lowest = float(torch.linalg.eigvalsh(core)[0])
-        if (
-            -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size
-        ):  # rounding inside the products: what it hid is shifted
-            nu = nu + 2 * abs(lowest)
-            L, info = torch.linalg.cholesky_ex(core + nu * eye)
-    if bool(info != 0):
         raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."

@@ -14,16 +14,19 @@ from curvops.network.autodiff import Recorded, Streamed, saved_bytes, shared_pas
 from curvops.network.inputs import num_points, take
 from curvops.network.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.model import Model
+from curvops.network.output_fisher import IDENTITY, Root
 from curvops.network.parameters import Blocks
 from curvops.network.plan import ASKED_FOR, Choice, Kind, Plan
 from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
-from curvops.network.self_check import mismatches, wrong_layers
+from curvops.network.reduced import Reduced
+from curvops.network.self_check import mismatches, random_root, wrong_layers
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
 # Points on which layer rules are checked before their rows are used.
 CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
+WRONG = "the self-check failed"
 
 
 @runtime_checkable
@@ -50,7 +53,7 @@ class Engines:
     def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
         self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
         self._rejected: dict[str, str] = {}
-        self._verified = self._rows_verified = False
+        self._verified = self._few_verified = self._rows_verified = False
         names = model.selection.names
         require_derivatives(model, self._few, names, forward_mode=True)
         self._forward_mode = forward_mode_works(model, self._few, names)
@@ -66,8 +69,17 @@ class Engines:
         self.memory_budget = memory_budget
         self.plan = self._make_plan()
 
-    def build(self, kind: Kind, inputs: Any, room: int) -> Engine:
-        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit."""
+    def build(self, kind: Kind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
+        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit.
+
+        With a root L it multiplies with Lᵀ J.
+        """
+        if kind == "layerwise":
+            return self._proven(inputs, room, root)
+        engine = self._autodiff(kind, inputs, room)
+        return Reduced(engine, root) if root is not IDENTITY else engine
+
+    def _autodiff(self, kind: Kind, inputs: Any, room: int) -> Streamed | Recorded:
         names = self.model.selection.names
         if kind == "recorded":
             if self._replayable is None and self._trial_bytes() > room:
@@ -78,18 +90,40 @@ class Engines:
                 gc.collect()  # the trial's trace is a cycle that holds the parameters' copies
                 return self._streamed(inputs, room)
             return Recorded(self.model, inputs, names, replayable)
-        if kind == "layerwise":
-            layers = self._layerwise(inputs, room)
-            wrong = dict.fromkeys(layers.misfits, NO_LAYER)
-            if not wrong and not self._verified:
-                wrong = dict.fromkeys(mismatches(layers, self._streamed(inputs)), "the self-check failed")
-            if not wrong:
-                self._verified = True
-                return layers
-            self._rejected |= wrong
-            self.plan = self._make_plan()
-            return self.build("layerwise" if self.plan.layers else "streamed", inputs, room)
         return self._streamed(inputs, room)
+
+    def _proven(self, inputs: Any, room: int, root: Root) -> Engine:
+        """The layerwise engine without the layers that turn out not to be right; streamed where none is left."""
+        if root is not IDENTITY:
+            self._prove_on_few(inputs)
+        if not self.plan.layers:
+            return self.build("streamed", inputs, room, root)
+        layers = self._layerwise(inputs, room, root)
+        wrong = dict.fromkeys(layers.misfits, NO_LAYER)
+        if root is IDENTITY and not wrong and not self._verified:
+            wrong = dict.fromkeys(mismatches(layers, self._streamed(inputs)), WRONG)
+            self._verified = not wrong
+        if not wrong:
+            return layers
+        self._rejected |= wrong
+        self.plan = self._make_plan()
+        return self.build("layerwise", inputs, room, root)
+
+    def _prove_on_few(self, inputs: Any) -> None:
+        """Check the rules on some points, with a random column: residuals may be zero there, and nothing shown."""
+        few = take(inputs, slice(0, CHECKED_POINTS))
+        while self.plan.layers and not (self._verified or self._few_verified):
+            names, others = self.model.selection.names, tuple(self.plan.others)
+            rest = Streamed(self.model, few, others, self._forward_mode) if others else None
+            root = random_root(num_points(few), self._num_outputs, self.model.theta)
+            layers = Layerwise(self.model, few, self._owners(self.plan.others), rest, LEAST_CHUNK, root)
+            wrong = dict.fromkeys(layers.misfits, NO_LAYER)
+            reference = Reduced(Streamed(self.model, few, names, self._forward_mode), root)
+            wrong = wrong or dict.fromkeys(mismatches(layers, reference), WRONG)
+            self._few_verified = not wrong
+            if wrong:
+                self._rejected |= wrong
+                self.plan = self._make_plan()
 
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
         """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
@@ -99,7 +133,7 @@ class Engines:
                 wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
                 self._rows_verified = not wrong
                 if wrong:
-                    self._rejected |= dict.fromkeys(wrong, "the self-check failed")
+                    self._rejected |= dict.fromkeys(wrong, WRONG)
                     self.plan = self._make_plan()
             return self._owners(self.plan.others), tuple(self.plan.others)
 
@@ -107,10 +141,10 @@ class Engines:
         roomy = self._shareable and 2 * self._shared_bytes * num_points(inputs) <= room
         return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode, roomy)
 
-    def _layerwise(self, inputs: Any, room: int) -> Layerwise:
+    def _layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
         others = tuple(self.plan.others)
         rest = Recorded(self.model, inputs, others, self._may_replay()) if others else None
-        return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8))
+        return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8), root)
 
     def _trial_bytes(self) -> int:
         """What finding out whether a linearisation may be replayed takes at a time, at most."""

@@ -1,9 +1,12 @@
-"""The fast engine where C is small: J of one batch from each layer's input a and output sensitivity δ.
+"""The fast engine where rows are few: J of one batch from each layer's input a and output sensitivity δ.
 
 One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
 Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where the
 layer has fewer parameters than outputs (early convolutions, norms) those rows themselves are the smaller of the two,
 and are kept instead.
+
+In place of J's C rows a point it serves any R of them, Lᵀ J: the cotangents are then the columns of L, not units. Of a
+Fisher from residuals R is one a sample, whatever C.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from curvops.network.autodiff import Recorded, Streamed
 from curvops.network.inputs import num_points
 from curvops.network.layers import Local, Rule, rule_for, rule_of
 from curvops.network.model import Model
+from curvops.network.output_fisher import IDENTITY, Root
 from curvops.network.parameters import Blocks
+from curvops.network.reduced import Reduced
 
 Owners = dict[nn.Module, dict[str, str]]
 # On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
@@ -77,26 +82,26 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """A layer kept as its input a and sensitivity δ (n, C, *out)."""
+    """A layer kept as its input a and sensitivity δ (n, R, *out)."""
 
     layer: Layer
     kept: Tensor
     delta: Tensor
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         given = self.layer.of(tangents)
         parts = self._parts(len(next(iter(given.values()))))
         return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
 
-    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         pieces = [self._pull(cotangents[part]) for part in self._parts(len(cotangents))]
         return {local: _joined([piece[local] for piece in pieces]) for local in self.layer.names}
 
-    def _push(self, tangents: Local) -> Float[Tensor, "k n C"]:
+    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
         z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
         return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
 
-    def _pull(self, cotangents: Float[Tensor, "k n C"]) -> Local:
+    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
         s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
@@ -119,16 +124,16 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A layer kept as its own Jacobian, (n, C, p) with p its parameters, locals side by side."""
+    """A layer kept as its own rows, (n, R, p) with p its parameters, locals side by side."""
 
     layer: Layer
     jacobian: Tensor
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
         return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
 
-    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Local:
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         flat = cotangents.flatten(1) @ self.jacobian.flatten(0, 1)
         shapes = [self.layer.shape_of(local) for local in self.layer.names]
         parts = flat.split([shape.numel() for shape in shapes], 1)
@@ -140,23 +145,31 @@ class Rows:
 
 
 class Layerwise:
-    """J of one batch as layer parts, plus an autodiff part for the parameters in `rest`."""
+    """J of one batch, or Lᵀ J for a root L, as layer parts; an autodiff part serves the parameters in `rest`."""
 
     kind = "layerwise"
 
     def __init__(
-        self, model: Model, inputs: Any, owners: Owners, rest: Recorded | Streamed | None, chunk_bytes: int
+        self,
+        model: Model,
+        inputs: Any,
+        owners: Owners,
+        rest: Recorded | Streamed | None,
+        chunk_bytes: int,
+        root: Root = IDENTITY,
     ) -> None:
-        self.model, self.rest = model, rest
+        self.model = model
+        self.rest = rest if rest is None or root is IDENTITY else Reduced(rest, root)
         outputs, calls, self.misfits = record(model, inputs, owners)
         self.outputs = outputs.detach()
+        self.num_columns = root.num_columns(outputs.shape[1])
         calls = [] if self.misfits else calls
-        self.parts = model.holding(model.leaves(), lambda: _parts(model, outputs, calls, chunk_bytes))
+        self.parts = model.holding(model.leaves(), lambda: _parts(model, outputs, calls, chunk_bytes, root))
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
 
-    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
-        """J V for K tangents by name, (K, *shape) each."""
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        """Lᵀ J V for K tangents by name, (K, *shape) each."""
         with torch.no_grad():
             total = None if self.rest is None else self.rest.push(tangents)
             for part in self.parts:
@@ -164,11 +177,11 @@ class Layerwise:
                 total = pushed if total is None else total + pushed
         if total is None:
             columns = next(iter(tangents.values())).shape[0]
-            return self.outputs.new_zeros(columns, *self.outputs.shape)
+            return self.outputs.new_zeros(columns, len(self.outputs), self.num_columns)
         return total
 
-    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
-        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
+        """Jᵀ L U for K cotangents, by name, (K, *shape) each."""
         with torch.no_grad():
             total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
             for part in self.parts:
@@ -274,24 +287,23 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
 
-def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int) -> list[Factors | Rows]:
-    """Factors or rows of each call, the outputs' backward passes taken in chunks of at most `chunk_bytes` of δ."""
-    n, num_outputs = outputs.shape
+def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Factors | Rows]:
+    """Factors or rows of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+    n, columns = len(outputs), root.num_columns(outputs.shape[1])
     step = chunk_size(calls, outputs.element_size(), chunk_bytes)
     stores: list[Tensor | None] = [None] * len(calls)
-    for start in range(0, num_outputs, step):
-        width = min(step, num_outputs - start)
-        unit = outputs.new_zeros(width, *outputs.shape)
-        index = torch.arange(width, device=outputs.device)
-        unit[index, :, start + index] = 1.0
-        for i, (call, delta) in enumerate(zip(calls, sensitivities(model, outputs, calls, unit))):
+    for start in range(0, columns, step):
+        width = min(step, columns - start)
+        with torch.no_grad():
+            cotangents = root.columns(outputs.detach(), start, start + width)
+        for i, (call, delta) in enumerate(zip(calls, sensitivities(model, outputs, calls, cotangents))):
             if delta is None:
                 continue
             with torch.no_grad():
                 piece = _rows(call, delta) if call.layer.as_rows else delta
                 store = stores[i]
                 if store is None:
-                    store = stores[i] = piece.new_empty(n, num_outputs, *piece.shape[2:])
+                    store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:])
                 store[:, start : start + width] = piece
     return [
         Rows(call.layer, store) if call.layer.as_rows else Factors(call.layer, call.kept, store)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from curvops.network.data import Batch
 from curvops.network.engines import LEAST_CHUNK, Engine, Engines
 from curvops.network.inputs import copy, move, num_points, take
 from curvops.network.model import Model
-from curvops.network.output_fisher import OutputFisher, Unit
+from curvops.network.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.roots import Group, each_group
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
+CACHES = ("_kept", "_asked", "_complete", "_reduced")
 
 
 class BatchMap:
@@ -58,7 +60,8 @@ class Passes:
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
-    shared by walks over different inputs of one model. Thread-safe: engines are built and run under the model's lock.
+    shared by walks over different inputs of one model. A walk that was `reduced` multiplies with Lᵀ J. Thread-safe:
+    engines are built and run under the model's lock.
     """
 
     def __init__(
@@ -71,13 +74,32 @@ class Passes:
     ) -> None:
         self.model, self._source, self._choice, self.memory_budget = model, source, engine, memory_budget
         self._engines = engines
+        self._fisher: OutputFisher | None = None
+        self._whole: Passes | None = None  # what this walk was reduced from
+        self._reduced: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._forget()
+
+    def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
         self._asked: Counter[int] = Counter()
         self._complete = False
 
+    def reduced(self, fisher: OutputFisher) -> Passes:
+        """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
+
+        It keeps engines of its own, within what this walk and the others reduced from it leave of the budget.
+        """
+        walk = Passes(self.model, self._source, self._choice, self.memory_budget)
+        walk._fisher, walk._whole = fisher, self
+        with self.model.lock:
+            self._reduced.add(walk)
+        return walk
+
     @property
     def engines(self) -> Engines:
         """What builds the engines, probed on the first batch unless it was given."""
+        if self._whole is not None:
+            return self._whole.engines
         with self.model.lock:
             if self._engines is None:
                 inputs, _ = next(iter(self._source))
@@ -89,7 +111,12 @@ class Passes:
         """The plan, with what serves the batches now."""
         with self.model.lock:
             kinds = [engine.kind for _, engine in self._kept.values()]
-            return dataclasses.replace(self.engines.plan, in_use={kind: kinds.count(kind) for kind in set(kinds)})
+            return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
+
+    @property
+    def _rule(self) -> Plan:
+        plan = self.engines.plan
+        return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
 
     def each(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
         """(label, J of the batch) for every batch, for a product with `columns` vectors (0: outputs alone are wanted).
@@ -118,6 +145,14 @@ class Passes:
             raise
         with self.model.lock:
             self._complete = len(self._kept) == count
+
+    def total(self, term: Callable[[Any, BatchMap], Tensor], columns: int) -> Tensor:
+        """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors."""
+        total: Tensor | None = None
+        for label, J in self.each(columns):
+            total = accumulate(total, term(label, J))
+        assert total is not None  # empty data were refused at the door
+        return total
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """(inputs, label) of every batch, for what needs no J."""
@@ -163,9 +198,7 @@ class Passes:
         step = max(1, self.chunk_bytes // max(1, a_column * columns))
         for start in range(0, total, step):
             points = slice(start, start + step)
-            weights = None if batch.weights is None else batch.weights[points]
-            label = Batch((), batch.targets[points], weights, batch.start + start)
-            yield start, take(inputs, points), label
+            yield start, take(inputs, points), batch.labels(points)
 
     @property
     def chunk_bytes(self) -> int:
@@ -181,7 +214,7 @@ class Passes:
         for _, engine in cached:
             kind: Kind = engine.kind
             room = self._free() + engine.nbytes
-            if self.engines.plan.choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
+            if self._rule.choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
                 return None
         return cached
 
@@ -189,14 +222,15 @@ class Passes:
         _, present = self._kept.get(index, (None, None))
         built: Kind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
-        kind = self.engines.plan.choose(built, asked, columns, num_points(inputs), room)
+        kind = self._rule.choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
         replaced, present = present is not None, None  # freed before the next is built: both need not fit at once
         self._kept.pop(index, None)
         if kind != "streamed":
             inputs = copy(inputs)  # what is kept must not change with the user's tensors
-        engine = self.engines.build(kind, inputs, room)
+        root = IDENTITY if self._fisher is None else Root(self._fisher, label)
+        engine = self.engines.build(kind, inputs, room, root)
         if engine.kind != "streamed" and engine.nbytes <= room:
             self._kept[index] = (label, engine)
             if replaced:
@@ -204,7 +238,10 @@ class Passes:
         return engine
 
     def _free(self) -> int:
-        return self.memory_budget - self.model.copied_bytes - sum(engine.nbytes for _, engine in self._kept.values())
+        whole = self._whole or self
+        walks = (whole, *whole._reduced)
+        kept = sum(engine.nbytes for walk in walks for _, engine in walk._kept.values())
+        return self.memory_budget - self.model.copied_bytes - kept
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """The same walk, unlabelled, with the model and the inputs converted."""
@@ -213,7 +250,14 @@ class Passes:
 
     def __getstate__(self) -> dict[str, Any]:
         """Caches stay behind when a linearisation is pickled or copied."""
-        return self.__dict__ | {"_kept": {}, "_complete": False, "_asked": Counter(), "_engines": None}
+        return {key: value for key, value in self.__dict__.items() if key not in CACHES} | {"_engines": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reduced = weakref.WeakSet()
+        self._forget()
+        if self._whole is not None:
+            self._whole._reduced.add(self)
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ Unit: one loss gradient of the batch, 3 F multiply-adds where a forward pass tak
 - layerwise: two products a layer, 2/3 in all, plus reading what is kept once each way, after a forward pass, C backward
   passes and the layer Jacobians to build. Layers without a rule add a recorded product.
 
+Of a Fisher from residuals the layerwise engine keeps one row a sample and point in place of C (`for_rows`): it is built
+for 2/3 of a gradient whatever C, and pays from the first product.
+
 Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
 As many vectors are expected to follow, in blocks as wide, as were asked for since one engine last took another's place
 (the ski-rental bound: never twice the best cost; a solver whose block narrows does not make two engines take turns).
@@ -14,6 +17,7 @@ As many vectors are expected to follow, in blocks as wide, as were asked for sin
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,6 +73,10 @@ class Plan:
     def recorded_bytes(self) -> int:
         """Bytes a point that the recorded autodiff engine keeps: as measured once one was built."""
         return self.replay_bytes or self.saved_bytes * 3
+
+    def for_rows(self, rows: int) -> Plan:
+        """The plan of Lᵀ J, with that many rows a point in place of the outputs."""
+        return dataclasses.replace(self, num_outputs=rows)
 
     def bytes_needed(self, kind: Kind) -> int:
         """Bytes a point that an engine keeps."""

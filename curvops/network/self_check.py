@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from curvops.network.autodiff import Streamed
+from curvops.network.data import Batch
+from curvops.network.gaussian import Gaussian
 from curvops.network.layerwise import Layerwise, Owners, record, sensitivities
 from curvops.network.model import Model
+from curvops.network.output_fisher import Root, Sampled
 from curvops.network.parameters import Blocks
 from curvops.network.probes import allowance, rounding, tolerance
+from curvops.network.reduced import Reduced
 
 
-def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
+def mismatches(engine: Layerwise, reference: Streamed | Reduced) -> set[str]:
     """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
-    u = torch.randn(1, *engine.outputs.shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
+    shape = 1, len(engine.outputs), engine.num_columns
+    u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
     bad = _differing(engine.pull(u), u, reference, generator)
     for part in engine.parts:
         names = part.layer.names
@@ -32,6 +37,13 @@ def mismatches(engine: Layerwise, reference: Streamed) -> set[str]:
         if not bool((left - right).abs() <= tolerance(u.dtype) * left):
             bad |= set(names.values())
     return bad
+
+
+def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
+    """One random column a point: J is checked along it without a target, whose residual may be zero."""
+    generator = torch.Generator(device=like.device).manual_seed(0)
+    draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
+    return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
 
 
 def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed) -> set[str]:
@@ -52,7 +64,7 @@ def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed)
     return misfits | _differing(ours, u, reference, generator)
 
 
-def _differing(ours: Blocks, u: Tensor, reference: Streamed, generator: torch.Generator) -> set[str]:
+def _differing(ours: Blocks, u: Tensor, reference: Streamed | Reduced, generator: torch.Generator) -> set[str]:
     """Names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()

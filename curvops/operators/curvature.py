@@ -11,7 +11,8 @@ from torch import Tensor
 from curvops.network.data import Batch
 from curvops.network.likelihood import Likelihood
 from curvops.network.output_fisher import OutputFisher
-from curvops.network.passes import BatchMap
+from curvops.network.passes import BatchMap, Passes
+from curvops.network.plan import Plan
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 from curvops.operators.reading import OfLinearization, Stored
@@ -20,6 +21,7 @@ from curvops.operators.reading import OfLinearization, Stored
 class Curvature(OfLinearization, NetworkOperator):
     """Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass says in `output` what H is.
 
+    Where H = L Lᵀ has few columns it is the Gram matrix of the rows Lᵀ J, which `rows` walks over.
     Products carry gradients through the vectors and the likelihood's hyperparameters.
     """
 
@@ -52,7 +54,19 @@ class Curvature(OfLinearization, NetworkOperator):
     def _size(self) -> torch.Size:
         return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))
 
+    @property
+    def rows(self) -> Passes | None:
+        """The walk over Lᵀ J that this product may use, None where it takes J itself."""
+        return None
+
+    @property
+    def plan(self) -> Plan:
+        """What serves the products and why, as `lin.plan`."""
+        return (self.rows or self.lin).plan
+
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        if (rows := self.rows) is not None:
+            return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1])
         output = self.output
 
         def term(batch: Batch, J: BatchMap) -> Tensor:
@@ -63,12 +77,12 @@ class Curvature(OfLinearization, NetworkOperator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw. Equal seeds need equal batches."""
-        output = self.output
+        output, rows = self.output, self.rows
 
         def term(batch: Batch, J: BatchMap) -> Tensor:
             f = J.outputs
             shape = (k, f.shape[0], output.num_columns(f.shape[1]))
             z = torch.randn(shape, dtype=f.dtype, device=f.device, generator=generator)
-            return J.pull(output.root_product(f, z, batch))
+            return J.pull(output.root_product(f, z, batch) if rows is None else z)
 
-        return self.lin.sum_over_batches(term, k)
+        return (rows or self.lin.passes).total(term, k)

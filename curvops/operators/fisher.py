@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvops.linalg.limits import check_flag, check_generator
 from curvops.network.output_fisher import Empirical, Exact, OutputFisher, Sampled, check_kind
+from curvops.network.passes import Passes
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import Stored
@@ -19,9 +20,11 @@ class EmpiricalFisher(Curvature):
 
     `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second
     moments of gradients, not for uncertainty. A sequence's g_n sums over its tokens; with `per_token=True` each token
-    has an outer product of its own. Class and sample weights multiply r_n, once. Cost to build: nothing. A product is
-    one push and one pull of J, 0.5–2 gradients a vector as for the GGN. Memory: what `lin.plan` keeps, within the
-    budget.
+    has an outer product of its own. Class and sample weights multiply r_n, once. Cost to build: nothing at the
+    call; the first product makes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix products a
+    layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3 to make.
+    While a gradient for a hyperparameter is recorded it costs what the GGN's does. Memory: what the plan keeps, within
+    what is left of the budget.
     """
 
     @classmethod
@@ -32,8 +35,11 @@ class EmpiricalFisher(Curvature):
     @property
     def output(self) -> OutputFisher:
         """H_n = r_n r_nᵀ."""
-        positions = self.lin.output_shape[0] if self._kwargs["per_token"] and len(self.lin.output_shape) == 2 else 1
-        return Empirical(self.likelihood, positions)
+        return Empirical(self.likelihood, self.lin.positions_apart(self._kwargs["per_token"]))
+
+    @property
+    def rows(self) -> Passes | None:
+        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
 
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None

@@ -16,8 +16,8 @@ from curvops.network.data import Batch, Batches
 from curvops.network.inputs import Inputs, as_inputs, copy, num_points, take
 from curvops.network.likelihood import Likelihood
 from curvops.network.model import Model
-from curvops.network.output_fisher import OutputFisher
-from curvops.network.passes import BatchMap, Passes, accumulate
+from curvops.network.output_fisher import Empirical, OutputFisher
+from curvops.network.passes import BatchMap, Passes
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
 from curvops.network.tangent_space import TangentSpace
@@ -44,6 +44,7 @@ class Linearization:
         self.output_shape, self.engine, self.memory_budget = output_shape, engine, memory_budget
         self.passes = Passes(model, _Labelled(data), engine, memory_budget)
         self._theta = model.theta
+        self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -119,13 +120,30 @@ class Linearization:
 
         return self.sum_over_batches(term, 1).squeeze(1)
 
+    def positions_apart(self, per_token: bool) -> int:
+        """T where the tokens of a sequence are to count one by one, else 1."""
+        return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
+
+    def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
+        """The walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
+
+        What it keeps holds r as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
+        """
+        tensors = likelihood.hyperparameters
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return None
+        present = [tensor.detach() for tensor in tensors]
+        with self.model.lock:
+            held = self._gradient_rows.get(per_token)
+            if held is None or not all(map(torch.equal, held[0], present)):  # they may change in place, as in training
+                values = [tensor.clone() for tensor in present]
+                fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
+                held = self._gradient_rows[per_token] = values, self.passes.reduced(fisher)
+            return held[1]
+
     def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
         """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
-        total: Tensor | None = None
-        for batch, J in self.passes.each(columns):
-            total = accumulate(total, term(batch, J))
-        assert total is not None  # empty data were refused at the door
-        return total
+        return self.passes.total(term, columns)
 
     def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
         """Rows g[n, r] = J_nᵀ s[n, r] of Σ_n Σ_r g gᵀ over all data, by layer and in chunks (see `network.roots`)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.autodiff import saved_bytes
-from curvops.network.data import as_batches, as_source, parts_of
+from curvops.network.data import as_batches, as_source
 from curvops.network.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.layout import Layout
 from curvops.network.likelihood import Likelihood
@@ -30,16 +30,14 @@ def linearize(
     memory_budget: int | None = None,
     *,
     engine: Choice = "auto",
-    weights: Any = False,
 ) -> Linearization:
     """Linearise a network at its present weights.
 
     model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C),
         or (N, ..., C) where a point has several positions (a sequence's tokens, an image's pixels): then targets are
         (N, ...) or (N, ..., m), and positions are left out by ignore_index or by weights (N, ...) of zeros.
-    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets); inputs may be a tensor, a
-        tuple or a mapping. Floating data are cast to the parameters' dtype. Each may be a mapping {"inputs": ...,
-        "targets": ..., "weights": ...} instead: weights (N,), or one per position, multiply log-likelihoods.
+    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets[, weights]); inputs may be a
+        tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype.
     likelihood: of `co.likelihoods`, `Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`, `Poisson()`,
         `HeteroscedasticGaussian()`; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()`,
         `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`; "classification" or
@@ -51,7 +49,6 @@ def linearize(
     memory_budget: bytes for cached linearisations; None is a quarter of the memory free on the device now.
     engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
         that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
-    weights: True says that the third items of data hold weights; without it a third item is refused.
 
     Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
     for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
@@ -62,15 +59,10 @@ def linearize(
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
     if memory_budget is not None and memory_budget < 0:
         raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
-    if not isinstance(weights, bool):
-        raise TypeError(
-            f"weights={type(weights).__name__}: it says whether data hold weights. Give them with the data, (X, y, w) "
-            "and weights=True."
-        )
     network = Model(model, parameters)
     theta = network.theta
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
-    few, first_targets = _first_points(data, theta, weights)
+    few, first_targets = _first_points(data, theta)
     reading = reading_of(likelihood)
     layout = _check_outputs(network, few, reading)
     probability = as_likelihood(likelihood, layout.shape).to(device=theta.device, dtype=theta.dtype)
@@ -82,7 +74,7 @@ def linearize(
         raise ValueError(f"{probability} is for {probability.positions} positions a point; the model returns one.")
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
-    batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights)
+    batches = as_batches(data, step, theta.device, theta.dtype, check, layout)
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
     # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
@@ -101,17 +93,15 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
     return likelihood
 
 
-def _first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any]:
+def _first_points(data: Any, theta: Tensor) -> tuple[Inputs, Any]:
     """The inputs of the first two points, and their targets as they are given."""
-    for item in as_source(data, 2, weights):
-        try:
-            given, targets, _ = parts_of(item, weights)
-        except TypeError:
+    for item in as_source(data, 2):
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             break
-        inputs = normalise(given)
+        inputs = normalise(item[0])
         if num_points(inputs) > 0:
-            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets
-    as_batches(data, 1, weights=weights)  # says what is wrong with the data
+            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), item[1]
+    as_batches(data, 1)  # says what is wrong with the data
     raise ValueError("the data hold no points.")
 
 
