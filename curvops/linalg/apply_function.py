@@ -52,13 +52,18 @@ def apply_function(
 
     Returns:
         A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
-        budgets. PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
+        budgets. UNVERIFIED: the estimate is within rtol, but of fewer than three steps, which have seen too little.
+        PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
         that is zero to working precision; what stands there is the last approximant that had one, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
         NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
             100 eps ‖A‖ of 0 counts as 0.
+
+    The error estimate looks at f in about a thousand places within reach of the Ritz values before a column counts as
+    converged, so that a step or a peak between them takes as many products as it needs, all n if it must. It knows
+    nothing of a peak narrower than that, nor of an eigenvalue far beyond the Ritz values with hardly a share in b.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.ritz`.
     """
@@ -102,6 +107,7 @@ class _Run:
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))
+        self.unverified: set[int] = set()
 
     @property
     def depth(self) -> int:
@@ -128,7 +134,7 @@ class _Run:
 
     def _stop_all(self, reason: Reason) -> None:
         for k in self.active:
-            self.reasons[int(self.live[k])] = reason
+            self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else reason
 
     def _judge(self, rtol: float) -> None:
         """Estimate the errors of the active columns, and say which are done, and why."""
@@ -148,7 +154,7 @@ class _Run:
         for m, together in by_depth.items():
             T = torch.stack([self.run.tridiagonal(k) for k in together])
             beta = self.run.betas[together, m - 1]
-            found = approximants(T, beta, self.f, self.run.scale)
+            found = approximants(T, beta, self.f, self.run.scale, rtol)
             truncation, rounding = found.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
@@ -159,8 +165,11 @@ class _Run:
                 self.best[k] = found.coefficients[i]
                 self.errors[int(self.live[k])] = truncation[i] + rounding[i]
                 reason = self._reason(float(truncation[i]), float(rounding[i]), complete, rtol)
-                if reason is not None:
+                self.unverified.discard(k)
+                if reason is not None and bool(found.verified[i]):
                     self._stop(k, reason)
+                elif reason is Reason.CONVERGED:
+                    self.unverified.add(k)
 
     def _reason(self, truncation: float, rounding: float, complete: bool, rtol: float) -> Reason | None:
         if truncation + rounding <= rtol:

@@ -50,7 +50,7 @@ class Reason(Enum):
         "Add a prior (add_diagonal) or project the right-hand side; of minres and lsmr, x is a least-squares solution."
     )
     NON_FINITE = (
-        "A right-hand side, a product or a solution holds NaN or Inf. "
+        "A right-hand side, a product or a solution holds NaN or Inf, or lies below the dtype's smallest numbers. "
         "Check the parameters and the data, or use a dtype with a wider range."
     )
     BREAKDOWN = (

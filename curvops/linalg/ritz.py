@@ -4,6 +4,9 @@ With T = V diag(θ) Vᵀ the error of x_m = ‖b‖ Q f(T) e₁ is, exactly, ‖
 h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f: the residual of f = 1/x is a case of it (Ilić, Turner &
 Simpson 2010). Its largest value between and beside the Ritz values bounds the error wherever the run has seen how far
 the spectrum reaches; it needs neither more products nor a change between depths, which stagnates and lies.
+
+The largest value is sought at few points as long as they show an error. Before it counts as small, f is looked at in
+some thousand places between the Ritz values: a step, a kink or a peak between two of them shows there, whatever f is.
 """
 
 from __future__ import annotations
@@ -24,18 +27,28 @@ Function: TypeAlias = Callable[[Tensor], Tensor]
 ROUNDING = 4.0
 NEAR_ZERO = 100.0
 POINTS_BELOW = 24
+# f is looked at so often between the Ritz values before an error counts as small, at least so often in each gap.
+MOST_POINTS = 1024
+LEAST_BETWEEN = 15
+AT_ONCE = 1024
+# Fewer steps have seen too little of the spectrum for any estimate.
+LEAST_DEPTH = 3
+# Numbers this close, relative to the largest, are one.
+SAME = 1e-15
 
 
 class Approximants(NamedTuple):
     """y ≈ f(T) e₁ for K columns of one depth, with absolute error estimates for start vectors of norm 1.
 
     ``known`` is False where f has no value on a Ritz value that is zero to working precision; y is 0 there.
+    ``verified`` is False where too little of the spectrum was seen for the estimate to mean anything.
     """
 
     coefficients: Float[Tensor, "K m"]
     truncation: Float[Tensor, " K"]
     rounding: Float[Tensor, " K"]
     known: Bool[Tensor, " K"]
+    verified: Bool[Tensor, " K"]
 
     def relative(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
         """Truncation and rounding over ‖y‖; where f(T) e₁ = 0 exactly, no error counts as none."""
@@ -99,46 +112,78 @@ class SpectralFunction:
 
 
 def approximants(
-    T: Float[Tensor, "K m m"], beta: Float[Tensor, " K"], f: SpectralFunction, size: float
+    T: Float[Tensor, "K m m"], beta: Float[Tensor, " K"], f: SpectralFunction, size: float, rtol: float
 ) -> Approximants:
-    """f(T) e₁ for each T, and its errors."""
+    """f(T) e₁ for each T, and its errors; those within rtol are estimated once more, at many more points."""
     nodes, V = torch.linalg.eigh(T)
     values = f.on_ritz_values(nodes, size)
     known = torch.isfinite(values).all(1)
     values = torch.where(known[:, None], values, 0.0)
     y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
-    truncation = _truncation(nodes, V, values, beta, f)
-    return Approximants(y, truncation, _rounding(T, nodes, y, f, size), known)
+    rounding = _rounding(T, nodes, y, f, size)
+    residuals = beta[:, None] * V[:, -1].abs()
+    truncation = _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f))
+    passed = truncation + rounding <= rtol * y.norm(dim=1)
+    again = (known & passed & (beta != 0)).nonzero().flatten()
+    if len(again):
+        between = _points_between(nodes[again], residuals[again], f)
+        finer = _truncation(nodes[again], V[again], values[again], beta[again], f, between)
+        truncation[again] = torch.maximum(truncation[again], finer)
+    # Where f is 0 at every Ritz value, f(A) b may be anything in comparison.
+    truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
+    return Approximants(y, truncation, rounding, known, (beta == 0) | (T.shape[1] >= LEAST_DEPTH))
 
 
-def _truncation(nodes: Tensor, V: Tensor, values: Tensor, beta: Tensor, f: SpectralFunction) -> Float[Tensor, " K"]:
-    """The largest |h| at points between the Ritz values, and beyond them as far as their residuals reach."""
-    points = _test_points(nodes, beta[:, None] * V[:, -1].abs(), f)
-    at_points = f.quietly(points)
+def _truncation(
+    nodes: Tensor, V: Tensor, values: Tensor, beta: Tensor, f: SpectralFunction, points: Tensor
+) -> Float[Tensor, " K"]:
+    """The largest |h| at these points, where f is finite."""
     found = torch.zeros_like(beta)
     for k in (beta != 0).nonzero().flatten().tolist():
-        known = torch.isfinite(at_points[k])
-        gaps = points[k, known, None] - nodes[k]
-        # A test point on a Ritz value belongs to a converged one, whose weight V_{mi} is 0 anyway.
-        apart = gaps.abs() > 1e-12 * nodes[k].abs().amax()
-        slopes = torch.where(apart, (at_points[k, known, None] - values[k]) / torch.where(apart, gaps, 1.0), 0.0)
-        h = slopes @ (V[k, -1] * V[k, 0])
-        found[k] = beta[k] * h.abs().amax() if len(h) else math.inf
+        largest = [_residual(x, nodes[k], values[k], V[k, -1] * V[k, 0], f) for x in points[k].split(AT_ONCE)]
+        found[k] = beta[k] * max(largest) if max(largest) > -math.inf else math.inf
     return found
 
 
+def _residual(x: Tensor, nodes: Tensor, values: Tensor, weights: Tensor, f: SpectralFunction) -> float:
+    """The largest |Σᵢ wᵢ f[x, θᵢ]| at these points where f is finite; −∞ where it is at none."""
+    y = f.quietly(x)
+    x, y = x[torch.isfinite(y)], y[torch.isfinite(y)]
+    if not len(x):
+        return -math.inf
+    gaps = x[:, None] - nodes
+    # Points closer to a Ritz value than its own rounding say nothing of f between the two.
+    apart = gaps.abs() > SAME * nodes.abs().amax()
+    slopes = torch.where(apart, (y[:, None] - values) / torch.where(apart, gaps, 1.0), 0.0)
+    return float((slopes @ weights).abs().amax())
+
+
+def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor]:
+    """How far below and above the Ritz values eigenvalues are expected: as their residuals reach."""
+    low, high = nodes[:, :1] - residuals[:, :1], nodes[:, -1:] + residuals[:, -1:]
+    return (low if f.lower_bound is None else low.clamp_min(f.lower_bound)), high
+
+
 def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
-    first, last = nodes[:, :1], nodes[:, -1:]
-    low, high = first - residuals[:, :1], last + residuals[:, -1:]
-    if f.lower_bound is not None:
-        low = low.clamp_min(f.lower_bound)
+    """The middles between neighbouring Ritz values, and points beside the outermost ones."""
+    first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     positive = first > 0
-    floor = torch.minimum(torch.maximum(low, f.eps * last), first)
+    floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
     steps = torch.linspace(0, 1, POINTS_BELOW, dtype=nodes.dtype)[:-1]
     below = torch.where(positive, floor.abs() * (first / floor).abs() ** steps, low)
     middles, products = (nodes[:, 1:] + nodes[:, :-1]) / 2, nodes[:, 1:] * nodes[:, :-1]
     geometric = torch.where(positive, products.clamp_min(0).sqrt(), middles)
     return torch.cat([low, high, middles, geometric, below], 1)
+
+
+def _points_between(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
+    """Points that leave no feature of f unseen: all over the range, denser towards each Ritz value."""
+    first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
+    floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
+    edges = torch.cat([torch.where(first > 0, floor, low), nodes, high], 1)
+    count = max(LEAST_BETWEEN, MOST_POINTS // edges.shape[1])
+    share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=nodes.dtype) / (count + 1))) / 2
+    return (edges[:, :-1, None] + edges.diff(dim=1)[:, :, None] * share).flatten(1)
 
 
 def _rounding(T: Tensor, nodes: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:

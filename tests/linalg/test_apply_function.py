@@ -212,3 +212,44 @@ def test_a_product_below_the_smallest_number_is_no_success():
     assert lost.reasons == (Reason.NON_FINITE,) and lost.error_estimates[0] > 0.1
     assert apply_function(A, torch.sqrt, b).error_estimates[0] < 1e-4
     assert apply_function(torch.zeros(4, 4), torch.sqrt, b[:4]).accepted
+
+
+# What a polynomial through the Ritz values does not show: steps, kinks, peaks, and what begins beyond them.
+SHARP = {
+    "step": lambda x: (x > 0.9).double(),
+    "step at the end": lambda x: (x > 0.99).double(),
+    "sign": lambda x: torch.sign(x - 0.5),
+    "floor": lambda x: torch.floor(10 * x),
+    "kink": lambda x: (x - 0.8).clamp_min(0),
+    "narrow band": lambda x: ((x > 0.3) & (x < 0.36)).double(),
+    "peak": lambda x: torch.exp(-(((x - 0.37) / 1e-2) ** 2)),
+    "exp": lambda x: torch.exp(-50 * x),
+    "erfc": lambda x: torch.special.erfc(20 * (x - 0.5)),
+    "erfc at the end": lambda x: torch.special.erfc(100 * (x - 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", ["uniform", "decaying", "spike"])
+def test_no_certificate_for_what_lies_between_the_ritz_values(name):
+    flat = (torch.arange(60, dtype=torch.float64) + 0.5) / 60
+    values = {"uniform": flat, "decaying": (torch.arange(60) + 1.0).double() ** -1.5, "spike": flat.clone()}[name]
+    values[-1] = 50.0 if name == "spike" else values[-1]
+    B = columns(60, 3)
+    B[:, 2] *= (1 - flat) ** 4
+    for which, f in SHARP.items():
+        exact = f(values)[:, None] * B
+        for rtol in (1e-1, 1e-3):
+            r = apply_function(torch.diag(values), f, B, rtol=rtol)
+            error = (r.value - exact).norm(dim=0) / exact.norm(dim=0)
+            assert (error <= rtol)[r.converged].all(), (which, rtol, error, r.reasons)
+            # The complete Krylov space is exact, and sixty products reach it.
+            assert r.accepted, (which, rtol, r.reasons)
+
+
+def test_too_few_steps_are_never_certified():
+    A, b = torch.diag(torch.linspace(0, 1, 100).double()), columns(100, 1)
+    for steps in (1, 2):
+        r = apply_function(A, torch.exp, b, rtol=0.9, maxiter=steps)
+        assert r.reasons == (Reason.UNVERIFIED,) and not r.accepted and r.error_estimates < 0.9
+    unseen = apply_function(A, lambda x: (x > 0.999).double(), b, maxiter=5)
+    assert unseen.reasons == (Reason.ITERATION_LIMIT,) and unseen.error_estimates == math.inf
