@@ -22,10 +22,12 @@ FIRST_MATVECS = 16
 class Estimator(Protocol):
     """An estimator that can be given more products and keeps what it has.
 
-    ``least`` products are needed for an error bar; ``held`` is how many vectors of length n it keeps per product.
+    ``least`` products are needed for an error bar; ``first`` are spent before a tolerance is asked for; ``held`` is how
+    many vectors of length n it keeps per product.
     """
 
     least: int
+    first: int
     held: float
 
     def spend(self, matvecs: int) -> None:
@@ -95,7 +97,7 @@ def estimated(
         estimator.spend(budget)
         return replace(estimator.estimate(), reason=_ended(budget, room, max_matvecs, Reason.BUDGET_SPENT))
     most = min((m for m in (max_matvecs, room) if m is not None), default=None)
-    target = max(FIRST_MATVECS, estimator.least)
+    target = estimator.first
     while True:
         target = target if most is None else min(target, most)
         estimator.spend(target)

@@ -122,7 +122,7 @@ def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bi
 class Bekas:
     """Mean of z ∘ Az over random signs, streamed."""
 
-    least, held = 2, 0.0
+    least, first, held = 2, BLOCK, 0.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.multiply, self.facts, self.generator = multiply, facts, generator
@@ -153,7 +153,7 @@ class Bekas:
 class XDiag(LeaveOneOut):
     """Mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ with random signs ω; exact for rank ≤ K − 1."""
 
-    least, held = 4, 3.0
+    least, first, held = 4, 16, 3.0
 
     def __init__(
         self, multiply: Multiply, adjoint: Multiply, facts: Description, generator: torch.Generator | None
@@ -175,7 +175,7 @@ class XDiag(LeaveOneOut):
 class XNysDiag(LeaveOneOut):
     """Mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ with random signs, Âᵢ the Nyström approximation without probe i."""
 
-    least, held = 2, 4.0
+    least, first, held = 2, 16, 4.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.sketch: NystromSketch = NystromSketch(multiply, facts, "rademacher", generator)

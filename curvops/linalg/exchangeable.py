@@ -16,16 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.orthogonal import tall_qr
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason, caution
 from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import Description, axpy, combine, gram, join, norm, random_block
-
-# The spread of leave-one-out estimates understates their error: they share all but one probe, and the more probes, the
-# more. Factors on Student's t for K probes, calibrated on the spectra of docs/estimators.md by benchmarks/coverage.py
-# (n = 250, K from 12 to 200): the 95 % points of |error|/(t stderr) lie at most at 1.9 and at max(1.9, 0.32 √K).
-XTRACE_INFLATION = 2.0
-XNYSTRACE_INFLATION = 2.0
-XNYSTRACE_GROWTH = 0.33
 
 Kind = Literal["spherical", "rademacher"]
 Multiply = Callable[[Tensor], Tensor]
@@ -132,10 +125,69 @@ def excluded(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
     return inverse / torch.linalg.vector_norm(inverse, dim=0)
 
 
-def leave_one_out(samples: Tensor, matvecs: int, bias: Tensor | float, inflation: float) -> Estimate:
-    """Mean and standard error of exchangeable estimates."""
-    stderr = samples.std() / math.sqrt(len(samples))
-    return Estimate(samples.mean(), stderr, len(samples), matvecs, bias, Reason.BUDGET_SPENT, inflation)
+class TwoLeftOut:
+    """Q(I − EEᵀ)Qᵀ projects on the range without probes i and j, for every pair at once: (K, K) arrays, i by rows.
+
+    E = [sⱼ, (sᵢ − c sⱼ)/√(1 − c²)] with c = sᵢᵀsⱼ is orthonormal. Where i = j the numbers mean nothing.
+    """
+
+    def __init__(self, out: LeftOut) -> None:
+        self.S, self.n, self.W = out.S, out.n, out.W
+        self.c = out.S.mT @ out.S
+        self.sine = (1 - self.c.square()).clamp_min(1e-14).sqrt()
+        self.overlap = self.along(out.W)
+
+    @property
+    def scale(self) -> Float[Tensor, "K K"]:
+        """As `LeftOut.scale`, for a sketch of one probe fewer."""
+        first, second = self.overlap
+        left = self.n - self.W.square().sum(0) + first.square() + second.square()
+        return (self.n - len(self.W) + 2) / left.clamp_min(torch.finfo(torch.float64).tiny)
+
+    def along(self, V: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor]:
+        """Eᵀvⱼ."""
+        SV = self.S.mT @ V
+        first = SV.diagonal().expand_as(SV)
+        return first, (SV - self.c * first) / self.sine
+
+    def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
+        """The diagonal of EᵀHE, and the sum of its entries beside the diagonal."""
+        h = self.S.mT @ H @ self.S
+        own = h.diagonal().expand_as(h)
+        mixed = h + h.mT - 2 * self.c * own
+        second = (h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * own) / self.sine.square()
+        return own, second, mixed / self.sine
+
+    def squared(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """pᵀHp for p = (I − EEᵀ)wⱼ."""
+        (a, b), (x, y), (u, v) = self.overlap, self.along(H @ self.W), self.along(H.mT @ self.W)
+        first, second, mixed = self.form(H)
+        whole = (self.W * (H @ self.W)).sum(0)
+        return whole - a * (x + u) - b * (y + v) + a * a * first + b * b * second + a * b * mixed
+
+    def against(self, V: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """pᵀvⱼ for p = (I − EEᵀ)wⱼ."""
+        (a, b), (x, y) = self.overlap, self.along(V)
+        return (self.W * V).sum(0) - a * x - b * y
+
+
+def spared(pairs: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
+    """For each probe i, the whole estimate without it: the mean over j ≠ i of what leaves out both."""
+    return (pairs.sum(1) - pairs.diagonal()) / (len(pairs) - 1)
+
+
+def leave_one_out(samples: Tensor, without: Tensor, matvecs: int, bias: Tensor | float) -> Estimate:
+    """Mean of exchangeable estimates, with the jackknife's standard error.
+
+    ``without`` holds the whole estimate without each probe. The samples share all but one probe, and may all be off
+    together: their own spread does not show it (a tenth of the error for a spectrum of two clusters). The variance of
+    a symmetric function of K − 1 independent probes is at most the expected sum of squared deviations of ``without``.
+
+    Source: Efron & Stein 1981; Epperly & Tropp 2024 for matrices.
+    """
+    K = len(samples)
+    stderr = ((K - 1) / K * (without - without.mean()).square().sum()).sqrt()
+    return Estimate(samples.mean(), stderr, K, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(K))
 
 
 class LeaveOneOut:
@@ -151,7 +203,7 @@ class LeaveOneOut:
 class XTrace(LeaveOneOut):
     """XTrace: mean over i of tr Qᵢᵀ A Qᵢ + ωᵢᵀ(I − Pᵢ) A (I − Pᵢ)ωᵢ, exact for rank ≤ K − 1."""
 
-    least, held = 4, 2.0
+    least, first, held = 4, 16, 2.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
@@ -167,11 +219,19 @@ class XTrace(LeaveOneOut):
         residual = residual + d.square() * sHs + d * (S * (sketch.R - HW)).sum(0)
         return H.trace() - sHs + residual * out.scale
 
+    def without(self) -> Float[Tensor, " K"]:
+        """The estimate without each probe."""
+        sketch, out = self.sketch, TwoLeftOut(self.sketch.left_out())
+        H, T, R = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega), sketch.R
+        first, second, _ = out.form(H)
+        residual = (out.W * R).sum(0) - out.against(R) - out.against(T) + out.squared(H)
+        return spared(H.trace() - first - second + out.scale * residual)
+
     def estimate(self) -> Estimate:
         """The mean of the samples; the bias bound is rounding."""
         rounding = math.sqrt(self.sketch.facts.rows) * torch.finfo(self.sketch.facts.dtype).eps
         bias = rounding * norm(self.sketch.Z).square().sum().sqrt()
-        return leave_one_out(self.samples(), self.sketch.matvecs, bias, XTRACE_INFLATION)
+        return leave_one_out(self.samples(), self.without(), self.sketch.matvecs, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Blocks L, R with E tr LᵀXR = tr X for any X that the probes do not depend on."""
@@ -240,28 +300,36 @@ class NystromSketch:
 class XNysTrace(LeaveOneOut):
     """XNysTrace: mean over i of tr Âᵢ + ωᵢᵀ(A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
 
-    least, held = 2, 3.0
+    least, first, held = 2, 16, 3.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.sketch: NystromSketch = NystromSketch(multiply, facts, "spherical", generator)
 
     def estimate(self) -> Estimate:
         """The mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""
-        samples, bias = self.samples()
-        inflation = max(XNYSTRACE_INFLATION, XNYSTRACE_GROWTH * math.sqrt(len(samples)))
-        return leave_one_out(samples, self.sketch.matvecs, bias, inflation)
+        samples, without, bias = self.samples()
+        return leave_one_out(samples, without, self.sketch.matvecs, bias)
 
-    def samples(self) -> tuple[Float[Tensor, " K"], float]:
-        """One estimate for each probe left out, and what the stabilising shift took away."""
+    def samples(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"], float]:
+        """One estimate for each probe left out, the mean without each probe, and what the stabilising shift took."""
         Y, inverse, overlap, nu = self.sketch.shifted()
         n, K = self.sketch.facts.rows, len(overlap)
         if nu == 0:
-            return torch.zeros(K, dtype=torch.float64, device=overlap.device), 0.0
+            zeros = torch.zeros(K, dtype=torch.float64, device=overlap.device)
+            return zeros, zeros, 0.0
         F = tall_qr(Y)[1] @ inverse
-        pivots = inverse.square().sum(1)
-        scale = (n - K + 1) * torch.linalg.inv(overlap).diagonal()
-        downdate = (F @ inverse.mT).square().sum(0)
-        return F.square().sum() + (scale - downdate) / pivots - nu * n, 4 * nu * n
+        # With H = ΩᵀAΩ: D = A^½-weighted columns of H⁻¹, so that dᵢᵀdⱼ = (H⁻¹YᵀYH⁻¹)ᵢⱼ.
+        D, N = F @ inverse.mT, torch.linalg.inv(overlap)
+        pivots, sizes, whole = inverse.square().sum(1), D.square().sum(0), F.square().sum() - nu * n
+        samples = whole + ((n - K + 1) * N.diagonal() - sizes) / pivots
+        # Without probe i, H⁻¹, N and D lose their part along column i.
+        M, cross, own = inverse @ inverse.mT, D.mT @ D, N.diagonal()
+        share = M / pivots[:, None]
+        pivot = (pivots - M * share).clamp_min(1e-14 * pivots)
+        size = sizes - 2 * cross * share + sizes[:, None] * share.square()
+        length = (n - K + 2) * (own - N.square() / own[:, None])
+        pairs = whole - (sizes / pivots)[:, None] + (length - size) / pivot
+        return samples, spared(pairs), 4 * nu * n
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As `XTrace.functional`, with the range of the sketch."""

@@ -19,13 +19,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.adaptive import checked, estimated
-from curvops.linalg.exchangeable import LeaveOneOut, Multiply, RangeSketch, leave_one_out, probes
+from curvops.linalg.exchangeable import LeaveOneOut, Multiply, RangeSketch, TwoLeftOut, leave_one_out, probes, spared
 from curvops.linalg.hutchinson import BLOCK, mean_of
 from curvops.linalg.limits import check_choice
 from curvops.linalg.results import Estimate
-from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, norm, product, unit_blocks
+from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
 
-XNORM_INFLATION = 2.2  # as for the traces (curvops.linalg.exchangeable)
 METHODS = ("xtrace", "hutchinson", "exact")
 
 
@@ -94,7 +93,7 @@ def rooted(square: Estimate, eps: float) -> Estimate:
 class Norms:
     """Mean of ‖Az‖² over random signs, streamed."""
 
-    least, held = 2, 0.0
+    least, first, held = 2, BLOCK, 0.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.multiply, self.facts, self.generator = multiply, facts, generator
@@ -114,7 +113,7 @@ class Norms:
 class XNorm(LeaveOneOut):
     """XTrace of AᵀA, the range sketched by A, which needs no product with Aᵀ; exact for symmetric A of rank ≤ K − 1."""
 
-    least, held = 4, 3.0
+    least, first, held = 4, 16, 3.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
@@ -126,7 +125,16 @@ class XNorm(LeaveOneOut):
         taken = norm(combine(sketch.Z, out.S)).square()
         return norm(sketch.Z).square().sum() - taken + out.scale * norm(residual).square()
 
+    def without(self) -> Float[Tensor, " K"]:
+        """The estimate of ‖A‖_F² without each probe."""
+        sketch, out = self.sketch, TwoLeftOut(self.sketch.left_out())
+        H, R = gram(sketch.Z, sketch.Z), sketch.R
+        first, second, _ = out.form(H)
+        # A(I − P)ω = Q R eⱼ − Z p.
+        residual = R.square().sum(0) - 2 * out.against(gram(sketch.Z, sketch.Q) @ R) + out.squared(H)
+        return spared(H.trace() - first - second + out.scale * residual)
+
     def estimate(self) -> Estimate:
         """The root of the mean of the samples."""
-        square = leave_one_out(self.samples(), self.sketch.matvecs, 0.0, XNORM_INFLATION)
+        square = leave_one_out(self.samples(), self.without(), self.sketch.matvecs, 0.0)
         return rooted(square, torch.finfo(self.sketch.facts.dtype).eps)

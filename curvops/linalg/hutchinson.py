@@ -26,7 +26,7 @@ def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Te
 class Hutchinson:
     """Mean of zᵀAz over random signs, streamed: nothing is kept but the numbers (Hutchinson 1990)."""
 
-    least, held = 2, 0.0
+    least, first, held = 2, BLOCK, 0.0
 
     def __init__(
         self, multiply: Multiply, facts: Description, generator: torch.Generator | None, keep: bool = False
@@ -62,7 +62,7 @@ class HutchPlusPlus:
     residual's products follow by a downdate with A Q.
     """
 
-    least, held = 6, 2.0
+    least, first, held = 6, 16, 2.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.multiply, self.facts, self.generator = multiply, facts, generator

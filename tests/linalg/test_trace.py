@@ -103,6 +103,23 @@ def test_xnystrace_is_the_leave_one_out_mean(name):
     torch.testing.assert_close(estimator.samples()[0], torch.stack(expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["decaying", "flat", "kappa 1e4", "step"])
+@pytest.mark.parametrize("kind", [XTrace, XNysTrace])
+def test_leaving_a_probe_out_is_to_start_over_without_it(kind, name):
+    A, K = symmetric(SPECTRA[name]), 10
+    whole = family(kind, A, K)
+    without = whole.without() if kind is XTrace else whole.samples()[1]
+    for i in range(K):
+        rest, Omega = kind(product(A), describe_square(A), None), whole.sketch.Omega[:, [j for j in range(K) if j != i]]
+        rest.sketch.Omega, rest.sketch.Y = Omega, A @ Omega
+        if kind is XTrace:
+            rest.sketch.Q, rest.sketch.R = torch.linalg.qr(A @ Omega)
+            rest.sketch.Z = A @ rest.sketch.Q
+        torch.testing.assert_close(without[i], rest.estimate().value, rtol=1e-9, atol=1e-9)
+    spread = (K - 1) / K * (without - without.mean()).square().sum()
+    torch.testing.assert_close(whole.estimate().stderr, spread.sqrt(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("kind", [XTrace, XNysTrace])
 def test_growing_keeps_what_was_spent(kind):
     A = symmetric(SPECTRA["kappa 1e4"])
@@ -178,7 +195,7 @@ def test_adaptive_stops_at_the_tolerance_or_the_budget():
     A = symmetric(SPECTRA["flat"])
     loose = trace(A, method="hutchinson", rtol=0.05, max_matvecs=100, generator=generator())
     tight = trace(A, method="hutchinson", rtol=1e-6, max_matvecs=100, generator=generator())
-    assert loose.matvecs < 20 and loose.stderr <= 0.05 * loose.value and loose.reason is Reason.CONVERGED
+    assert loose.matvecs <= 32 and loose.stderr <= 0.05 * loose.value and loose.reason is Reason.CONVERGED
     assert tight.matvecs == 100 and tight.reason is Reason.MATVEC_LIMIT
 
 
@@ -210,6 +227,19 @@ def test_interval_covers(method):
         low, high = trace(A, method=method, max_matvecs=24, generator=g).interval()
         hits += bool(low <= A.trace() <= high)
     assert hits >= 180
+
+
+@pytest.mark.parametrize("method", ["xtrace", "xnystrace"])
+def test_intervals_hold_where_all_leave_one_out_samples_are_off_together(method):
+    # Two clusters, as many probes as the upper one has eigenvalues, but a few. The spread of
+    # the samples held the trace in 49 runs of 60. Fewer than 54 hits at 95 % has a false-alarm rate of 3 %.
+    values = torch.cat([torch.full((30,), 1e-6), torch.ones(30)]).double()
+    A, g, hits = symmetric(values), generator(), 0
+    for probes in (24, 28, 30):
+        for _ in range(20):
+            low, high = trace(A, method=method, max_matvecs=probes, generator=g).interval()
+            hits += bool(low <= values.sum() <= high)
+    assert hits >= 54
 
 
 # Adversarial.
