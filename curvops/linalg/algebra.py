@@ -281,6 +281,9 @@ class Expanded(Operator):
         diagonal = self.base._diagonal()
         return diagonal.expand(*self.batch_shape, len(diagonal))
 
+    def logdet(self) -> Tensor:
+        return self.base.logdet().expand(self.batch_shape)
+
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         # Only the shape of the batch matters: every copy is the same.
         batch = torch.empty(0).expand(*self.batch_shape, 0)[batch_indices].shape[:-1]

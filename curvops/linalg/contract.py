@@ -7,6 +7,7 @@ larger ones are only multiplied. Whatever an iteration could not reach is raised
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,6 +85,11 @@ class SolverContract:
     def _is_small(self: Any) -> bool:
         return bool(max(self.shape[-2:]) <= DENSE_SIZE)
 
+    @property
+    def _is_formed(self: Any) -> bool:
+        """Whether the dense matrix is at hand, or small enough to be formed: then it is factorised."""
+        return bool(self._is_small)
+
     def _closed_form(self) -> Any:
         """The `ClosedForm` of this operator, None where it has none."""
         return None
@@ -143,8 +149,10 @@ class SolverContract:
         form = self._exactly()
         if form is not None:
             return form.logdet()
-        if self._is_small:
+        if self._is_formed:
             return definite_logdet(self._dense())
+        if self.batch_shape:
+            return torch.stack([one.logdet() for one in self._members()]).reshape(self.batch_shape)
         value: Tensor = self._logdet_estimate().value
         return value
 
@@ -153,7 +161,10 @@ class SolverContract:
         form = None if recorded(self.representation()) and self._is_small else self._closed_form()
         if form is not None:
             return form.draw(num_samples, None).mT
-        if not self._is_small and not self.batch_shape:
+        if not self._is_formed and self.batch_shape:
+            draws = [one.zero_mean_mvn_samples(num_samples) for one in self._members()]
+            return torch.stack(draws, 1).unflatten(1, self.batch_shape)
+        if not self._is_formed:
             return self._exact_draws(num_samples).mT  # exact, or an error: a truncated root would lose variance
         root = self.root_decomposition().root
         noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
@@ -166,6 +177,8 @@ class SolverContract:
         raises `FunctionNotConverged` where the tolerance was not reached and `NotPositiveSemidefinite` where A is not.
         """
         require_precision(self.dtype)
+        if self.batch_shape and not self._is_small:
+            return self._sqrt_inv_matmul_of_batch(rhs, lhs)
         form = None if self._is_small else self._closed_form()
         if form is not None:
             root = form.inverse_root
@@ -178,6 +191,24 @@ class SolverContract:
             return _by_vector(root, rhs)
         left = root(lhs.mT).mT
         return left @ rhs, left.square().sum(-1)
+
+    def _sqrt_inv_matmul_of_batch(self: Any, rhs: Tensor, lhs: Tensor | None) -> Any:
+        members = self._members()
+
+        def each(given: Tensor) -> Tensor:
+            return given.expand(*self.batch_shape, *given.shape[-2:]).flatten(0, -3)
+
+        columns = each(rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs)
+        if lhs is None:
+            found = torch.stack([one.sqrt_inv_matmul(B) for one, B in zip(members, columns)])
+            found = found.unflatten(0, self.batch_shape)
+            return found.squeeze(-1) if rhs.ndim == 1 else found
+        pairs = [one.sqrt_inv_matmul(B, L) for one, B, L in zip(members, columns, each(lhs))]
+        return tuple(torch.stack(part).unflatten(0, self.batch_shape) for part in zip(*pairs))
+
+    def _members(self: Any) -> list[Any]:
+        """The operators of a batch, one after the other."""
+        return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
 
     def _lower_bound(self) -> float | None:
         """A positive number that no eigenvalue of A is below, where one is known."""
@@ -210,12 +241,12 @@ class SolverContract:
         return to_linear_operator(U), values, to_linear_operator(Vt.mT)
 
     def _choose_root_method(self) -> str:
-        return "cholesky" if self._is_small else "lanczos"
+        return "cholesky" if self._is_formed else "lanczos"
 
     def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
         """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
         require_precision(self.dtype)
-        if self._is_small:
+        if self._is_formed:
             self._require_psd("a root")
             return super().root_decomposition(method="cholesky" if method == "lanczos" else method)  # type: ignore
         return RootLinearOperator(self._root_decomposition())

@@ -86,6 +86,10 @@ class Dense(Operator):
         super().__init__(tensor, psd=psd, space=space)
 
     @property
+    def _is_formed(self) -> bool:
+        return True
+
+    @property
     def tensor(self) -> Tensor:
         """The matrix, (..., m, n)."""
         return self._args[0]

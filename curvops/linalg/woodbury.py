@@ -11,7 +11,7 @@ from torch import Tensor
 from curvops.linalg.algebra import is_psd
 from curvops.linalg.cache import recorded
 from curvops.linalg.closed_form import ClosedForm
-from curvops.linalg.differentiable import inverse_root
+from curvops.linalg.differentiable import inverse_root, inverse_root_product
 from curvops.linalg.solve import default_rtol
 from curvops.linalg.structured import draw
 
@@ -116,8 +116,7 @@ class OfLowRank(ClosedForm):
 
     def inverse_root(self, block: Tensor) -> Tensor:
         if self.shift.ndim and not bool((self.shift == self.shift[0]).all()):
-            raise ValueError(
-                "the symmetric inverse root of LowRank + diag(d) has a closed form only where d is one number; "
-                "for samples of N(0, P⁻¹) use draw(P.inverse(), k), which takes any positive d."
-            )
+            # D^-½ (I + W Wᵀ)^-½ is a root, but not the symmetric one, of which no closed form is known.
+            least = float(self.shift.detach().min())
+            return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
         return self.inverse_shift.sqrt() * self._whitened_root(block)
