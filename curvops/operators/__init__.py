@@ -3,6 +3,7 @@
 from curvops.operators.diagonal import DiagonalGGN
 from curvops.operators.fisher import EmpiricalFisher
 from curvops.operators.ggn import GGN
+from curvops.operators.gradients import Gradients
 from curvops.operators.hessian import Hessian
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kernel import TangentKernel
@@ -19,6 +20,7 @@ __all__ = [
     "BlockDiagonal",
     "DiagonalGGN",
     "EmpiricalFisher",
+    "Gradients",
     "Hessian",
     "Jacobian",
     "Linearization",

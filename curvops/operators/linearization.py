@@ -21,6 +21,7 @@ from curvops.network.passes import BatchMap, Passes
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
 from curvops.network.tangent_space import TangentSpace
+from curvops.operators.gradients import Gradients
 from curvops.operators.jacobian import Jacobian
 
 
@@ -119,6 +120,18 @@ class Linearization:
             return J.pull(self.likelihood.residual(J.outputs, batch.targets, batch.weights).unsqueeze(0))
 
         return self.sum_over_batches(term, 1).squeeze(1)
+
+    def gradients(self, per_token: bool = False) -> Gradients:
+        """The gradient of each point's negative log-likelihood as the rows of an operator (N, D); see `Gradients`.
+
+        With `per_token` those of the tokens of sequences, (N·T, D). Raises TypeError for anything but True or False.
+        """
+        if not isinstance(per_token, bool):
+            raise TypeError(
+                f"per_token must be True or False, got {type(per_token).__name__}. Gradients are those of the training "
+                "points; for other points linearise there: co.linearize(model, (x, y), likelihood).gradients()."
+            )
+        return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
     def positions_apart(self, per_token: bool) -> int:
         """T where the tokens of a sequence are to count one by one, else 1."""

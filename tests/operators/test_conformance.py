@@ -96,6 +96,7 @@ def operator(kind, **options):
 RECTANGULAR = {
     "empirical_fisher": lambda: operator(co.EmpiricalFisher),
     "mc_fisher": lambda: co.GGN(linearized(), mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "gradients": lambda: linearized().gradients(),
     "hessian": lambda: operator(co.Hessian),
     "diagonal_ggn": lambda: operator(co.DiagonalGGN),
     "kfac": lambda: operator(co.KFAC),

@@ -9,6 +9,7 @@ import curvops as co
 OPERATORS = [
     co.GGN,
     co.EmpiricalFisher,
+    co.Gradients,
     co.Hessian,
     co.DiagonalGGN,
     co.KFAC,
@@ -25,4 +26,4 @@ OPERATORS = [
 def test_the_docstring_says(operator, said):
     text = " ".join(inspect.getdoc(operator).split())
     shape = text.split(". ")[0]
-    assert said in text and any(form in shape for form in ("(D, D)", "(n, n)", "(S, S)", "(n·C, n'·C)"))
+    assert said in text and any(form in shape for form in ("(D, D)", "(n, n)", "(S, S)", "(n·C, n'·C)", "(N, D)"))
