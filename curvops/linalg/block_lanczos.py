@@ -19,6 +19,7 @@ from torch import Tensor
 from curvops.linalg.limits import check_limits
 from curvops.linalg.projection import DROPPED, Counted, Projection, rotation
 from curvops.linalg.results import Reason
+from curvops.linalg.summary import Summarised
 from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Description,
@@ -35,8 +36,8 @@ from curvops.linalg.vectors import (
 BESIDE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class BlockLanczosResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockLanczosResult(Summarised):
     """A Q = Q T + V C with orthonormal [Q V]; T (symmetric, banded but for rounding) and C are float64 on the host.
 
     ``reason`` is CONVERGED for the steps asked for, BREAKDOWN for an invariant subspace (V has no columns), RANK_CAPPED

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.limits import check_limits
 from curvops.linalg.results import Reason
+from curvops.linalg.summary import Summarised
 from curvops.linalg.symmetry import SKEWED
 from curvops.linalg.vectors import (
     Matrix,
@@ -32,8 +33,8 @@ from curvops.linalg.vectors import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class LanczosResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class LanczosResult(Summarised):
     """A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
 
     ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.

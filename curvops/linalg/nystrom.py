@@ -14,6 +14,7 @@ from curvops.linalg.limits import check_limits
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.summary import Summarised
 from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import (
     Description,
@@ -38,8 +39,8 @@ FIRST_RANK = 8
 MOST_RANK = 1024
 
 
-@dataclass(frozen=True, eq=False)
-class Nystrom:
+@dataclass(frozen=True, eq=False, repr=False)
+class Nystrom(Summarised):
     """G ≈ U diag(eigenvalues) Uᵀ with orthonormal U and descending positive eigenvalues.
 
     ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 where the sketch exhausted

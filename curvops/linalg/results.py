@@ -15,6 +15,7 @@ from linear_operator.utils.errors import NotPSDError
 from scipy.special import stdtrit
 from torch import Tensor
 
+from curvops.linalg.summary import Summarised
 from curvops.linalg.vectors import Vectors
 
 
@@ -106,8 +107,8 @@ class Reasoned:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Solution(Reasoned):
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution(Summarised, Reasoned):
     """Solution of A x = b, one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
@@ -172,8 +173,8 @@ def caution(samples: int) -> float:
     return 1 + 6 / max(samples, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Estimate:
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate(Summarised):
     """A stochastic number, or an array of them, with its error bar.
 
     ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means an exact value. ``bias_bound``
@@ -199,6 +200,21 @@ class Estimate:
     ) -> Estimate:
         """A value that no probe had a part in."""
         return cls(value, torch.zeros_like(value), 0, matvecs, bias_bound, reason)
+
+    def __float__(self) -> float:
+        """The value of a single number; ValueError for an array of them."""
+        if self.value.ndim:
+            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is no single number; take its value.")
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        if self.value.ndim:
+            return super().__repr__()
+        low, high = self.interval()
+        return (
+            f"Estimate({float(self.value):.6g} ± {float(self.stderr):.2g}, 95 % in [{float(low):.6g}, "
+            f"{float(high):.6g}], samples={self.samples}, matvecs={self.matvecs}, {self.reason.name})"
+        )
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Interval from Student's t with samples − 1 degrees of freedom, inflated and widened, plus the bias bound.
@@ -254,8 +270,8 @@ class Pairs(Reasoned):
         raise RuntimeError(self.failures("pairs", "true residual {}", self.residuals))
 
 
-@dataclass(frozen=True, eq=False)
-class Eigenpairs(Pairs):
+@dataclass(frozen=True, eq=False, repr=False)
+class Eigenpairs(Summarised, Pairs):
     """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
 
     values: Float[Tensor, " k"]
@@ -265,8 +281,8 @@ class Eigenpairs(Pairs):
     matvecs: int
 
 
-@dataclass(frozen=True, eq=False)
-class SingularTriplets(Pairs):
+@dataclass(frozen=True, eq=False, repr=False)
+class SingularTriplets(Summarised, Pairs):
     """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
@@ -280,8 +296,8 @@ class SingularTriplets(Pairs):
     matvecs: int
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionProduct(Reasoned):
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionProduct(Summarised, Reasoned):
     """f(A) b for each column b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖.
 
     ``error_estimates`` holds what the method left out and what rounding in A's dtype may have done; ``inf`` where

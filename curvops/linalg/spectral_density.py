@@ -22,6 +22,7 @@ from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.results import Reason
 from curvops.linalg.ritz import NEAR_ZERO
+from curvops.linalg.summary import Summarised
 from curvops.linalg.vectors import Matrix, describe_square, product, random_block
 
 Scale: TypeAlias = Literal["linear", "log"]
@@ -31,8 +32,8 @@ DEFAULT_WIDTH = 0.01
 FIRST_DEPTH = 10
 
 
-@dataclass(frozen=True, eq=False)
-class SpectralDensity:
+@dataclass(frozen=True, eq=False, repr=False)
+class SpectralDensity(Summarised):
     """Density of the eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
 
     ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and

@@ -8,6 +8,7 @@ import torch
 from linear_operator.utils.errors import NotPSDError
 
 from curvops import linalg
+from curvops.linalg import cg, eigsh, lanczos, nystrom, spectral_density, sqrt, svds
 from curvops.linalg.results import Estimate, NotConverged, NotPositiveDefinite, Reason, Solution, caution
 
 
@@ -133,3 +134,30 @@ def test_widened_intervals_cover_the_mean_of_the_most_skewed_samples(samples):
     assert ((low <= 1) & (high >= 1)).double().mean() > 0.92
     low, high = Estimate(draws.mean(1), stderr, samples, samples).interval()
     assert samples > 10 or ((low <= 1) & (high >= 1)).double().mean() < 0.88
+
+
+def test_a_result_prints_on_one_line_and_says_what_counts():
+    A = torch.diag(torch.linspace(1, 2, 300, dtype=torch.float64))
+    pairs = eigsh(A, 3, generator=torch.Generator().manual_seed(0))
+    assert re.fullmatch(r"Eigenpairs\(values=\[2, 1.99\d*, 1.99\d*\], vectors=float64 \(300, 3\), .*", repr(pairs))
+    assert "reasons=3 CONVERGED" in repr(pairs) and f"matvecs={pairs.matvecs}" in repr(pairs)
+    for result in (
+        pairs,
+        cg(A, torch.ones(300, 20, dtype=torch.float64)),
+        spectral_density(A, generator=torch.Generator().manual_seed(0)),
+        lanczos(A, 20),
+        nystrom(A, 20),
+        sqrt(A, torch.ones(300, dtype=torch.float64)),
+        svds(A, 2, generator=torch.Generator().manual_seed(0)),
+    ):
+        assert "\n" not in repr(result) and len(repr(result)) < 600
+
+
+def test_an_estimate_is_a_number_with_its_error_bar():
+    value = Estimate(torch.tensor(10.0), torch.tensor(1.0), 3, 40)
+    low, high = value.interval()
+    assert float(value) == 10.0 and f"{value!r}".startswith("Estimate(10 ± 1, 95 % in [")
+    assert f"[{float(low):.6g}, {float(high):.6g}], samples=3, matvecs=40, CONVERGED)" in repr(value)
+    with pytest.raises(ValueError, match=r"\(2,\)"):
+        float(Estimate(torch.ones(2), torch.ones(2), 3, 40))
+    assert "value=[1, 1]" in repr(Estimate(torch.ones(2), torch.ones(2), 3, 40))
