@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.results import NotPositiveSemidefinite
+from curvops.linalg.results import NotPositiveSemidefinite, PrecisionLimit
 from curvops.linalg.structured import normal
+
+ROUNDING_SEEN = 1e-3
+"""Relative errors above this, from rounding of the operand, are warned of."""
 
 
 class ClosedForm(ABC):
@@ -25,6 +29,9 @@ class ClosedForm(ABC):
         """Whether this row holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
+    def require_fit(self) -> None:  # noqa: B027 - most rows take any shift
+        """Raise ValueError where the shift is one that this row has no closed form for. Nothing is factorised."""
+
     def require_definite(self) -> None:  # noqa: B027 - some rows hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 
@@ -35,6 +42,10 @@ class ClosedForm(ABC):
     @abstractmethod
     def logdet(self) -> Tensor:
         """log det P in nats, 0-d."""
+
+    def logdet_error(self) -> float:
+        """The most, in nats, by which rounding of the operand's eigenvalues can have changed `logdet`."""
+        return 0.0
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:
@@ -102,6 +113,18 @@ class Spectral(ClosedForm):
 
     def _filtered(self, weights: Tensor, block: Tensor) -> Tensor:
         return self.rotate(weights.unsqueeze(-1) * self.rotate_back(block))
+
+
+def warn_of_rounding(base: LinearOperator, error: float) -> None:
+    """Warn with `PrecisionLimit` where results may be off by more than `ROUNDING_SEEN`, relatively."""
+    if error > ROUNDING_SEEN:
+        warnings.warn(
+            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} can have changed the "
+            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as much. "
+            "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
+            PrecisionLimit,
+            stacklevel=3,
+        )
 
 
 def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefinite:

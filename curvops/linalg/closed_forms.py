@@ -7,6 +7,7 @@ eigenvalues of a factor coincide (its solves, through `differentiable.solve`, an
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from curvops.linalg.algebra import is_symmetric
 from curvops.linalg.block_diagonal import BlockDiagonal
-from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite
+from curvops.linalg.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
 from curvops.linalg.differentiable import inverse_root
 from curvops.linalg.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
@@ -61,14 +62,18 @@ class OfEigenKronecker(Spectral):
         """The shift of each group, (g, 1) or 0-d."""
         if self.shift.ndim == 0:
             return self.shift
-        by_group = self.shift.reshape(self.eigen.values.shape[0], -1)
+        by_group = self.shift.reshape(self.base.sizes[0], -1)
         if not bool((by_group == by_group[:, :1]).all()):
             raise ValueError(
                 f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group (a "
-                "layer); this d varies within one. Use one prior precision a layer, or a curvature that takes any "
-                "positive d: a diagonal approximation (Diagonal), low_rank(...), or the GGN itself."
+                "layer); this d varies within one. Use one prior precision a layer, KFAC or EKFAC with "
+                'bias="separate" where weights and biases have their own, or a curvature that takes any positive d: a '
+                "diagonal approximation (Diagonal), low_rank(...), or the GGN itself."
             )
         return by_group.mean(1, keepdim=True)
+
+    def require_fit(self) -> None:
+        _ = self.level
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -81,7 +86,18 @@ class OfEigenKronecker(Spectral):
         floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
         if not bool((found > floor).all()):
             raise not_definite(self.base, float((found - floor).min()))
+        if self.eigen.rounding:
+            warn_of_rounding(self.base, float((self._error / found).max()))
         return self.spectrum
+
+    @property
+    def _error(self) -> Tensor:
+        """The largest error of the eigenvalues of each group, (g, 1)."""
+        return self.eigen.rounding * self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
+
+    def logdet_error(self) -> float:
+        found = self.definite_spectrum.detach().reshape(self.eigen.values.shape[0], -1)
+        return float(torch.log1p(self._error / found).double().sum()) if self.eigen.rounding else 0.0
 
     def rotate(self, block: Tensor) -> Tensor:
         return self.eigen.rotate(block)
@@ -110,7 +126,7 @@ class OfKronecker(OfEigenKronecker):
 
 
 class OfDense(ClosedForm):
-    """Cholesky, for an operand that may be formed."""
+    """Cholesky of an operand that may be formed, in float64 up to `DENSE_BLOCK` rows and where its `rest` is known."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
@@ -119,7 +135,11 @@ class OfDense(ClosedForm):
     @cached_property
     def dense(self) -> Tensor:
         """P, (n, n)."""
-        return self.base.to_dense() + torch.diag_embed(self.shift.expand(self.base.shape[-1]))
+        dense, n = self.base.to_dense(), self.base.shape[-1]
+        rest = self.base.rest if isinstance(self.base, Dense) else None
+        if rest is not None or n <= DENSE_BLOCK:
+            dense = dense.double() if rest is None else dense.double() + rest
+        return dense + torch.diag_embed(self.shift.to(dense.dtype).expand(n))
 
     @cached_property
     def chol(self) -> Tensor:
@@ -127,26 +147,40 @@ class OfDense(ClosedForm):
         L, info = torch.linalg.cholesky_ex(self.dense)
         if bool(info != 0):
             raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
+        warn_of_rounding(self.base, self._error)
         return L
+
+    @property
+    def _error(self) -> float:
+        """The largest error of P's eigenvalues, relative to the smallest shift; 0 where it was formed in float64."""
+        if self.dense.dtype == torch.float64:
+            return 0.0
+        largest = float(torch.linalg.matrix_norm(self.dense.detach(), ord=torch.inf))
+        least = float(self.shift.detach().min())
+        return torch.finfo(self.dense.dtype).eps * largest / least if least > 0 else 0.0
+
+    def logdet_error(self) -> float:
+        return len(self.dense) * math.log1p(self._error)
 
     def require_definite(self) -> None:
         _ = self.chol
 
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return torch.cholesky_solve(block, self.chol)
+        return torch.cholesky_solve(block.to(self.chol.dtype), self.chol).to(block.dtype)
 
     def logdet(self) -> Tensor:
-        return 2 * self.chol.diagonal().log().sum()
+        return (2 * self.chol.diagonal().log().sum()).to(self.base.dtype)
 
     def inverse_diagonal(self) -> Tensor:
         eye = torch.eye(len(self.chol), dtype=self.chol.dtype, device=self.chol.device)
-        return torch.linalg.solve_triangular(self.chol, eye, upper=False).square().sum(0)
+        return torch.linalg.solve_triangular(self.chol, eye, upper=False).square().sum(0).to(self.base.dtype)
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.chol @ self._normal(k, generator)
+        return self.chol.to(self.base.dtype) @ self._normal(k, generator)
 
     def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return torch.linalg.solve_triangular(self.chol.mT, self._normal(k, generator), upper=True)
+        noise = self._normal(k, generator)
+        return torch.linalg.solve_triangular(self.chol.mT, noise.to(self.chol.dtype), upper=True).to(noise.dtype)
 
     def inverse_root(self, block: Tensor) -> Tensor:
         self.require_definite()
@@ -155,7 +189,7 @@ class OfDense(ClosedForm):
     @cached_property
     def root(self) -> Tensor:
         """P^-½."""
-        return inverse_root((self.dense + self.dense.mT) / 2)
+        return inverse_root((self.dense + self.dense.mT) / 2).to(self.base.dtype)
 
 
 class OfBlocks(ClosedForm):
@@ -174,6 +208,15 @@ class OfBlocks(ClosedForm):
     def _split(self, block: Tensor) -> list[Tensor]:
         return [part.mT for part in self.base.partition.split(block.mT)]
 
+    def require_fit(self) -> None:
+        names = getattr(self.base, "names", None)
+        for i, row in enumerate(self.rows):
+            try:
+                row.require_fit()
+            except ValueError as error:
+                of = f" ({', '.join(names[i])})" if names else ""
+                raise ValueError(f"block {i}{of} of {type(self.base).__name__}: {error}") from None
+
     def require_definite(self) -> None:
         for row in self.rows:
             row.require_definite()
@@ -183,6 +226,9 @@ class OfBlocks(ClosedForm):
 
     def logdet(self) -> Tensor:
         return torch.stack([row.logdet() for row in self.rows]).sum()
+
+    def logdet_error(self) -> float:
+        return sum(row.logdet_error() for row in self.rows)
 
     def inverse_diagonal(self) -> Tensor:
         diagonal: Tensor = self.base.partition.join([row.inverse_diagonal() for row in self.rows])

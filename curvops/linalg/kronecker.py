@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,29 @@ from torch import Tensor
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache, recorded
 from curvops.linalg.results import NotPositiveSemidefinite
+
+
+@dataclass(frozen=True, eq=False)
+class Details:
+    """What a factor's dtype does not hold of it, for its eigendecomposition.
+
+    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m), r < m, has the factor as rootᵀ root;
+    `rounding` is the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many.
+    """
+
+    rest: Tensor | None = None
+    root: Tensor | None = None
+    rounding: float = 0.0
+
+    def map(self, change: Any, change_root: Any) -> Details:
+        """The details of a factor that was changed."""
+        rest, root = self.rest, self.root
+        rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
+        return Details(rest, root, self.rounding)
+
+    def block(self, part: slice) -> Details:
+        """The details of a diagonal block of the factor."""
+        return self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
 
 
 class _Grouped(Operator):
@@ -42,11 +66,17 @@ class Kronecker(_Grouped):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite.
-    A product costs 2·n·(p + q) operations a column, as two batched matrix products.
+    A product costs 2·n·(p + q) operations a column, as two batched matrix products. `details` of the factors make their
+    eigendecomposition more accurate or cheaper than their dtype and size have it.
     """
 
     def __init__(
-        self, left: Float[Tensor, "g p *left"], right: Float[Tensor, "g q *right"], cache: Cache | None = None
+        self,
+        left: Float[Tensor, "g p *left"],
+        right: Float[Tensor, "g q *right"],
+        cache: Cache | None = None,
+        *,
+        details: tuple[Details, Details] = (Details(), Details()),
     ) -> None:
         for name, factor in (("left", left), ("right", right)):
             square = factor.ndim == 2 or (factor.ndim == 3 and factor.shape[1] == factor.shape[2])
@@ -55,7 +85,7 @@ class Kronecker(_Grouped):
                     f"{name} must be (g, m, m), or (g, m) where it is diagonal, with the same g for both factors; "
                     f"got left {tuple(left.shape)} and right {tuple(right.shape)}."
                 )
-        super().__init__(left, right, cache=Cache() if cache is None else cache)
+        super().__init__(left, right, cache=Cache() if cache is None else cache, details=details)
 
     @property
     def left(self) -> Tensor:
@@ -93,22 +123,39 @@ class Kronecker(_Grouped):
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim or bool(factor < 0):
             return super()._mul_constant(other)
-        return Kronecker(self.left * factor, self.right)
+        of_left, of_right = self._kwargs["details"]
+        scaled = of_left.map(lambda rest: rest * factor, lambda root: root * factor.sqrt())
+        return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
+        """The same operator in another dtype or on another device."""
+        target = torch._C._nn._parse_to(*args, **kwargs)[:2]
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.to(device=target[0], dtype=target[1])
+
+        details = tuple(one.map(change, change) for one in self._kwargs["details"])
+        return Kronecker(change(self.left), change(self.right), details=(details[0], details[1]))
 
     def eigen(self) -> EigenKronecker:
         """U diag(values) Uᵀ from the eigendecompositions of the factors, g·(p³ + q³) operations; it is kept.
 
         They run in float64: in float32 the small eigenvalues are lost, and with them the solution (2 × 300 rows,
-        condition 1e8, shift 1e-6: relative error 1e-2 in place of 5e-7, for half of the time). Raises
-        NotPositiveSemidefinite where a factor has an eigenvalue below zero beyond its dtype's rounding.
+        condition 1e8, shift 1e-6: relative error 1e-2 in place of 5e-7, for half of the time), even where the factor
+        itself is a sum in float32 (its own rounding is below one unit of the largest eigenvalue, that of the
+        decomposition up to 13). A factor with a root of r < m rows takes r³ operations and some 4·m³/3, in the factor's
+        dtype, that complete its eigenvectors. Raises NotPositiveSemidefinite where a factor has an eigenvalue below
+        zero beyond its dtype's rounding.
         """
         return self._kwargs["cache"].kept("eigen", self._args, self._eigen)
 
     def _eigen(self) -> EigenKronecker:
-        left_values, left_vectors = _eigh(self.left, "left")
-        right_values, right_vectors = _eigh(self.right, "right")
+        of_left, of_right = self._kwargs["details"]
+        left_values, left_vectors = _eigh(self.left, of_left, "left")
+        right_values, right_vectors = _eigh(self.right, of_right, "right")
         values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
-        return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype))
+        rounding = of_left.rounding + of_right.rounding
+        return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), rounding)
 
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """(left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left): Martens & Grosse 2015, 6.3.
@@ -123,14 +170,17 @@ class Kronecker(_Grouped):
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
         pi = (torch.where(usable, of_right, one) / torch.where(usable, of_left, one)).sqrt()
-        return Kronecker(_shifted(self.left, level.sqrt() / pi), _shifted(self.right, level.sqrt() * pi))
+        known_left, known_right = (Details(one.rest, None, one.rounding) for one in self._kwargs["details"])
+        damped = _shifted(self.left, level.sqrt() / pi), _shifted(self.right, level.sqrt() * pi)
+        return Kronecker(*damped, details=(known_left, known_right))
 
 
 class EigenKronecker(_Grouped):
     """U diag(values) Uᵀ with U = U_l ⊗ U_r in each group: the Kronecker eigenbasis with any spectrum.
 
     Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding
-    a diagonal that is one number per group only shifts the values.
+    a diagonal that is one number per group only shifts the values. `rounding` is the largest error of the values,
+    relative to the largest of them.
     """
 
     def __init__(
@@ -138,8 +188,9 @@ class EigenKronecker(_Grouped):
         left_vectors: Float[Tensor, "g p *left"],
         right_vectors: Float[Tensor, "g q *right"],
         values: Float[Tensor, "g p q"],
+        rounding: float = 0.0,
     ) -> None:
-        super().__init__(left_vectors, right_vectors, values)
+        super().__init__(left_vectors, right_vectors, values, rounding=rounding)
 
     @property
     def left_vectors(self) -> Tensor:
@@ -155,6 +206,11 @@ class EigenKronecker(_Grouped):
     def values(self) -> Tensor:
         """The eigenvalues, (g, p, q)."""
         return self._args[2]
+
+    @property
+    def rounding(self) -> float:
+        """The largest error of the values, relative to the largest of them."""
+        return self._kwargs["rounding"]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -189,7 +245,7 @@ class EigenKronecker(_Grouped):
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim:
             return super()._mul_constant(other)
-        return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor)
+        return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding)
 
 
 # A block in groups is (g, p, K, q): the left factor then multiplies (p, K·q) and the right one (p·K, q), with no copy
@@ -229,17 +285,19 @@ def _shifted(factor: Tensor, levels: Tensor) -> Tensor:
     return factor + (diagonal if factor.ndim == 2 else torch.diag_embed(diagonal))
 
 
-def _eigh(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     """Eigenvalues (g, m) in float64 with rounding set to zero, and vectors in the factor's dtype, or ones (g, m)."""
+    m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
+    # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
+    slack, noise = max(eps**0.5, 10 * m * eps), 10 * m * torch.finfo(torch.float64).eps
     if factor.ndim == 2:
         values, vectors, slack, noise = factor.double(), torch.ones_like(factor), 0.0, 0.0
+    elif details.root is not None:
+        values, vectors = _eigh_of_root(details.root)
     else:
-        double = factor.double()
-        values, vectors = torch.linalg.eigh((double + double.mT) / 2)
-        vectors = vectors.to(factor.dtype)
-        # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
-        slack = max(torch.finfo(factor.dtype).eps ** 0.5, 10 * values.shape[1] * torch.finfo(factor.dtype).eps)
-        noise = 10 * values.shape[1] * torch.finfo(torch.float64).eps
+        matrix = factor.double() if details.rest is None else factor.double() + details.rest
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        values, vectors, noise = values.double(), vectors.to(factor.dtype), max(noise, details.rounding)
     largest = values.detach().abs().amax(1, keepdim=True)
     if bool((values.detach() < -slack * largest).any()) or not bool(torch.isfinite(largest).all()):
         raise NotPositiveSemidefinite(
@@ -247,3 +305,20 @@ def _eigh(factor: Tensor, name: str) -> tuple[Tensor, Tensor]:
             f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
     return torch.where(values.detach() > noise * largest, values, values - values.detach()), vectors
+
+
+def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
+    """The eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
+
+    QR takes the eigenvectors in the order of falling eigenvalues, so that what is left of rounding is carried by the
+    smallest ones, and completes them by a basis of the null space.
+    """
+    g, r, m = root.shape
+    rows = root.double()
+    values, inner = torch.linalg.eigh(rows @ rows.mT)
+    values, inner = values.flip(1), inner.flip(2)
+    floor = (r * torch.finfo(torch.float64).eps * values[:, :1].abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    outer = (rows.mT @ inner) * values.clamp_min(floor).rsqrt().unsqueeze(1)
+    vectors = torch.linalg.qr(outer.to(root.dtype), mode="complete").Q
+    values = torch.cat([values, values.new_zeros(g, m - r)], 1)
+    return values.flip(1), vectors.flip(2)

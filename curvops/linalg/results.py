@@ -78,6 +78,10 @@ class Reason(Enum):
     )
 
 
+class PrecisionLimit(UserWarning):
+    """A result in closed form that the dtype of its operand may have too few digits for."""
+
+
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
 
 

@@ -77,13 +77,17 @@ class Diagonal(Operator):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for.
+    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for. A `rest`
+    of the same shape is what its dtype does not hold of the matrix: products leave it out, factorisations add it in
+    float64.
     """
 
-    def __init__(self, tensor: Tensor, psd: bool = False, space: Space | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, psd: bool = False, space: Space | None = None, *, rest: Tensor | None = None
+    ) -> None:
         if tensor.ndim < 2:
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
-        super().__init__(tensor, psd=psd, space=space)
+        super().__init__(tensor, psd=psd, space=space, rest=rest)
 
     @property
     def _is_formed(self) -> bool:
@@ -93,6 +97,11 @@ class Dense(Operator):
     def tensor(self) -> Tensor:
         """The matrix, (..., m, n)."""
         return self._args[0]
+
+    @property
+    def rest(self) -> Tensor | None:
+        """What the dtype does not hold of the matrix, where it is known."""
+        return self._kwargs["rest"]
 
     @property
     def psd(self) -> bool:
@@ -138,6 +147,12 @@ class Dense(Operator):
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
         return Dense(self.tensor.permute(*dims, -2, -1))
+
+
+def in_parts(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A matrix in another dtype, and what that dtype does not hold of it."""
+    kept = matrix.to(dtype)
+    return kept, None if matrix.dtype == dtype else (matrix - kept).to(dtype)
 
 
 class LowRank(Operator):

@@ -93,6 +93,10 @@ class OfLowRank(ClosedForm):
         return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1]
 
     def inverse_diagonal(self) -> Tensor:
+        if self._needs_splitting:
+            inside = self.base.vectors.square()
+            outside = (1 - inside.sum(1)).clamp_min(0)
+            return inside @ (self.base.values + self.shift).reciprocal() + outside / self.shift
         middle = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self.scaled.mT)
         return self.shift.reciprocal() - (self.scaled * middle.mT).sum(-1)
 

@@ -12,7 +12,7 @@ from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
 from curvops.linalg.spaces import Space
 from curvops.operators.fisher import output_fisher
-from curvops.operators.kfac_factors import Block, check_sharing, eigenvalue_corrected, kfac_blocks
+from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import OfLinearization, Stored
 
@@ -48,21 +48,26 @@ class LayerBlocks(BlockDiagonal):
 class KFAC(OfLinearization, LayerBlocks):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
-    `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None)`.
-    A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
-    Fisher's square root. Where a layer is applied at several positions, *expand* takes each as a point of its own and
-    *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023; embeddings always expand). Linear,
-    convolutions (a block for each group) and Embedding have factors; norm layers and others have their exact block up
-    to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names them): no model is refused. Layers
-    that share weights have one block.
+    `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None,
+    bias="joint" | "separate")`. A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over
+    the columns of the output Fisher's square root. Where a layer is applied at several positions, *expand* takes each
+    as a point of its own and *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023; embeddings
+    always expand). Linear, convolutions (a block for each group) and Embedding have factors; norm layers and others
+    have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names them): no
+    model is refused. Layers that share weights have one block. bias="separate" gives a bias the block B of its own and
+    leaves out what it shares with its weight: the two may then have different prior precisions.
+
+    Factors of up to 512 rows are summed in float64 whatever the data's dtype, and wider ones of fewer rows than that
+    keep these rows, so that small eigenvalues are right; of others, a `PrecisionLimit` warning says when the prior
+    precision is below what single precision can tell.
 
     Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
     the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
-    products. A product is two matrix products a layer. Memory: Σ in² + out² numbers. Choose it where the GGN's own
-    products are too dear and a diagonal is too crude. Raises ValueError for an unknown `fisher` or `sharing`, and for a
-    selection that splits a layer.
+    products. A product is two matrix products a layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's own
+    products are too dear and a diagonal is too crude. Raises ValueError for an unknown `fisher`, `sharing` or
+    `bias`, and for a selection that splits a layer.
     """
 
     STORED = "positions"
@@ -75,10 +80,12 @@ class KFAC(OfLinearization, LayerBlocks):
         sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
+        bias: str = "joint",
     ) -> Stored:
         check_sharing(sharing)
-        found = kfac_blocks(lin, output_fisher(lin, fisher, mc_samples, generator), sharing)
-        return _stored(lin, found, [block.operator() for block in found])
+        check_bias(bias)
+        found = kfac_blocks(lin, output_fisher(lin, fisher, mc_samples, generator), sharing, bias)
+        return _stored(lin, found, [block.operator for block in found])
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
@@ -112,14 +119,16 @@ class EKFAC(OfLinearization, LayerBlocks):
         sharing: str = "expand",
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
+        bias: str = "joint",
     ) -> Stored:
         check_sharing(sharing)
+        check_bias(bias)
         output = output_fisher(lin, fisher, mc_samples, generator)  # both walks see the same draws
-        found = kfac_blocks(lin, output, sharing)
+        found = kfac_blocks(lin, output, sharing, bias)
         return _stored(lin, found, eigenvalue_corrected(lin, output, found))
 
 
-def _stored(lin: Linearization, blocks: list[Block], operators: list[Operator]) -> Stored:
+def _stored(lin: Linearization, blocks: list[KroneckerBlock], operators: list[Operator]) -> Stored:
     positions = tuple(block.positions.to(lin.theta.device) for block in blocks)
     layout = {"positions": positions, "names": tuple(block.names for block in blocks), "space": lin.tangent_space}
     return tuple(operators), layout

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
+from curvops.linalg.kronecker import Details
+from curvops.linalg.structured import in_parts
+from curvops.network.layerwise import Layer
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Blocks
 from curvops.network.plan import ASKED_FOR
 from curvops.network.roots import Group
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
-from curvops.operators.moments import add_outer_sum, mirrored, second_moments
+from curvops.operators.moments import OuterSum, second_moments
 
 Sharing = Literal["expand", "reduce"]
+Bias = Literal["joint", "separate"]
+Sides = tuple[Tensor, Tensor]
 MOST_DENSE = 1024
 """Parameters up to which a layer without Kronecker factors gets its exact block; larger ones get its diagonal."""
+
+
+PARTS = {"weight": slice(None, -1), "bias": slice(-1, None)}
+"""The columns of a layer's matrix that belong to its weight and to its bias."""
+
+
+class KroneckerBlock(NamedTuple):
+    """A block of KFAC as an operator, its parameters, and where they stand in the flat vector."""
+
+    names: tuple[str, ...]
+    positions: Int[Tensor, " p"]
+    operator: Operator
 
 
 @dataclass(eq=False)
@@ -30,21 +47,42 @@ class Block:
     """One block as it is added up: sums of outer products of the layer's two sides, or of its whole gradients."""
 
     names: tuple[str, ...]
-    positions: Int[Tensor, " p"]
-    left: Tensor | None = None
-    right: Tensor | None = None
+    positions: Tensor  # (g, p, q) of a layer's matrix, or of the tensors one after the other
+    dtype: torch.dtype
+    left: OuterSum = field(default_factory=OuterSum)
+    right: OuterSum = field(default_factory=OuterSum)
+    tokens: Tensor | None = None
     count: int = 0
     exact: Tensor | None = None
+    layer: Layer | None = None  # where it has both a weight and a bias in one matrix
 
-    def operator(self) -> Operator:
+    def finished(self, separate: Layer | None) -> Iterator[KroneckerBlock]:
         """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
 
-        It ends the sums: call it once.
+        With a layer to be separated, one for its weight and one for its bias. It ends the sums: call it once.
         """
         if self.exact is not None:
-            return Diagonal(self.exact) if self.exact.ndim == 1 else Dense(self.exact, psd=True)
-        assert self.left is not None and self.right is not None
-        return Kronecker(mirrored(self.left), mirrored(self.right).div_(max(1, self.count)))
+            exact = Diagonal(self.exact) if self.exact.ndim == 1 else _dense(self.exact, self.dtype)
+            yield KroneckerBlock(self.names, self.positions.flatten(), exact)
+            return
+        divisor = max(1, self.count)
+        left, of_left = self.left.matrix(1, self.dtype)
+        if self.tokens is not None:
+            right, of_right = self.tokens.to(self.dtype) / divisor, Details()
+        else:
+            right, of_right = self.right.matrix(divisor, self.dtype)
+        if separate is None:
+            whole = Kronecker(left, right, details=(of_left, of_right))
+            yield KroneckerBlock(self.names, self.positions.flatten(), whole)
+            return
+        for local, part in PARTS.items():
+            own = Kronecker(left, right[:, part, part], details=(of_left, of_right.block(part)))
+            yield KroneckerBlock((separate.names[local],), self.positions[..., part].flatten(), own)
+
+
+def _dense(total: Tensor, dtype: torch.dtype) -> Dense:
+    tensor, rest = in_parts(total, dtype)
+    return Dense(tensor, psd=True, rest=rest)
 
 
 class NoFactors(UserWarning):
@@ -52,21 +90,25 @@ class NoFactors(UserWarning):
 
 
 @torch.no_grad()
-def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str) -> list[Block]:
+def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     blocks: dict[tuple[str, ...], Block] = {}
     positions = lin.model.selection.positions()
     for group in lin.root_rows(fisher):
         matrices = group.matrices()
         if group.names not in blocks:
-            blocks[group.names] = Block(group.names, _positions(positions, group, matrices is not None))
+            blocks[group.names] = Block(
+                group.names, _positions(positions, group, matrices is not None), lin.theta.dtype
+            )
         block = blocks[group.names]
         if matrices is None:
             _add_exact(block, group, positions, lin.passes.chunk_bytes)
         else:
+            block.layer = layer_with_bias(group)
             _add_factors(block, group, [shared(pair, sharing) for pair in matrices], sharing)
     _warn_of_diagonals(lin, blocks.values())
-    return [*blocks.values(), *_silent(lin, positions, blocks)]
+    found = [*blocks.values(), *_silent(lin, positions, blocks)]
+    return [part for block in found for part in block.finished(block.layer if bias == "separate" else None)]
 
 
 def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
@@ -108,16 +150,16 @@ def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor
         right = torch.stack([pair[1].mean(2, keepdim=True) for pair in matrices]).mean(0)
         matrices = [(left, right)]
     for left, right in matrices:
-        block.left = add_outer_sum(block.left, left)
+        block.left.add(left)
         if group.first:
             kept = right if group.all_counted else _counted(group, right)
             if kept.is_floating_point():
                 block.count += kept.shape[0] * kept.shape[2]
-                block.right = add_outer_sum(block.right, kept)
+                block.right.add(kept)
             else:
                 counts = _token_counts(kept, group.layer.module)
                 block.count += int(counts.sum())
-                block.right = _plus(block.right, counts.to(left.dtype).unsqueeze(0))
+                block.tokens = _plus(block.tokens, counts.unsqueeze(0))
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any) -> Int[Tensor, " V"]:
@@ -132,30 +174,47 @@ def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) 
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
         flat = flat[:, kept]
         if flat.shape[1] <= MOST_DENSE:
+            flat = flat.double()
             block.exact = _plus(block.exact, flat.mT @ flat)
         else:
             block.exact = _plus(block.exact, flat.square().sum(0))
 
 
 @torch.no_grad()
-def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[Block]) -> list[Operator]:
+def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock]) -> list[Operator]:
     """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
-    operators = {block.names: block.operator() for block in blocks}
+    operators = {block.names: block.operator for block in blocks}
     bases = {names: found.eigen() for names, found in operators.items() if isinstance(found, Kronecker)}
     values = {names: torch.zeros_like(base.values) for names, base in bases.items()}
     for group in lin.root_rows(fisher):
-        if group.names in bases:
-            values[group.names] += _second_moments(group, bases[group.names], lin.passes.chunk_bytes)
+        for names, matrices in members(group, bases):
+            values[names] += _second_moments(matrices, bases[names], lin.passes.chunk_bytes)
     corrected = {
         names: EigenKronecker(base.left_vectors, base.right_vectors, values[names]) for names, base in bases.items()
     }
     return [corrected.get(names, found) for names, found in operators.items()]
 
 
-def _second_moments(group: Group, base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
-    """Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
+def layer_with_bias(group: Group) -> Layer | None:
+    """The layer of a group with one matrix for weight and bias; None for others."""
+    return group.layer if group.layer is not None and {"weight", "bias"} <= set(group.layer.names) else None
+
+
+def members(group: Group, blocks: Container[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[Sides]]]:
+    """The blocks that a group's rows belong to, with the sides of each: one, or its weight's and its bias's."""
     matrices = group.matrices()
-    assert matrices is not None
+    if matrices is None:
+        return []
+    if group.names in blocks:
+        return [(group.names, matrices)]
+    layer = layer_with_bias(group)
+    if layer is None or (layer.names["weight"],) not in blocks:
+        return []
+    return [((layer.names[name],), [(l, r[..., part]) for l, r in matrices]) for name, part in PARTS.items()]
+
+
+def _second_moments(matrices: list[Sides], base: EigenKronecker, chunk_bytes: int) -> Float[Tensor, "g p q"]:
+    """Σ_n Σ_r (U_lᵀ g U_r)² with g = Σ_t left ⊗ right over all calls."""
     rotated = [(rotate(left, base.left_vectors), rotate(right, base.right_vectors)) for left, right in matrices]
     return second_moments(rotated, base.values.shape[2], chunk_bytes)
 
@@ -178,12 +237,18 @@ def check_sharing(sharing: str) -> None:
         raise ValueError(f"sharing={sharing!r}; expected 'expand' or 'reduce'.")
 
 
+def check_bias(bias: str) -> None:
+    """Raise ValueError for a word that names no way of treating biases."""
+    if bias not in get_args(Bias):
+        raise ValueError(f"bias={bias!r}; expected 'joint' (one block with the weight) or 'separate'.")
+
+
 def _positions(positions: Blocks, group: Group, kronecker: bool) -> Tensor:
     """Where a group's entries stand in the flat vector, in the order of its matrix or of its names."""
     if not kronecker:
         return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
     assert group.layer is not None
-    found = as_matrix(group.layer, positions).flatten()
+    found = as_matrix(group.layer, positions)
     if bool((found < 0).any()):
         raise ValueError(
             f"the selection takes some entries of {list(group.names)} but not all: a Kronecker block cannot be split. "
@@ -205,5 +270,5 @@ def _silent(lin: Linearization, positions: Blocks, blocks: dict[tuple[str, ...],
     for name in (name for name in positions if name not in seen):
         kept = positions[name][positions[name] >= 0]
         if len(kept):
-            found.append(Block((name,), kept, exact=lin.theta.new_zeros(len(kept))))
+            found.append(Block((name,), kept, lin.theta.dtype, exact=lin.theta.new_zeros(len(kept))))
     return found

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from curvops.linalg import Damped, EigenKronecker, Inverse
 from curvops.linalg.closed_forms import OfBlocks, OfEigenKronecker
-from curvops.network.parameters import Blocks
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kfac import EKFAC, KFAC
-from curvops.operators.kfac_factors import kept_entries, rotate
+from curvops.operators.kfac_factors import Sides, kept_entries, members, rotate
 
 
 @torch.no_grad()
@@ -38,21 +37,23 @@ def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs
     total = jacobian.theta.new_zeros(jacobian.shape[0] // outputs, outputs, outputs)
     for first, groups in passes.jacobian_rows():
         for group in groups:
-            if group.names not in rows:  # the layers were found otherwise when the curvature was built
-                return None
             start, count = (first + group.first_row) // outputs, group.num_rows // outputs
             target = total[start : start + count]
-            _add(target, group, rows[group.names], positions, passes.chunk_bytes)
+            whole, parts = rows.get(group.names), members(group, rows)
+            if whole is not None and not isinstance(whole, OfEigenKronecker):
+                _add_solved(target, group, whole, kept_entries(positions, group.names), passes.chunk_bytes)
+            elif not parts:  # the layers were found otherwise when the curvature was built
+                return None
+            for names, matrices in parts:
+                row = rows[names]
+                assert isinstance(row, OfEigenKronecker)
+                _add(target, matrices, row, passes.chunk_bytes)
     return total
 
 
-def _add(target: Float[Tensor, "m C C"], group: Group, row: Any, positions: Blocks, most_bytes: int) -> None:
+def _add(target: Float[Tensor, "m C C"], matrices: list[Sides], row: OfEigenKronecker, most_bytes: int) -> None:
     """target += the blocks of one layer, or of layers that share weights."""
-    if not isinstance(row, OfEigenKronecker):
-        _add_solved(target, group, row, kept_entries(positions, group.names), most_bytes)
-        return
-    matrices, base = group.matrices(), row.eigen
-    assert matrices is not None
+    base = row.eigen
     weights = row.definite_spectrum.reshape(base.values.shape).reciprocal()
     sides = [(rotate(left, base.left_vectors), right) for left, right in matrices]
     if len(sides) == 1 and not sides[0][1].is_floating_point():

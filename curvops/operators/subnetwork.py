@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
 from curvops.linalg.spaces import spaces_of
+from curvops.linalg.structured import in_parts
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
@@ -21,6 +22,8 @@ from curvops.operators.reading import OfLinearization, Stored
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
+ROWS = 256
+"""Rows of a block that are summed at a time."""
 
 
 class Subnetwork(Dense):
@@ -34,7 +37,13 @@ class Subnetwork(Dense):
     """
 
     def __init__(
-        self, source: LinearOperator | Tensor, indices: Any = None, *, psd: bool | None = None, space: Any = None
+        self,
+        source: LinearOperator | Tensor,
+        indices: Any = None,
+        *,
+        psd: bool | None = None,
+        space: Any = None,
+        rest: Tensor | None = None,
     ) -> None:
         if isinstance(source, Linearization):
             raise TypeError(
@@ -51,8 +60,8 @@ class Subnetwork(Dense):
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd = bool(getattr(source, "psd", False))
-            source = principal_block(source, indices)
-        LinearOperator.__init__(self, source, psd=psd, space=space, indices=indices)
+            source, rest = in_parts(principal_block(source, indices), source.dtype)
+        LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, indices=indices)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -77,7 +86,8 @@ class BlockDiagonal(OfLinearization, Blocks):
         positions = tuple(_partition(lin, blocks))
         _require_room(lin, positions)
         exact = Exact(lin.likelihood)
-        dense = (Dense(fisher_block(lin, exact, index), psd=True) for index in positions)
+        parts = (in_parts(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
+        dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
         return tuple(dense), {"positions": positions, "space": lin.tangent_space}
 
 
@@ -110,12 +120,19 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
 
 @torch.no_grad()
 def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S): pushes alone, S of them for each batch."""
-    total = lin.theta.new_zeros(len(indices), len(indices))
+    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S) in float64: pushes alone, S of them for each batch.
+
+    The sums, not the pushes, are what single precision has too few digits for: with it, eigenvalues below 1e-7 of the
+    largest would be rounding.
+    """
+    total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
     for batch, J in lin.passes.each(len(indices)):
-        pushed = torch.cat([J.push(_units(part, lin.theta)) for part in indices.split(COLUMNS)])
-        total += output.product(J.outputs, pushed, batch).flatten(1) @ pushed.flatten(1).mT
-    return (total + total.mT) / 2
+        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
+        flat, outputs = pushed.flatten(1), J.outputs.double()
+        for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
+            part = slice(start, start + ROWS)
+            total[part, start:] += output.product(outputs, pushed[part], batch).flatten(1) @ flat[start:].mT
+    return total.triu() + total.triu(1).mT
 
 
 def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
@@ -154,7 +171,7 @@ def _group(group: Any, of_name: dict[str, Tensor], size: int) -> Int[Tensor, " p
 
 
 def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:
-    needed = sum(len(index) ** 2 for index in positions) * lin.theta.element_size()
+    needed = sum(len(index) ** 2 for index in positions) * 8  # two parts in single precision
     if needed > lin.memory_budget:
         largest = max(len(index) for index in positions)
         raise ValueError(

@@ -65,7 +65,7 @@ class Laplace:
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
         """The posterior under another prior precision, sharing everything that does not depend on it."""
         prior = checked_prior(prior_precision, self.lin)
-        self.spectrum.require_definite(prior)
+        self.spectrum.require_usable(prior)
         return dataclasses.replace(self, prior_precision=prior)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
@@ -172,7 +172,8 @@ def laplace(
     gradients; where they show that G + A is indefinite, that is an error which names the prior precision that is
     needed. Others cost nothing here.
 
-    Raises ValueError for a prior precision that is not positive and finite, a curvature of another size, at other
+    Raises ValueError for a prior precision that is not positive and finite or, under KFAC and EKFAC, varies within a
+    block (bias="separate" gives biases blocks of their own), a curvature of another size, at other
     weights or not known to be symmetric, G + A seen to be indefinite, or (with check_mode) a gradient that is not
     finite; TypeError for parameters in half precision.
     """
@@ -190,7 +191,7 @@ def laplace(
             "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
         )
     posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
-    posterior.spectrum.require_definite(posterior.prior_precision)
+    posterior.spectrum.require_usable(posterior.prior_precision)
     if check_mode and not bool(posterior.spectrum.gradient().isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "

@@ -51,12 +51,16 @@ class Spectrum:
                 self._gradient = self._lin.gradient()
             return self._gradient
 
-    def require_definite(self, prior: Tensor) -> None:
-        """Raise NotPositiveSemidefinite where G + A is seen to be indefinite. A G known to be psd costs nothing.
+    def require_usable(self, prior: Tensor) -> None:
+        """Raise ValueError where G's closed form does not take this prior, or where G + A is seen to be indefinite.
 
+        The latter is a NotPositiveSemidefinite. A G known to be psd costs nothing.
         Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
         indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
         """
+        form = self._closed_form(prior)
+        if form is not None:
+            form.require_fit()
         if is_psd(self._curvature):
             return
         lowest, weights = self._least_ritz()
@@ -85,7 +89,8 @@ class Spectrum:
         """log det(G + A) − log det A in nats; exact where G + A has a closed form."""
         form = self._closed_form(prior)
         if form is not None:
-            return Estimate.exact(form.logdet() - prior.log().expand(len(self._lin.theta)).sum())
+            value = form.logdet() - prior.log().expand(len(self._lin.theta)).sum()
+            return _exact(value, form.logdet_error(), rtol)
         quadrature, shift = self._quadrature(prior, rtol, generator)
         found = quadrature.logdet(shift)
         if not (prior.requires_grad and torch.is_grad_enabled()):
@@ -100,7 +105,7 @@ class Spectrum:
         """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; exact where G + A has a closed form."""
         form = self._closed_form(prior)
         if form is not None:
-            return Estimate.exact((1 - (prior * form.inverse_diagonal()).double()).sum())
+            return _exact((1 - (prior * form.inverse_diagonal()).double()).sum(), form.logdet_error(), rtol)
         quadrature, shift = self._quadrature(prior, rtol, generator)
         return quadrature.effective_dimension(shift)
 
@@ -126,6 +131,11 @@ class Spectrum:
         root = Diagonal(prior.detach().rsqrt())
         whitened = root @ self._curvature @ root
         return _within_bounds(whitened, 1.0, rtol, generator), 1.0
+
+
+def _exact(value: Tensor, error: float, rtol: float) -> Estimate:
+    reason = Reason.CONVERGED if error <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
+    return Estimate.exact(value, bias_bound=error, reason=reason)
 
 
 def _within_bounds(A: Any, shift: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:

@@ -87,9 +87,8 @@ def test_a_last_layer_is_a_selection():
 
 def test_a_prior_that_splits_a_kronecker_block_names_the_alternatives(lin):
     prior = torch.linspace(0.5, 2.0, lin.num_parameters, dtype=torch.float64)
-    post = co.laplace(lin, co.KFAC, prior_precision=prior, check_mode=False)
     with pytest.raises(ValueError, match="low_rank"):
-        post.sample(2)
+        co.laplace(lin, co.KFAC, prior_precision=prior, check_mode=False)
     by_layer = torch.cat([torch.full((30,), 0.5), torch.full((21,), 2.0)]).double()
     post = co.laplace(lin, co.KFAC, prior_precision=by_layer, check_mode=False)
     P = post.curvature.to_dense() + torch.diag(by_layer)

@@ -1,0 +1,195 @@
+"""KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.linalg import Dense, Kronecker
+from curvops.linalg.kronecker import Details
+from curvops.linalg.results import PrecisionLimit, Reason
+from curvops.operators import moments
+
+PRIORS = (1e-6, 1e-4, 1e-2)
+CURVATURES: dict[str, Callable[[Any], Any]] = {
+    "KFAC": co.KFAC,
+    "KFAC, empirical": lambda lin: co.KFAC(lin, fisher="empirical"),
+    "KFAC, separate": lambda lin: co.KFAC(lin, bias="separate"),
+    "EKFAC": co.EKFAC,
+    "BlockDiagonal": co.BlockDiagonal,
+    "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(0, lin.num_parameters, 3)),
+    "DiagonalGGN": co.DiagonalGGN,
+}
+
+
+@functools.cache
+def digits(outputs: int = 10) -> tuple[Any, Any, Tensor]:
+    """A small network on raw pixels, 0 to 16, in float32 and in float64, and test points."""
+    data = load_digits()
+    x, y = torch.tensor(data.data)[:300].float(), torch.tensor(data.target)[:300]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, outputs))
+    single = co.linearize(model, (x, y), "classification")
+    double = co.linearize(copy.deepcopy(model).double(), (x.double(), y), "classification")
+    return single, double, x[:5]
+
+
+@pytest.mark.parametrize("name", CURVATURES)
+def test_single_precision_has_the_answers_of_double_precision(name: str) -> None:
+    """Factors summed in single precision filled the null space of the softmax: variances off by a factor of 2."""
+    single, double, x = digits()
+    sides = []
+    for lin in (single, double):
+        A = CURVATURES[name](lin)
+        J = lin.jacobian(x.to(lin.theta.dtype)).to_dense()
+        J = J[:, A.indices] if isinstance(A, co.Subnetwork) else J
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PrecisionLimit)
+            for prior in PRIORS:
+                P = A.add_diagonal(prior)
+                variances = (J * P.solve(J.mT).mT).sum(1)
+                sides.append([variances.double(), P.inverse().diagonal().double(), P.logdet().double()])
+    for found, expected in zip(sides[: len(PRIORS)], sides[len(PRIORS) :]):
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=0.0)
+
+
+def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same eigenvalues, an orthogonal basis, and exact zeros in the null space."""
+    monkeypatch.setattr(moments, "MOST_EXACT", 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    lin = co.linearize(model, (torch.randn(7, 12).double(), torch.arange(7) % 3), "classification")
+    thin = co.KFAC(lin)
+    monkeypatch.undo()
+    whole = co.KFAC(lin)
+    assert [one._kwargs["details"][1].root is not None for one in thin.blocks] == [True, False]
+    torch.testing.assert_close(thin.to_dense(), whole.to_dense(), rtol=1e-10, atol=1e-12)
+    eigen = thin.blocks[0].eigen()
+    U = eigen.right_vectors[0]
+    torch.testing.assert_close(U.mT @ U, torch.eye(13).double(), rtol=1e-10, atol=1e-12)
+    assert int((eigen.values.amax((0, 1)) == 0).sum()) == 13 - 7
+    for k in (1e-6, 1.0):
+        v = torch.randn(lin.num_parameters, 2).double()
+        found, expected = (A.add_diagonal(k).solve(v) for A in (thin, whole))
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=0.0)
+
+
+def test_rows_of_a_wide_factor_come_in_batches_and_are_dropped_where_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moments, "MOST_EXACT", 2)
+    rows = torch.randn(1, 3, 5, dtype=torch.float64)
+    few, many = moments.OuterSum(), moments.OuterSum()
+    for part in rows.split(1, 1):
+        few.add(part.unsqueeze(0))
+    for _ in range(2):
+        many.add(rows.unsqueeze(0))
+    found, details = few.matrix(3, torch.float64)
+    torch.testing.assert_close(found, rows.mT @ rows / 3, rtol=1e-12, atol=1e-12)
+    assert details.root is not None
+    torch.testing.assert_close(details.root.mT @ details.root, found, rtol=1e-12, atol=1e-12)
+    found, details = many.matrix(1, torch.float64)
+    assert details.root is None
+    torch.testing.assert_close(found, 2 * rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+def test_a_root_of_repeated_and_zero_rows() -> None:
+    row = torch.randn(1, 1, 6, dtype=torch.float64)
+    root = torch.cat([row, row, torch.zeros_like(row), 1e-6 * torch.randn_like(row)], 1)
+    A = Kronecker(torch.ones(1, 1, 1).double(), root.mT @ root, details=(Details(), Details(root=root)))
+    U, values = A.eigen().right_vectors[0], A.eigen().values.flatten()
+    torch.testing.assert_close(U.mT @ U, torch.eye(6).double(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(U @ torch.diag(values) @ U.mT, (root.mT @ root)[0], rtol=1e-12, atol=1e-15)
+    assert int((values > 0).sum()) == 2
+
+
+def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "MOST_EXACT", 4)
+    single, double, _ = digits()
+    A = co.KFAC(single)
+    with pytest.warns(PrecisionLimit, match=r"rounding of torch.float32 .* larger prior precision"):
+        found = A.add_diagonal(1e-4).logdet()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionLimit)
+        A.add_diagonal(1e4).logdet()
+        co.KFAC(double).add_diagonal(1e-4).logdet()
+    with pytest.warns(PrecisionLimit):
+        post = co.laplace(single, A, 1e-4, check_mode=False)
+        evidence = post.log_evidence(rtol=1e-9)
+        effective = post.effective_parameters(rtol=1e-9)
+    assert evidence.reason is Reason.PRECISION_LIMIT
+    assert effective.reason is Reason.PRECISION_LIMIT
+    monkeypatch.undo()
+    exact = co.KFAC(double).add_diagonal(1e-4).logdet()
+    assert (found.double() - exact).abs() <= A.add_diagonal(1e-4)._closed_form().logdet_error()
+
+
+def test_a_large_dense_matrix_in_single_precision_warns() -> None:
+    A = Dense(torch.diag(torch.tensor([1e6, 1.0, 0.0])), psd=True)
+    with patch("curvops.linalg.closed_forms.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
+        A.add_diagonal(1e-3).solve(torch.ones(3))
+
+
+def test_what_a_dtype_does_not_hold_survives_conversions_and_scaling() -> None:
+    single, double, x = digits()
+    A, exact = co.KFAC(single), co.KFAC(double)
+    v = double.jacobian(x.double()).to_dense().mT
+    expected = (v * (2 * exact).add_diagonal(1e-6).solve(v)).sum(0)
+    for converted in (2 * A.to(dtype=torch.float64), (2 * A).to(dtype=torch.float64)):
+        found = (v * converted.add_diagonal(1e-6).solve(v)).sum(0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
+    """The joint blocks without what weight and bias share; EKFAC with each block's own second moments."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)]
+    model = nn.Sequential(*body).double()
+    x = torch.randn(5, 2, 4, 4).double()
+    lin = co.linearize(model, (x, torch.arange(5) % 3), "classification")
+    apart, joint = kind(lin, sharing=sharing, bias="separate"), kind(lin, sharing=sharing)
+    assert sorted(apart.names) == [("0.bias",), ("0.weight",), ("2.bias", "2.weight"), ("4.bias",), ("4.weight",)]
+    if kind is co.KFAC:
+        within = torch.zeros(lin.num_parameters, lin.num_parameters).double()
+        for part in apart.partition.parts:
+            index = torch.as_tensor(part)
+            within[index[:, None], index] = 1
+        torch.testing.assert_close(apart.to_dense(), joint.to_dense() * within, rtol=1e-10, atol=1e-12)
+    elif sharing == "expand":  # exact second moments: the trace of the GGN
+        torch.testing.assert_close(apart.diagonal().sum(), co.GGN(lin).to_dense().trace(), rtol=1e-10, atol=1e-12)
+    prior = lin.flatten({name: torch.full_like(p, 0.1 if "bias" in name else 2.0) for name, p in named(lin).items()})
+    P, J = apart.add_diagonal(prior), lin.jacobian()
+    torch.testing.assert_close(P.solve(lin.theta), torch.linalg.solve(P.to_dense(), lin.theta), rtol=1e-9, atol=1e-12)
+    rows = J.to_dense()
+    expected = (rows @ torch.linalg.solve(P.to_dense(), rows.mT)).unflatten(0, (-1, 3)).unflatten(2, (-1, 3))
+    post = co.laplace(lin, apart, prior, check_mode=False)
+    with patch("curvops.operators.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
+        found = post.predict(x).covariance_matrix
+    torch.testing.assert_close(found, expected.diagonal(dim1=0, dim2=2).permute(2, 0, 1), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r'block 0 \(0.bias, 0.weight\).*bias="separate"'):
+        co.laplace(lin, joint, prior, check_mode=False)
+    with pytest.raises(ValueError, match='bias="separate"'):
+        co.laplace(lin, joint, 1.0, check_mode=False).with_prior(prior)
+
+
+def named(lin: Any) -> dict[str, Tensor]:
+    return lin.unflatten(lin.theta)
+
+
+@pytest.mark.parametrize("wrong", ["apart", "", "Separate", "expand"])
+def test_no_other_word_for_biases(wrong: str) -> None:
+    with pytest.raises(ValueError, match="expected 'joint'"):
+        co.KFAC(digits()[0], bias=wrong)
