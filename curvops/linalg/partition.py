@@ -96,7 +96,10 @@ def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
         low, high = (part.start, part.stop - 1) if isinstance(part, range) else map(int, torch.aminmax(part))
         if low < 0 or high >= n:
             return False
-        seen[slice(part.start, part.stop) if isinstance(part, range) else part.cpu()] = True
+        if isinstance(part, range):
+            seen[part.start : part.stop] = True
+        else:
+            seen.index_fill_(0, part.cpu(), True)
     return bool(seen.all())
 
 

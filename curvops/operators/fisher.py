@@ -8,7 +8,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.limits import check_flag, check_generator
-from curvops.network.output_fisher import Empirical, Exact, OutputFisher, Sampled, check_kind
+from curvops.network.data import Batch
+from curvops.network.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
 from curvops.network.passes import Passes
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
@@ -54,12 +55,49 @@ def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Gene
     check_generator(generator)
     with torch.no_grad():
         walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
-        # All points at once: equal seeds draw alike however the data are batched.
         f, y = torch.cat([f for _, f in walked]), torch.cat([batch.targets for batch, _ in walked])
         weights = [batch.weights for batch, _ in walked if batch.weights is not None]
-        w = torch.cat(weights) if weights else None
-        draws = [lin.likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
+        return _drawn(lin, mc_samples, generator, f, y, torch.cat(weights) if weights else None)
+
+
+def _drawn(
+    lin: Linearization, mc_samples: int, generator: torch.Generator | None, f: Tensor, y: Tensor, w: Tensor | None
+) -> Float[Tensor, "M N C"]:
+    """All points at once: equal seeds draw alike however the data are batched."""
+    draws = [lin.likelihood.mc_residual(f, y, w, generator) for _ in range(mc_samples)]
     return torch.stack(draws) / mc_samples**0.5
+
+
+class DrawnInPassing(FromResiduals):
+    """`Sampled`, its targets drawn when first asked for: in the walk's own pass where that is of all points at once."""
+
+    def __init__(self, lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> None:
+        self.lin, self.mc_samples, self.generator = lin, mc_samples, generator
+        self.likelihood = lin.likelihood
+        self._found: Sampled | None = None
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.mc_samples
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return self._sampled(f, batch).root_product(f, z, batch)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self._sampled(f, batch).root_transpose_product(f, u, batch)
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return self._sampled(f, batch).columns(f, batch, start, stop)
+
+    def _sampled(self, f: Tensor, batch: Batch) -> Sampled:
+        if self._found is None:
+            with torch.no_grad():
+                if len(f) == self.lin.num_data:
+                    given = f.detach(), batch.targets, batch.weights
+                    draws = _drawn(self.lin, self.mc_samples, self.generator, *given)
+                else:
+                    draws = sampled_residuals(self.lin, self.mc_samples, self.generator)
+            self._found = Sampled(self.likelihood, draws)
+        return self._found
 
 
 def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
@@ -72,7 +110,8 @@ def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: tor
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":
-        return Sampled(lin.likelihood, sampled_residuals(lin, mc_samples, generator))
+        check_generator(generator)
+        return DrawnInPassing(lin, mc_samples, generator)
     return Exact(lin.likelihood) if kind == "exact" else Empirical(lin.likelihood)
 
 
