@@ -30,13 +30,13 @@ def _network(figures: Figures, problem: Problem, sampled: float | None) -> None:
     lin = linearized(problem)
     figures.gradients(problem, "KFAC, exact", lambda: co.KFAC(lin), EXACT)
     figures.gradients(problem, "KFAC, one sample", lambda: co.KFAC(lin, fisher="mc"), sampled)
-    if problem.name != "resnet":  # its largest factors have 4,608 rows: minutes
-        kfac, pairs = co.KFAC(lin, fisher="mc"), max(1, figures.settings.pairs // 3)
-        figures.add(
-            problem.label,
-            "eigendecompositions, float64",
-            alternate_fresh(problem.unit(), lambda: _eigen(kfac), pairs, warmup=0),
-        )
+    kfac, pairs = co.KFAC(lin, fisher="mc"), max(1, figures.settings.pairs // 3)
+    figures.add(
+        problem.label,
+        "eigendecompositions, once for all priors",
+        alternate_fresh(problem.unit(), lambda: _eigen(kfac), pairs, warmup=0),
+    )
+    if problem.name != "resnet":  # some minutes
         figures.gradients(problem, "EKFAC, exact, with its eigendecompositions", lambda: co.EKFAC(lin))
     if figures.settings.peers and peer_version(PEER) is not None:
         _beside_curvlinops(figures, problem, lin)
@@ -44,8 +44,9 @@ def _network(figures: Figures, problem: Problem, sampled: float | None) -> None:
 
 def _eigen(kfac: co.KFAC) -> Callable[[], object]:
     """The eigendecompositions of copies that keep none."""
-    blocks = [Kronecker(block.left, block.right) for block in kfac.blocks if isinstance(block, Kronecker)]
-    return lambda: [block.eigen() for block in blocks]
+    blocks = [block for block in kfac.blocks if isinstance(block, Kronecker)]
+    copies = [Kronecker(block.left, block.right, details=block.details) for block in blocks]
+    return lambda: [copy.eigen() for copy in copies]
 
 
 def _beside_curvlinops(figures: Figures, problem: Problem, lin: Any) -> None:

@@ -98,6 +98,11 @@ class Kronecker(_Grouped):
         return self._args[1]
 
     @property
+    def details(self) -> tuple[Details, Details]:
+        """What is known of the two factors beyond their dtype."""
+        return self._kwargs["details"]
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         return self.left.shape[0], self.left.shape[1], self.right.shape[1]
 
@@ -123,7 +128,7 @@ class Kronecker(_Grouped):
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim or bool(factor < 0):
             return super()._mul_constant(other)
-        of_left, of_right = self._kwargs["details"]
+        of_left, of_right = self.details
         scaled = of_left.map(lambda rest: rest * factor, lambda root: root * factor.sqrt())
         return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
 
@@ -134,7 +139,7 @@ class Kronecker(_Grouped):
         def change(tensor: Tensor) -> Tensor:
             return tensor.to(device=target[0], dtype=target[1])
 
-        details = tuple(one.map(change, change) for one in self._kwargs["details"])
+        details = tuple(one.map(change, change) for one in self.details)
         return Kronecker(change(self.left), change(self.right), details=(details[0], details[1]))
 
     def eigen(self) -> EigenKronecker:
@@ -150,7 +155,7 @@ class Kronecker(_Grouped):
         return self._kwargs["cache"].kept("eigen", self._args, self._eigen)
 
     def _eigen(self) -> EigenKronecker:
-        of_left, of_right = self._kwargs["details"]
+        of_left, of_right = self.details
         left_values, left_vectors = _eigh(self.left, of_left, "left")
         right_values, right_vectors = _eigh(self.right, of_right, "right")
         values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
@@ -170,7 +175,7 @@ class Kronecker(_Grouped):
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
         pi = (torch.where(usable, of_right, one) / torch.where(usable, of_left, one)).sqrt()
-        known_left, known_right = (Details(one.rest, None, one.rounding) for one in self._kwargs["details"])
+        known_left, known_right = (Details(one.rest, None, one.rounding) for one in self.details)
         damped = _shifted(self.left, level.sqrt() / pi), _shifted(self.right, level.sqrt() * pi)
         return Kronecker(*damped, details=(known_left, known_right))
 

@@ -129,7 +129,7 @@ class OuterSum:
             _add_upper(self.total, piece.to(self.total.dtype), beta)
             beta = 1
 
-    def _add_by_points(self, side: Float[Tensor, "*m 1 t p"]) -> bool:
+    def _add_by_points(self, side: Float[Tensor, "*m g t p"]) -> bool:
         """A product for each point, where columns are few and lie apart (channels): rows would have to be copied."""
         p, t = side.shape[-1], side.shape[-2]
         if side.is_cuda or side.shape[-3] != 1 or p >= min(t, LEAST_SYMMETRIC, MOST_EXACT) or side.stride(-2) != 1:

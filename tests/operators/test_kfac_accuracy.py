@@ -73,7 +73,7 @@ def test_a_wide_factor_of_few_rows_is_decomposed_from_them(monkeypatch: pytest.M
     thin = co.KFAC(lin)
     monkeypatch.undo()
     whole = co.KFAC(lin)
-    assert [one._kwargs["details"][1].root is not None for one in thin.blocks] == [True, False]
+    assert [one.details[1].root is not None for one in thin.blocks] == [True, False]
     torch.testing.assert_close(thin.to_dense(), whole.to_dense(), rtol=1e-10, atol=1e-12)
     eigen = thin.blocks[0].eigen()
     U = eigen.right_vectors[0]
@@ -193,3 +193,39 @@ def named(lin: Any) -> dict[str, Tensor]:
 def test_no_other_word_for_biases(wrong: str) -> None:
     with pytest.raises(ValueError, match="expected 'joint'"):
         co.KFAC(digits()[0], bias=wrong)
+
+
+def test_factors_are_decomposed_once_for_all_predictions_and_priors() -> None:
+    single, _, x = digits()
+    A = co.KFAC(single)
+    post = co.laplace(single, A, 1.0, check_mode=False)
+    with patch("torch.linalg.eigh", side_effect=torch.linalg.eigh) as eigh:
+        for posterior in (post, post, post.with_prior(2.0), co.laplace(single, A, 3.0, check_mode=False)):
+            assert bool((posterior.predict(x).variance > 0).all())
+            posterior.log_evidence()
+            posterior.sample(1)
+        assert eigh.call_count == 2 * len(A.blocks)
+
+
+def test_sampled_targets_do_not_depend_on_the_batches() -> None:
+    """Drawn in the walk's own pass from one batch, in a pass of their own from several."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
+    for kind in (co.KFAC, co.EKFAC, co.DiagonalGGN):
+        found = []
+        for data in ((x, y), [(x[:3], y[:3]), (x[3:], y[3:])]):
+            lin, generator = co.linearize(model, data, "classification"), torch.Generator().manual_seed(4)
+            found.append(kind(lin, fisher="mc", mc_samples=2, generator=generator).to_dense())
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_channels_that_lie_apart_are_summed_point_by_point() -> None:
+    side = torch.randn(3, 2, 1, 4, 9).mT  # (n, r, g, t, p), t next to each other in memory
+    expected = torch.einsum("nrgtp,nrgtq->gpq", side.double(), side.double())
+    found = moments.OuterSum()
+    found.add(side)
+    found.add(2 * side)
+    total, details = found.matrix(1, torch.float32)
+    assert details.rest is not None
+    torch.testing.assert_close(total.double() + details.rest, 5 * expected, rtol=1e-12, atol=1e-12)
