@@ -3,7 +3,8 @@
 Unit: one loss gradient of the batch, 3 F multiply-adds where a forward pass takes F. By count:
 
 - streamed: a JVP and a VJP, each with its own forward pass, 2 gradients a vector, nothing built;
-- recorded: the same without the forward passes, 4/3 (a double backward push makes it 5/3), after 2 to build;
+- recorded: the same without the forward passes, 4/3 (a double backward push makes it 5/3), after 2 to build; 4 F
+  less two input gradients of the first layer, and no less for an exact GGN by these passes (docs/engines.md);
 - layerwise: two products a layer, 2/3 in all, plus reading what is kept once each way, after a forward pass, C backward
   passes and the layer Jacobians to build. Layers without a rule add a recorded product.
 
