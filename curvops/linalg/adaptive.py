@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.memory import columns_at_a_time, vector_bytes
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, largest
 
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
+BLOCK = 32
+"""Streamed probes that run together where memory has room for them."""
+STREAMED = 6
+"""Vectors that each of them takes."""
+LEAST_VECTORS = 12
+"""What the fewest products that give an error bar keep, of the estimator that keeps most."""
 
 
 @runtime_checkable
@@ -54,6 +61,11 @@ def check_budget(rtol: float | None, max_matvecs: int | None, least: int, memory
     check_limits(rtol, None, max_matvecs, memory_budget, sampled=True)
     if max_matvecs is not None and max_matvecs < least:
         raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {max_matvecs}.")
+
+
+def block_within(budget: int | None, facts: Description) -> int:
+    """How many streamed probes run together."""
+    return columns_at_a_time(BLOCK, STREAMED * vector_bytes(facts), budget)
 
 
 def affordable(budget: int | None, facts: Description, held: float) -> int | None:

@@ -15,11 +15,12 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from curvops.linalg.lanczos import LockStep, depth_within
+from curvops.linalg.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
+from curvops.linalg.memory import Multiply, working
 from curvops.linalg.results import FunctionProduct, Reason
 from curvops.linalg.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.systems import Callback, check
-from curvops.linalg.vectors import Matrix, columns, describe_square, largest, norm, product, put, zero_block
+from curvops.linalg.vectors import Matrix, columns, describe_square, largest, norm, put, zero_block
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -70,8 +71,9 @@ def apply_function(
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     wide = B.reshape(B.shape[0], -1)
     with torch.no_grad():
-        job = _Run(A, f, wide, None if lower_bound is None else float(lower_bound), memory_budget, maxiter)
-        job.solve(float(rtol), max_matvecs, callback)
+        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+            job = _Run(multiply, f, wide, None if lower_bound is None else float(lower_bound), room, maxiter)
+            job.solve(float(rtol), max_matvecs, callback)
         return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
@@ -92,7 +94,13 @@ class _Run:
     """Lanczos in lock-step on the columns that need it, each until its own end."""
 
     def __init__(
-        self, A: Matrix, f: Function, B: Tensor, bound: float | None, memory_budget: int | None, maxiter: int | None
+        self,
+        multiply: Multiply,
+        f: Function,
+        B: Tensor,
+        bound: float | None,
+        memory_budget: int | None,
+        maxiter: int | None,
     ) -> None:
         self.B = B
         self.heights, self.live, found = usable_columns(B)
@@ -103,7 +111,8 @@ class _Run:
         self.wanted = min(len(B), MOST_ITERATIONS if maxiter is None else maxiter)
         self.limit = depth_within(self.wanted, len(B), B.element_size(), max(1, len(self.live)), memory_budget)
         unit = columns(B, self.live) / self.heights[self.live].to(B)
-        self.run = LockStep(product(A), unit, min(self.limit, FIRST_CAPACITY))
+        size = len(B), B.element_size(), max(1, len(self.live)), memory_budget
+        self.run = LockStep(multiply, unit, first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit)
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))

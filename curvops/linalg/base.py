@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvops.linalg.cache import Cache
 from curvops.linalg.contract import SolverContract
+from curvops.linalg.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.partition import Partition
 from curvops.linalg.spaces import Spaces, common, spaces_of
 
@@ -72,6 +73,11 @@ class Operator(SolverContract, LinearOperator):
         parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
         space = self._kwargs.get("space")
         return self.__class__(*parts, **self._kwargs | ({} if space is None else {"space": space.detached()}))
+
+    @property
+    def memories(self) -> Memories:
+        """The memory budgets that vectors of algorithms on A come out of: those of the networks in A."""
+        return frozenset().union(*(memories_of(part) for part in self._args))
 
     # Products
 
@@ -211,7 +217,7 @@ class Operator(SolverContract, LinearOperator):
         shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
         rows, columns = row_index.expand(shape).reshape(-1), col_index.expand(shape).reshape(-1)
         wanted, position = columns.unique(return_inverse=True)
-        blocks = [self._columns(part)[rows] for part in wanted.split(COLUMN_BLOCK)]
+        blocks = [found[rows] for _, found in self._by_columns(wanted)]
         return torch.cat(blocks, 1).gather(1, position.unsqueeze(1)).squeeze(1).reshape(shape)
 
     def _columns(self, index: Tensor) -> Tensor:
@@ -220,9 +226,25 @@ class Operator(SolverContract, LinearOperator):
         units.scatter_(1, index.unsqueeze(1), 1.0)
         return self.matmul(units.mT)
 
+    def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
+        """(positions, A[:, positions]) of at most so many columns at a time, fewer where memory is short."""
+        width, beside = solved_at_a_time(self, min(most, len(index)))
+        for part in index.split(width):
+            with holding(self, beside):
+                found = self._columns(part)
+            yield part, found
+
     def _diagonal(self) -> Tensor:
-        parts = torch.arange(min(self.matrix_shape), device=self.device).split(COLUMN_BLOCK)
-        return torch.cat([self._columns(part)[part].diagonal() for part in parts])
+        positions = torch.arange(min(self.matrix_shape), device=self.device)
+        return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
+
+    def to_dense(self) -> Tensor:
+        """The matrix itself, (..., m, n): one product a column, as many at a time as the memory budget has room for."""
+        n = self.shape[-1]
+        if self.batch_shape or solved_at_a_time(self, n)[0] >= n:
+            return super().to_dense()
+        positions = torch.arange(n, device=self.device)
+        return torch.cat([found for _, found in self._by_columns(positions, n)], 1)
 
     @property
     def diagonal_matvecs(self) -> int:

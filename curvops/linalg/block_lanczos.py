@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.memory import working
 from curvops.linalg.projection import DROPPED, Counted, Projection, rotation
 from curvops.linalg.results import Reason
 from curvops.linalg.summary import Summarised
@@ -28,7 +29,6 @@ from curvops.linalg.vectors import (
     as_block,
     describe_square,
     largest,
-    product,
     random_block,
 )
 
@@ -80,13 +80,14 @@ def block_lanczos(
     check_limits(memory_budget=memory_budget)
     block = start_block(facts, start, min(4, n) if block_size is None else block_size, generator)
     wanted = min(steps * block.shape[1], n)
-    within = columns_within(memory_budget, n, n * facts.dtype.itemsize, block.shape[1])
-    capacity = min(wanted, max(block.shape[1], within))
-    run = BlockLanczos(Counted(product(A)), block, capacity + block.shape[1], generator, inject=False)
-    done = 0
-    while done < steps and run.width < capacity and run.pending.shape[1] and not run.failed:
-        run.step()
-        done += 1
+    with working(A, memory_budget) as (multiply, room):
+        within = columns_within(room, n, n * facts.dtype.itemsize, block.shape[1])
+        capacity = min(wanted, max(block.shape[1], within))
+        run = BlockLanczos(Counted(multiply), block, capacity + block.shape[1], generator, inject=False)
+        done = 0
+        while done < steps and run.width < capacity and run.pending.shape[1] and not run.failed:
+            run.step()
+            done += 1
     if run.failed:
         reason = Reason.NON_FINITE
     elif run.skewed:

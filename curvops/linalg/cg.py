@@ -33,6 +33,8 @@ from curvops.linalg.vectors import Matrix, Vectors, as_block, as_columns, descri
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
+REFINED = 16
+"""As many more for iterative refinement: what it keeps in float64."""
 
 
 def cg(
@@ -63,6 +65,7 @@ def cg(
             solves for corrections in A's dtype; torch.float32 in ``A.to(torch.float32)``, so that of the products with
             a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind A has left of its own budget.
 
     Returns:
         A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
@@ -93,8 +96,9 @@ def cg(
         correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
         return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
 
+    vectors = VECTORS + (0 if refine is False else REFINED)
     with torch.no_grad():
-        return shaped_as(in_groups(solve, as_columns(B), start, VECTORS, memory_budget), B)
+        return shaped_as(in_groups(solve, A, as_columns(B), start, vectors, memory_budget), B)
 
 
 def _in_dtype(precondition: Block, dtype: torch.dtype) -> Block:

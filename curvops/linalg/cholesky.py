@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.matrix_entries import columns_of, diagonal_of
+from curvops.linalg.memory import room_for
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
@@ -40,6 +41,8 @@ from curvops.linalg.vectors import (
 MOST_RANK = 1024
 BLOCK = 16
 FIRST_ROOM = 64
+# Vectors that a rank of one takes.
+LEAST_VECTORS = 6
 MOST_CONDITION = 28.0
 
 
@@ -111,7 +114,8 @@ def cholesky(
         shift: of the preconditioner; with rank=None columns are added until its condition number is at most 28.
         rtol: stop when the trace left is at most this share of A's.
         diagonal: A's diagonal where it is known, as for a GGN ``co.DiagonalGGN(lin)``, which would take n products.
-        memory_budget: bytes for F and its orthonormal basis, which caps the rank.
+        memory_budget: bytes for F and its orthonormal basis, which caps the rank; None is what the linearisation behind
+            A has left of its own budget.
 
     Raises:
         ValueError: A is not square, an option is out of range, or an entry is not finite.
@@ -123,7 +127,8 @@ def cholesky(
     _check(rank, pivoting, shift)
     check_limits(rtol, memory_budget=memory_budget)
     size = torch.finfo(dtype).bits // 8
-    room = n if memory_budget is None else memory_budget // max(1, 2 * n * size)
+    budget = room_for(A, memory_budget, LEAST_VECTORS * n * size)
+    room = n if budget is None else budget // max(1, 2 * n * size)
     wanted = min(n, MOST_RANK if rank is None else rank)
     with torch.no_grad():
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)

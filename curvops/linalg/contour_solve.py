@@ -12,6 +12,7 @@ from torch import Tensor
 from curvops.linalg.apply_function import usable_columns
 from curvops.linalg.contour import InverseRootQuadrature, inverse_root_quadrature
 from curvops.linalg.lanczos import lanczos
+from curvops.linalg.memory import room_for
 from curvops.linalg.multi_shift import MultiShift
 from curvops.linalg.results import FunctionProduct, NotPositiveSemidefinite, Reason
 from curvops.linalg.ritz import NEAR_ZERO, ROUNDING
@@ -69,7 +70,8 @@ def contour(
             size, spent, trouble = _size(A, unit)
         if len(live) and trouble is None:
             rule = _rule(size, lower_bound, inverse, aim, torch.finfo(B.dtype).eps)
-            width = _width(unit, len(rule.shifts) * (2 if keep else 1), memory_budget)
+            vectors = len(rule.shifts) * (2 if keep else 1)
+            width = _width(unit, vectors, room_for(A, memory_budget, 0))
             for block in unit.split(width, dim=1):
                 job = _Part(A, block, rule, size, lower_bound, inverse, keep)
                 job.solve(float(rtol), aim, most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)

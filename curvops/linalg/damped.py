@@ -18,12 +18,13 @@ from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
 from curvops.linalg.gradients import carried, differentiated
 from curvops.linalg.logdet import logdet, paired_logdet
+from curvops.linalg.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
 from curvops.linalg.spaces import Spaces, spaces_of
-from curvops.linalg.structured import Diagonal, draw, draw_dense
-from curvops.linalg.vectors import require_precision
+from curvops.linalg.structured import Diagonal, draw_dense, draw_together
+from curvops.linalg.vectors import describe, require_precision
 
 
 class Damped(Operator):
@@ -154,6 +155,8 @@ class Damped(Operator):
         if not bool((shift > 0).all()):
             return None
         base, level, scale = self._whitened(shift)
+        if memory_budget is None and (room := room_for(self, None, 0)) is not None:
+            memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for
         try:
             sketch = nystrom(
                 base, rank=None, shift=level, rhs=columns, generator=generator, memory_budget=memory_budget
@@ -161,6 +164,7 @@ class Damped(Operator):
         except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
             return None
         inner = sketch.preconditioner(level)
+        keep(self, inner, inner.U.nbytes)
         return inner if scale is None else _Scaled(scale, inner)
 
     def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
@@ -217,8 +221,8 @@ class Damped(Operator):
             return draw_dense(self, k, generator)  # an indefinite A has no root, while P may be positive definite
         if bool((self.shift < 0).any()):
             raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
-        noise = draw(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
-        return draw(self.base, k, generator) + noise
+        noise = draw_together(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
+        return draw_together(self.base, k, generator) + noise
 
     def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
         form = self._closed_form()
@@ -288,7 +292,7 @@ class Inverse(Operator):
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if isinstance(self.base, Damped):
             return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
-        return self.base.solve_to(draw(self.base, k, generator), self._kwargs["rtol"])
+        return self.base.solve_to(draw_together(self.base, k, generator), self._kwargs["rtol"])
 
 
 def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) -> Tensor:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
 from curvops.linalg.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch, probes
-from curvops.linalg.hutchinson import BLOCK
 from curvops.linalg.limits import check_choice
+from curvops.linalg.memory import working
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import (
     Description,
@@ -62,17 +62,17 @@ def diagonal(
     """
     facts = describe_square(A)
     check_choice("method", method, METHODS)
-    with torch.no_grad():
-        multiply = checked(product(A))
+    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+        block = block_within(room, facts)
         if method == "exact":
-            return _exact(multiply, facts)
+            return _exact(multiply, facts, block)
         return estimated(
-            _family(method, A, multiply, facts, generator),
-            lambda: _exact(multiply, facts),
+            _family(method, A, multiply, facts, generator, block),
+            lambda: _exact(multiply, facts, block),
             facts,
             rtol=rtol,
             max_matvecs=max_matvecs,
-            memory_budget=memory_budget,
+            memory_budget=room,
         )
 
 
@@ -82,17 +82,18 @@ def _family(
     multiply: Multiply,
     facts: Description,
     generator: torch.Generator | None,
+    block: int,
 ) -> Bekas | XDiag | XNysDiag:
     if method == "bekas":
-        return Bekas(multiply, facts, generator)
+        return Bekas(multiply, facts, generator, block)
     if method == "xnysdiag":
         return XNysDiag(multiply, facts, generator)
     return XDiag(multiply, checked(product(A.mT)), facts, generator)
 
 
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
+def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
     total = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
-    for E in unit_blocks(facts, BLOCK):
+    for E in unit_blocks(facts, block):
         total = total + _row_sums(E * multiply(E))
     return Estimate.exact(total[:, 0], facts.rows)
 
@@ -124,16 +125,18 @@ class Bekas:
 
     least, first, held = 2, BLOCK, 0.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.multiply, self.facts, self.generator = multiply, facts, generator
+    def __init__(
+        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, block: int = BLOCK
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
         self.count, self.size = 0, 1.0
         self.mean = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
         self.squares = torch.zeros_like(self.mean)
 
     def spend(self, matvecs: int) -> None:
-        """One product a probe, in blocks of at most 32."""
+        """One product a probe."""
         while (missing := matvecs - self.count) > 0:
-            Z = probes(self.facts, min(BLOCK, missing), "rademacher", self.generator)
+            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
             samples = Z * self.multiply(Z)
             if not self.count and (size := float(largest(samples).amax())) > 0:
                 self.size = size
@@ -175,7 +178,7 @@ class XDiag(LeaveOneOut):
 class XNysDiag(LeaveOneOut):
     """Mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ with random signs, Âᵢ the Nyström approximation without probe i."""
 
-    least, first, held = 2, 16, 4.0
+    least, first, held = 2, 16, 6.0
 
     def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
         self.sketch: NystromSketch = NystromSketch(multiply, facts, "rademacher", generator)

@@ -68,6 +68,7 @@ def dual_descent(
         generator: draws the batches.
         callback: called as ``callback(epoch, relative_residuals (K,))``.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind A has left of its own budget.
 
     Returns:
         A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
@@ -100,7 +101,7 @@ def dual_descent(
 
     with torch.no_grad():
         start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+        return shaped_as(in_groups(solve, K, B.reshape(n, -1), start, VECTORS, memory_budget), B)
 
 
 @dataclass(frozen=True)

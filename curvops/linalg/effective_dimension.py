@@ -18,8 +18,9 @@ from torch import Tensor
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, share
 from curvops.linalg.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.memory import working
 from curvops.linalg.probing import UNLIMITED
-from curvops.linalg.quadrature import LEAST, run
+from curvops.linalg.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Matrix, describe_square, product
 
@@ -41,7 +42,7 @@ def effective_dimension(
         rtol: aim for standard error and bias bound, each relative to the value.
         max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
             a dense eigendecomposition, and so does n ≤ 256 without a limit.
-        memory_budget: bytes for the Lanczos bases.
+        memory_budget: bytes for the Lanczos bases; None is what the linearisation behind G has left of its own budget.
 
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus rounding. For a whole
@@ -64,12 +65,12 @@ def effective_dimension(
     exact = facts.rows <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
     if memory_budget is not None and 16 * facts.rows**2 > memory_budget:
         exact = False
-    with torch.no_grad():
-        multiply = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
+    plain = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
+    with torch.no_grad(), working(G, memory_budget, LEAST_VECTORS, plain) as (multiply, room):
         if exact:
             return known_spectrum(multiply, facts, rtol).effective_dimension(mu)
         budget = UNLIMITED if max_matvecs is None else max_matvecs
-        quadrature = run(multiply, facts, [mu], rtol, budget, generator, memory_budget, of_shift=share)
+        quadrature = run(multiply, facts, [mu], rtol, budget, generator, room, of_shift=share)
         return quadrature.effective_dimension(mu)
 
 

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from curvops.linalg.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
 from curvops.linalg.limits import check_choice, check_limits
+from curvops.linalg.memory import Multiply, working
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Eigenpairs, Reason
 from curvops.linalg.shift_invert import Solver, shift_inverted
 from curvops.linalg.systems import iterations_allowed
 from curvops.linalg.thick_restart import Callback, Search, Which
 from curvops.linalg.vectors import (
+    CHUNK,
     Description,
     Matrix,
     Vectors,
@@ -32,7 +34,7 @@ from curvops.linalg.vectors import (
     describe_square,
     inner,
     norm,
-    product,
+    part,
     zero_block,
 )
 
@@ -78,8 +80,9 @@ def eigsh(
         max_matvecs: most products with a vector, the k of the final check included.
         start: (n, b), to begin with instead of random vectors; the complement is then always checked.
         generator: source of the random vectors.
-        memory_budget: bytes for the basis. By default it has 2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a
-            smaller one needs more products, and the reason is RANK_CAPPED where they did not suffice.
+        memory_budget: bytes for the basis; None is what the linearisation behind A has left of its own budget. It has
+            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the reason is
+            RANK_CAPPED where they did not suffice.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
@@ -99,36 +102,39 @@ def eigsh(
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     _check(n, k, which, sigma)
     wide = min(n, block_size) if start is None else start.shape[-1]
-    capacity, b, capped = basis_columns(facts, n, n, k, wide, wide if start is not None else 1, memory_budget)
-    block = start_block(facts, start, b, generator)
-    most = math.inf if max_matvecs is None else max_matvecs - k
-    if most < k + b:
-        raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
-    inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
-    process = BlockLanczos(inverse or Counted(product(A)), block, capacity, generator, inject=True)
-    search = Search(
-        process,
-        "magnitude" if which == "interior" else cast(Which, which),
-        k,
-        rtol=float(rtol),
-        capacity=capacity,
-        maxiter=iterations_allowed(n, maxiter),
-        most_matvecs=most,
-        callback=callback,
-    )
-    with torch.no_grad():
+    narrow = wide if start is not None else 1
+    with torch.no_grad(), working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room):
+        capacity, b, capped = basis_columns(facts, n, n, k, wide, narrow, room)
+        block = start_block(facts, start, b, generator)
+        most = math.inf if max_matvecs is None else max_matvecs - k
+        if most < k + b:
+            raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
+        inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
+        process = BlockLanczos(inverse or Counted(multiply), block, capacity, generator, inject=True)
+        search = Search(
+            process,
+            "magnitude" if which == "interior" else cast(Which, which),
+            k,
+            rtol=float(rtol),
+            capacity=capacity,
+            maxiter=iterations_allowed(n, maxiter),
+            most_matvecs=most,
+            callback=callback,
+        )
         reason = search.run(start is None)
         if reason is Reason.NON_FINITE:
             return _broken(facts, k, process.matvecs)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
         if inverse is None:
-            vectors, images, size = process.settled, product(A)(process.settled), process.size * process.scale
+            vectors, size = process.settled, process.size * process.scale
+            values, residuals = rayleigh(vectors, multiply, b)
         else:
             vectors, images, size = inverse.polished(process.settled)
+            values, residuals = rayleigh(vectors, lambda _: images, k)
             reason = inverse.failure or reason
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
-        return _certified(vectors, images, which, sigma, float(rtol), size, reason, spent)
+        return _certified(vectors, values, residuals, which, sigma, float(rtol), size, reason, spent)
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
@@ -159,9 +165,22 @@ def basis_columns(
     raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
+def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
+    """vᵀAv/vᵀv and ‖Av − λv‖ of each column, so many at a time where they are long."""
+    values, residuals = [], []
+    width = max(width, CHUNK // vectors.shape[0])
+    for start in range(0, vectors.shape[1], width):
+        V = part(vectors, start, start + width)
+        W = multiply(V)
+        values.append(inner(V, W) / inner(V, V))
+        residuals.append(norm(W - V * values[-1].to(V.dtype)))
+    return torch.cat(values), torch.cat(residuals)
+
+
 def _certified(
     vectors: Vectors,
-    images: Vectors,
+    values: Tensor,
+    residuals: Tensor,
     which: str,
     sigma: float | None,
     rtol: float,
@@ -169,11 +188,10 @@ def _certified(
     reason: Reason,
     matvecs: int,
 ) -> Eigenpairs:
-    """Rayleigh quotients, true residuals and reasons, in order."""
-    values = inner(vectors, images) / inner(vectors, vectors)
+    """The pairs and their reasons, in order."""
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
     order = keys.get(which, -values).argsort()
-    residuals = norm(images - vectors * values.to(vectors.dtype))[order]
+    residuals = residuals[order]
     values = torch.where(torch.isfinite(residuals), values[order], math.nan)
     residuals = residuals.nan_to_num(math.inf, math.inf)
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))

@@ -18,10 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.adaptive import checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
 from curvops.linalg.exchangeable import LeaveOneOut, Multiply, RangeSketch, TwoLeftOut, leave_one_out, probes, spared
-from curvops.linalg.hutchinson import BLOCK, mean_of
+from curvops.linalg.hutchinson import mean_of
 from curvops.linalg.limits import check_choice
+from curvops.linalg.memory import working
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
 
@@ -58,23 +59,23 @@ def frobenius_norm(
     check_choice("method", method, METHODS)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
-    with torch.no_grad():
-        multiply = checked(product(A))
+    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+        block = block_within(room, facts)
         if method == "exact":
-            return _exact(multiply, facts)
+            return _exact(multiply, facts, block)
         return estimated(
-            (XNorm if method == "xtrace" else Norms)(multiply, facts, generator),
-            lambda: _exact(multiply, facts),
+            XNorm(multiply, facts, generator) if method == "xtrace" else Norms(multiply, facts, generator, block),
+            lambda: _exact(multiply, facts, block),
             facts,
             rtol=rtol,
             max_matvecs=max_matvecs,
-            memory_budget=memory_budget,
+            memory_budget=room,
         )
 
 
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
+def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
     total = torch.zeros((), dtype=torch.float64, device=facts.device)
-    for E in unit_blocks(facts, BLOCK):
+    for E in unit_blocks(facts, block):
         total = total + norm(multiply(E)).square().sum()
     return Estimate.exact(total.sqrt(), facts.columns)
 
@@ -95,14 +96,16 @@ class Norms:
 
     least, first, held = 2, BLOCK, 0.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.multiply, self.facts, self.generator = multiply, facts, generator
+    def __init__(
+        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, block: int = BLOCK
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
         self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
 
     def spend(self, matvecs: int) -> None:
-        """One product a probe, in blocks of at most 32."""
+        """One product a probe."""
         while (missing := matvecs - len(self.samples)) > 0:
-            Z = probes(self.facts, min(BLOCK, missing), "rademacher", self.generator)
+            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
             self.samples = torch.cat([self.samples, norm(self.multiply(Z)).square()])
 
     def estimate(self) -> Estimate:

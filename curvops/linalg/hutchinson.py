@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.adaptive import BLOCK
 from curvops.linalg.exchangeable import Multiply, RangeSketch, probes
 from curvops.linalg.results import Estimate, Reason, caution
 from curvops.linalg.vectors import Description, axpy, gram, inner, join, norm
-
-BLOCK = 32
 
 
 def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
@@ -29,16 +28,21 @@ class Hutchinson:
     least, first, held = 2, BLOCK, 0.0
 
     def __init__(
-        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, keep: bool = False
+        self,
+        multiply: Multiply,
+        facts: Description,
+        generator: torch.Generator | None,
+        keep: bool = False,
+        block: int = BLOCK,
     ) -> None:
-        self.multiply, self.facts, self.generator = multiply, facts, generator
+        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
         self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
         self.kept: list[Tensor] | None = [] if keep else None
 
     def spend(self, matvecs: int) -> None:
-        """One product a probe, in blocks of at most 32."""
+        """One product a probe."""
         while (missing := matvecs - len(self.samples)) > 0:
-            Z = probes(self.facts, min(BLOCK, missing), "rademacher", self.generator)
+            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
             self.samples = torch.cat([self.samples, inner(Z, self.multiply(Z))])
             if self.kept is not None:
                 self.kept.append(Z.to(torch.int8))

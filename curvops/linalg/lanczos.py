@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.memory import working
 from curvops.linalg.results import Reason
 from curvops.linalg.summary import Summarised
 from curvops.linalg.symmetry import SKEWED
@@ -25,7 +26,6 @@ from curvops.linalg.vectors import (
     largest,
     norm,
     part,
-    product,
     project_out,
     put,
     put_columns,
@@ -57,12 +57,23 @@ class LanczosResult(Summarised):
         return torch.diag(self.alphas) + torch.diag(off, 1) + torch.diag(off, -1)
 
 
+LEAST_VECTORS = 6
+"""Vectors that a run of two steps takes."""
+
+
 def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
     """The deepest basis, at most ``steps``, whose ``probes`` bases fit in ``memory_budget`` bytes; at least 1."""
     steps = min(steps, n)
     if memory_budget is None:
         return steps
     return max(1, min(steps, memory_budget // (n * itemsize * probes) - 2))
+
+
+def first_capacity(first: int, wanted: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
+    """Room for ``first`` steps, or for all there can be where a growing basis had none for the one before it."""
+    if memory_budget is None or 3 * (wanted + 2) * n * itemsize * probes <= 2 * memory_budget:
+        return min(first, wanted)
+    return depth_within(wanted, n, itemsize, probes, memory_budget)
 
 
 def lanczos(
@@ -75,7 +86,8 @@ def lanczos(
 ) -> LanczosResult:
     """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
 
-    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth.
+    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, or what the
+    linearisation behind A has left of its own.
 
     Raises:
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
@@ -97,9 +109,10 @@ def lanczos(
     size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    depth = depth_within(steps, n, dtype.itemsize, 1, memory_budget)
-    run = LockStep(product(A), block / size, depth)
-    run.extend(depth)
+    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+        depth = depth_within(steps, n, dtype.itemsize, 1, room)
+        run = LockStep(multiply, block / size, depth)
+        run.extend(depth)
     return _result(run, steps)
 
 
@@ -124,15 +137,22 @@ class LockStep:
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
     ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, and
-    ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper.
+    ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper; ``most`` is
+    how deep memory allows it.
     """
 
-    def __init__(self, multiply: Callable[[Vectors], Vectors], starts: Float[Vectors, "n K"], capacity: int) -> None:
+    def __init__(
+        self,
+        multiply: Callable[[Vectors], Vectors],
+        starts: Float[Vectors, "n K"],
+        capacity: int,
+        most: int | None = None,
+    ) -> None:
         self.n, self.K = starts.shape
         self.multiply = multiply
         self.eps = torch.finfo(starts.dtype).eps
         self.sizes = norm(starts)
-        self.capacity = capacity
+        self.capacity, self.most = capacity, most
         self.store = empty_block(starts, self.K * (capacity + 1))
         put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
         self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
@@ -174,9 +194,15 @@ class LockStep:
         return join(*found)
 
     def reserve(self, capacity: int) -> None:
-        """Room for ``capacity`` steps, keeping those done."""
+        """Room for ``capacity`` steps, keeping those done.
+
+        Of the ``most`` there can be, all at once as soon as half of them are asked for: the old basis stands beside the
+        new one meanwhile, and must be the smaller.
+        """
         if capacity <= self.capacity:
             return
+        if self.most is not None and 2 * capacity > self.most:
+            capacity = max(capacity, self.most)
         store, done = empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
         for k in range(self.K):
             put(store, k * (capacity + 1), self.vectors(k, done))

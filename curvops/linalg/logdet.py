@@ -26,10 +26,11 @@ from curvops.linalg.brackets import Multiply, single
 from curvops.linalg.dense_spectrum import EXACT_SIZE, DenseSpectrum, dense_spectrum
 from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.lanczos import LockStep
+from curvops.linalg.memory import working
 from curvops.linalg.nystrom import grow
 from curvops.linalg.preconditioners import FactoredPreconditioner
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler
-from curvops.linalg.quadrature import LEAST, run
+from curvops.linalg.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 
@@ -66,7 +67,8 @@ def logdet(
             rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. One of your own
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
             it is. The bracket stays a bound: a low-rank one says Â ≤ A, others only ‖P‖, which makes it wider.
-        memory_budget: bytes for the bases and the sketch.
+        memory_budget: bytes for the bases and the sketch; None is what the linearisation behind A has left of its own
+            budget.
 
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus what rounding of the
@@ -124,9 +126,12 @@ def paired_logdet(
                 f"Give one, or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} bytes)."
             )
         budget = UNLIMITED if max_matvecs is None else max_matvecs
-        if grid:
-            return _grid(A, bound, levels, float(rtol), budget, generator, memory_budget), None
-        return _stochastic(A, bound, levels[0], float(rtol), budget, generator, preconditioner, memory_budget, keep)
+        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+            excess = _excess(multiply, bound)
+            if grid:
+                return _grid(A, excess, levels, float(rtol), budget, generator, room), None
+            options = float(rtol), budget, generator, preconditioner, room, keep
+            return _stochastic(describe_square(A), excess, bound, levels[0], *options)
 
 
 def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
@@ -161,25 +166,25 @@ def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None)
 
 def _grid(
     A: Matrix,
-    bound: float,
+    excess: Multiply,
     levels: list[float],
     rtol: float,
     budget: int,
     generator: torch.Generator | None,
     memory_budget: int | None,
 ) -> Estimate:
-    quadrature = run(_excess(A, bound), describe_square(A), levels, rtol, budget, generator, memory_budget)
+    quadrature = run(excess, describe_square(A), levels, rtol, budget, generator, memory_budget)
     mus = torch.tensor(levels, dtype=torch.float64, device=describe_square(A).device)
     return quadrature.logdet(mus) + describe_square(A).rows * mus.log()
 
 
-def _excess(A: Matrix, bound: float) -> Multiply:
-    multiply = product(A)
+def _excess(multiply: Multiply, bound: float) -> Multiply:
     return (lambda V: multiply(V) - bound * V) if bound else multiply
 
 
 def _stochastic(
-    A: Matrix,
+    facts: Description,
+    excess: Multiply,
     bound: float,
     mu: float,
     rtol: float,
@@ -189,7 +194,6 @@ def _stochastic(
     memory_budget: int | None,
     keep: bool,
 ) -> tuple[Estimate, Pairs | None]:
-    facts, excess = describe_square(A), _excess(A, bound)
     most = min(budget // 2, MOST_RANK, facts.rows)
     if memory_budget is not None:
         most = min(most, memory_budget // (6 * facts.rows * torch.finfo(facts.dtype).bits // 8))

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.limits import check_choice
-from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow
+from curvops.linalg.memory import Multiply, vector_bytes, working
+from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, is_known_psd, negligible
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
 from curvops.linalg.vectors import (
+    CHUNK,
     Description,
     Matrix,
     apart,
@@ -25,12 +27,15 @@ from curvops.linalg.vectors import (
     describe_square,
     gram,
     norm,
-    product,
+    part,
     random_block,
 )
 
 # Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
+FEWEST_PROBES = 4
+# Vectors that one of rank and the fewest probes take.
+LEAST_VECTORS = 12
 # Arrays of n × rank numbers that are held at once.
 KEPT = 3
 
@@ -62,7 +67,9 @@ def low_rank(
         method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
             other; better for the rank, but blind to repeated eigenvalues, which shows in the error).
         generator: source of the random vectors.
-        memory_budget: bytes for the vectors kept, which caps the rank. Without it and without a rank, 1024 is the cap.
+        memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
+            of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
+            cap where nothing is given.
 
     Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
 
@@ -78,16 +85,23 @@ def low_rank(
         raise ValueError(f"rtol must lie strictly between 0 and 1, got {rtol}.")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
-    limit = _within(wanted, facts, memory_budget)
+    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
+        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
     generator = apart(generator)
-    check = _Check(op, facts, generator)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:
         return aim is not None and check.passes(U, values, aim)
 
     approximate = _by_nystrom if method == "nystrom" else _by_lanczos
-    found = approximate(op, facts, limit, aim is None, generator, satisfied)
-    error = check(found.vectors, found.values, found.matvecs)
+    with working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+        probes = PROBES
+        if memory_budget is None and room is not None:  # what is given is for the vectors kept, the network's for all
+            probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
+            room -= 2 * probes * vector_bytes(facts)
+        limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+        check = _Check(multiply, facts, generator, probes)
+        found = approximate(multiply, is_known_psd(op), facts, limit, aim is None, generator, satisfied)
+        error = check(found.vectors, found.values, found.matvecs)
     _warn(found, error, aim, rank, limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0])
 
@@ -103,19 +117,21 @@ class _Found:
 
 
 def _by_nystrom(
-    op: Matrix,
+    multiply: Multiply,
+    psd: bool,
     facts: Description,
     limit: int,
     fixed: bool,
     generator: torch.Generator | None,
     satisfied: Satisfied,
 ) -> _Found:
-    sketch = grow(product(op), facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied)
+    sketch = grow(multiply, facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied, psd)
     return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
 
 
 def _by_lanczos(
-    op: Matrix,
+    multiply: Multiply,
+    psd: bool,
     facts: Description,
     limit: int,
     fixed: bool,
@@ -124,25 +140,25 @@ def _by_lanczos(
 ) -> _Found:
     depth = limit if fixed else min(limit, FIRST_RANK)
     start = random_block(facts, 1, "gaussian", generator)
-    run = LockStep(product(op), start, depth)
+    run = LockStep(multiply, start, depth)
     while True:
         run.reserve(depth)
         run.extend(depth)
-        vectors, values = _ritz(run)
+        vectors, values = _ritz(run, psd)
         ended = bool(run.done.all())
         if fixed or ended or depth >= limit or satisfied(vectors, values):
             return _Found(vectors, values, run.matvecs, ended)
         depth = min(limit, 2 * depth)
 
 
-def _ritz(run: LockStep) -> tuple[Tensor, Tensor]:
+def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
     """Ritz vectors as columns and positive Ritz values, descending."""
     T = run.tridiagonal(0)
     if not bool(torch.isfinite(T).all()):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
     values, rotation = torch.linalg.eigh(T)
     noise = 10 * len(values) * run.eps * float(values.abs().max())
-    if float(values[0]) < -noise:
+    if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
         raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
@@ -155,38 +171,39 @@ def _ritz(run: LockStep) -> tuple[Tensor, Tensor]:
 class _Check:
     """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
 
-    def __init__(self, op: Matrix, facts: Description, generator: torch.Generator | None) -> None:
-        self.op, self.facts, self.generator = op, facts, generator
+    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None, count: int) -> None:
+        self.multiply, self.facts, self.generator, self.count = multiply, facts, generator, count
 
     @cached_property
     def probes(self) -> Tensor:
         n, _, dtype, device = self.facts
         if self.exact:
             return torch.eye(n, dtype=dtype, device=device)
-        return random_block(self.facts, PROBES, generator=self.generator)
+        return random_block(self.facts, self.count, generator=self.generator)
 
     @property
     def exact(self) -> bool:
-        return self.facts.rows <= PROBES
+        return self.facts.rows <= self.count
 
     @cached_property
     def images(self) -> Tensor:
-        return product(self.op)(self.probes)
+        return self.multiply(self.probes)
 
     def passes(self, U: Tensor, values: Tensor, rtol: float) -> bool:
         return _bound(self(U, values, 0)) <= rtol
 
     def __call__(self, U: Tensor, values: Tensor, matvecs: int) -> Estimate:
-        seen = combine(U, values[:, None] * gram(U, self.probes))
-        errors = norm(self.images - seen).square()
         count = self.probes.shape[1]
+        width = max(1, CHUNK // self.facts.rows)
+        columns = range(0, count, width)
+        errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
         if self.exact:
             size = norm(self.images).square().sum()
             value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
             return Estimate.exact(value, matvecs + count)
         # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
         known = values.double().square().sum()
-        sizes = known + norm(self.images).square() - norm(seen).square()
+        sizes = known + norm(self.images).square() - seen
         size = torch.maximum(sizes.mean(), known)
         if not bool(size > 0):
             return Estimate(size, torch.zeros_like(size), count, matvecs + count)
@@ -195,18 +212,15 @@ class _Check:
         value = ratio.sqrt()
         return Estimate(value, spread / (2 * value) if bool(value > 0) else spread * 0, count, matvecs + count)
 
+    def _sizes(self, U: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
+        seen = combine(U, values[:, None] * gram(U, part(self.probes, start, stop)))
+        size = norm(seen).square()
+        return norm(seen.sub_(part(self.images, start, stop))).square(), size
+
 
 def _bound(error: Estimate) -> float:
     return float(error.value + 2 * error.stderr)
-
-
-def _within(wanted: int, facts: Description, memory_budget: int | None) -> int:
-    if memory_budget is None:
-        return wanted
-    vector = facts.rows * torch.finfo(facts.dtype).bits // 8
-    if memory_budget < KEPT * vector:
-        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {KEPT * vector}.")
-    return min(wanted, memory_budget // (KEPT * vector))
 
 
 def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:

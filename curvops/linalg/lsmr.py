@@ -49,6 +49,7 @@ def lsmr(
         x0: initial guess, (n,) or (n, K) as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind A has left of its own budget.
 
     Returns:
         A Solution. ``relative_residuals`` tells whether a converged column solves Ax = b, ``normal_residuals`` how
@@ -77,4 +78,4 @@ def lsmr(
 
     with torch.no_grad():
         start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, B.reshape(m, -1), start, VECTORS, memory_budget), B)
+        return shaped_as(in_groups(solve, A, B.reshape(m, -1), start, VECTORS, memory_budget), B)

@@ -55,6 +55,7 @@ def minres(
         x0: initial guess, shaped as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind A has left of its own budget.
 
     Returns:
         A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b leaves the range), x
@@ -87,4 +88,4 @@ def minres(
 
     with torch.no_grad():
         start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+        return shaped_as(in_groups(solve, A, B.reshape(n, -1), start, VECTORS, memory_budget), B)

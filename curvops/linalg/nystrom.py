@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.memory import working
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
@@ -31,12 +32,14 @@ from curvops.linalg.vectors import (
     join,
     norm,
     part,
-    product,
     random_block,
+    rotate,
 )
 
 FIRST_RANK = 8
 MOST_RANK = 1024
+KEPT = 3
+"""Arrays of n × rank numbers that are held at once."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +93,8 @@ def nystrom(
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
     products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
-    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them.
+    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, or what
+    the linearisation behind A has left of its own.
 
     Raises:
         ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative.
@@ -104,9 +108,16 @@ def nystrom(
             raise ValueError(f"{name} must not be negative, got {value}.")
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    if memory_budget is not None:
-        limit = min(limit, memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
-    return grow(product(A), describe_square(A), rank, limit, float(shift), rhs, apart(generator))
+    known = is_known_psd(A)
+    with working(A, memory_budget) as (multiply, room):
+        if room is not None:
+            limit = min(limit, room // max(1, KEPT * n * dtype.itemsize))
+        return grow(multiply, describe_square(A), rank, limit, float(shift), rhs, apart(generator), known_psd=known)
+
+
+def is_known_psd(A: Matrix) -> bool:
+    """Whether A is promised to be positive semidefinite; a tensor or a foreign operator promises nothing."""
+    return bool(getattr(A, "psd", False))
 
 
 def grow(
@@ -118,26 +129,29 @@ def grow(
     rhs: float | int,
     generator: torch.Generator | None,
     satisfied: Callable[[Vectors, Tensor], bool] | None = None,
+    known_psd: bool = False,
 ) -> Nystrom:
     """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
 
-    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays.
+    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays. ``known_psd``: see `negligible`.
     """
     n = facts.rows
     Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
     while True:
         fresh = random_block(facts, target - Omega.shape[1], "gaussian", generator)
-        fresh, _ = tall_qr(fresh)
+        fresh, _ = tall_qr(fresh, overwrite=True)
         for _ in range(2 if Omega.shape[1] else 0):
-            fresh, _ = tall_qr(axpy(as_block(fresh), Omega, -gram(Omega, fresh)))
+            fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
         Omega = join(Omega, fresh)
         Y = join(Y, multiply(fresh))
-        U, values, exhausted = _factor(Omega, Y)
+        del fresh
+        U, values, exhausted = _factor(Omega, Y, known_psd)
         if rank is not None or exhausted or target >= limit:
             break
         if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
             break
+        del U
         target = min(limit, 2 * target)
     wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
     cut = (
@@ -150,7 +164,16 @@ def grow(
     return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
 
 
-def _factor(Omega: Vectors, Y: Vectors) -> tuple[Vectors, Tensor, bool]:
+def negligible(eps: float, known_psd: bool) -> float:
+    """The size of a negative eigenvalue, relative to the matrix, that is rounding.
+
+    The products of an operator that is positive semidefinite by construction may round by far more than their own
+    size (a softmax that is sure multiplies large derivatives by the small 1 − p): there, the root of the precision.
+    """
+    return math.sqrt(eps) if known_psd else 100 * eps
+
+
+def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
     """U, eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
@@ -166,17 +189,25 @@ def _factor(Omega: Vectors, Y: Vectors) -> tuple[Vectors, Tensor, bool]:
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         lowest = float(torch.linalg.eigvalsh(core)[0])
+        if (
+            -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size
+        ):  # rounding inside the products: what it hid is shifted
+            nu = nu + 2 * abs(lowest)
+            L, info = torch.linalg.cholesky_ex(core + nu * eye)
+    if bool(info != 0):
         raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
             "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
         )
     # B = (Y + νΩ) L⁻ᵀ, of which only the small factor of a QR needs a singular value decomposition.
-    shifted = Y + nu * Omega
-    Q, R = tall_qr(combine(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT))
+    shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
+    rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)
+    Q, R = tall_qr(shifted, overwrite=True)
     V, S, _ = torch.linalg.svd(R)
     values = S.square() - nu
     kept = int((values > nu).sum())
-    return combine(Q, V[:, :kept]), values[:kept], kept < min(r, n) or r == n
+    rotate(Q, V[:, :kept])
+    return part(Q, 0, kept), values[:kept], kept < min(r, n) or r == n
 
 
 def _products(condition: float, rhs: float | int) -> float:

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.vectors import Vectors, columns, combine, gram, householder, part
+from curvops.linalg.vectors import Vectors, columns, combine, gram, householder, part, rotate
 
 
-def tall_qr(X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n r"], Float[Tensor, "r k"]]:
+def tall_qr(X: Float[Vectors, "n k"], overwrite: bool = False) -> tuple[Float[Vectors, "n r"], Float[Tensor, "r k"]]:
     """Thin QR of a tall block, r = min(n, k): CholeskyQR2, or Householder where X is ill conditioned.
 
-    Cost: two Gram matrices and two triangular solves. R is float64.
+    Cost: two Gram matrices and two triangular solves. R is float64. With ``overwrite``, Q takes the memory of X.
     """
     R = torch.eye(X.shape[1], dtype=torch.float64, device=X.device)
     Q = X
@@ -23,17 +23,19 @@ def tall_qr(X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n r"], Float[Tens
             pivots = L.diagonal()
             if turn == 0 and (not pivots.numel() or bool((info != 0) | ~(pivots.amax() < limit**0.5 * pivots.amin()))):
                 break
-            Q = _divide(Q, L)
+            if overwrite:
+                rotate(Q, _inverse(L).mT)
+            else:
+                Q = combine(Q, _inverse(L).mT)
             R = L.mT @ R
         else:
             return Q, R
     return householder(X)
 
 
-def _divide(X: Vectors, L: Tensor) -> Vectors:
-    """X L⁻ᵀ for a small lower-triangular L."""
-    inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
-    return combine(X, inverse.mT)
+def _inverse(L: Tensor) -> Tensor:
+    """L⁻¹ for a small lower-triangular L."""
+    return torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
 
 
 def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
@@ -55,7 +57,7 @@ def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"])
         W[kept] = scale[:, None] * vectors / values.sqrt()
         Q = combine(X, W.to(X.device))
         L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
-        return _divide(Q, L)
+        return combine(Q, _inverse(L).mT)
     Q, R = householder(columns(X, kept) * scale.to(X.device, X.dtype))
     U, singular, _ = torch.linalg.svd(R.cpu(), full_matrices=False)
     rank = int((singular > 30 * eps * singular[0]).sum())

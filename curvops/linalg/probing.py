@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.brackets import Function, Multiply, Rules, SpectralQuadrature, log_ratio, rules
-from curvops.linalg.lanczos import LockStep, depth_within
-from curvops.linalg.nystrom import Nystrom, grow
+from curvops.linalg.lanczos import LockStep, depth_within, first_capacity
+from curvops.linalg.nystrom import KEPT, Nystrom, grow
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, Vectors, gram, random_block
 
@@ -39,7 +39,7 @@ class Sketch:
         n, _, dtype, _ = self.facts
         limit = min(n, rank)
         if self.memory_budget is not None:
-            limit = min(limit, self.memory_budget // max(1, 3 * n * torch.finfo(dtype).bits // 8))
+            limit = min(limit, self.memory_budget // max(1, KEPT * n * dtype.itemsize))
         self.made = grow(self.multiply, self.facts, rank, limit, 0.0, 1, self.generator)
 
     @property
@@ -92,10 +92,10 @@ class Sampler:
     def goal(self, values: Tensor) -> float:
         return self.rtol * abs(self.known + float(values.mean()))
 
-    def start(self, count: int, depth: int) -> LockStep:
+    def start(self, count: int, depth: int, most: int | None = None) -> LockStep:
         Z = random_block(self.facts, count, generator=self.generator)
         self.signs.append(Z.to(torch.int8))
-        return LockStep(self.multiply, Z, depth)
+        return LockStep(self.multiply, Z, depth, most)
 
     def affordable(self, count: int, depth: int) -> int:
         """How many of ``count`` bases of this depth fit in memory."""
@@ -110,7 +110,8 @@ class Sampler:
         count = self.affordable(count, FIRST_DEPTH)
         size = torch.finfo(self.facts.dtype).bits // 8
         deepest = depth_within(self.budget // count, n, size, count, self.memory_budget)
-        run = self.start(count, 0 if deepest < 1 else min(deepest, 4 * FIRST_DEPTH))
+        capacity = first_capacity(4 * FIRST_DEPTH, deepest, n, size, count, self.memory_budget)
+        run = self.start(count, 0 if deepest < 1 else capacity, deepest)
         while True:
             step = FIRST_DEPTH if run.alphas.shape[1] < 4 * FIRST_DEPTH else run.alphas.shape[1] // 4
             target = min(deepest, run.alphas.shape[1] + step)

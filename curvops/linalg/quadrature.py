@@ -9,12 +9,15 @@ import torch
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.memory import working
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 
 LEAST = 4
+LEAST_VECTORS = 12
+"""Vectors that one probe of a few steps takes."""
 
 
 def spectral_quadrature(
@@ -37,7 +40,8 @@ def spectral_quadrature(
         probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
         max_matvecs: the budget in products, sketch included; by default whatever it takes to meet rtol.
         rank: of the Nyström control variate; None takes one where it is expected to save products.
-        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step.
+        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None is what
+            the linearisation behind G has left of its own budget.
 
     The depth grows until the bracket at ``shift`` is half as wide as the error expected of the probes, then probes are
     added. Costs one block product a step.
@@ -55,7 +59,8 @@ def spectral_quadrature(
     if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, budget) and memory_budget is None:
         with torch.no_grad():
             return known_spectrum(product(G), facts, rtol)
-    return run(product(G), facts, [mu], rtol, budget, generator, memory_budget, probes, rank)
+    with working(G, memory_budget, LEAST_VECTORS) as (multiply, room):
+        return run(multiply, facts, [mu], rtol, budget, generator, room, probes, rank)
 
 
 def run(
@@ -72,7 +77,8 @@ def run(
 ) -> SpectralQuadrature:
     """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
     functions = [of_shift(mu) for mu in sorted(shifts)]
-    sketch = Sketch(multiply, facts, generator, memory_budget)
+    half = None if memory_budget is None else memory_budget // 2  # a sketch is made with half, and stays beside probes
+    sketch = Sketch(multiply, facts, generator, half)
     if rank:
         sketch.make(min(rank, budget // 2))
     with torch.no_grad():
@@ -83,7 +89,7 @@ def run(
             rtol,
             budget - sketch.matvecs,
             generator,
-            memory_budget,
+            memory_budget if rank == 0 else half,
             functions=functions,
         )
         sampler.first(min(probes or FIRST_PROBES, budget // 2))

@@ -120,6 +120,7 @@ class Solution(Summarised, Reasoned):
     ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
     ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
     ``exact_matvecs`` says how many of them iterative refinement took in float64.
+    ``groups`` is 1, or into how many groups of columns, solved one after another, the memory budget split them.
     ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products where a solver answers least-squares problems (lsmr; minres
     for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
     """
@@ -134,6 +135,7 @@ class Solution(Summarised, Reasoned):
     history: Float[Tensor, "steps K"]
     normal_residuals: Float[Tensor, " K"] | None = None
     exact_matvecs: int = 0
+    groups: int = 1
 
     def raise_if_failed(self, rtol: float) -> Solution:
         """Return self if every column is accepted.

@@ -38,7 +38,17 @@ from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
 from curvops.linalg.results import Reason, Solution, converged
 from curvops.linalg.systems import Preconditioner
-from curvops.linalg.vectors import Matrix, describe, inner, join, norm, product, random_block, require_precision
+from curvops.linalg.vectors import (
+    Matrix,
+    describe,
+    empty_block,
+    inner,
+    norm,
+    product,
+    put,
+    random_block,
+    require_precision,
+)
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 DENSE_TENSOR = 2048
@@ -145,7 +155,13 @@ class Options:
             return accept(minres(operator, columns, **common), rtol)
         if self.preconditioner is None and isinstance(operator, Informed):
             common["preconditioner"] = operator.preconditioner(columns.shape[-1], memory_budget=self.memory_budget)
-        return join(*(accept(cg(operator, part, **common), rtol) for part in columns.split(MOST_COLUMNS, dim=1)))
+        if columns.shape[1] <= MOST_COLUMNS:
+            return accept(cg(operator, columns, **common), rtol)
+        X = empty_block(columns, columns.shape[1])
+        for start in range(0, columns.shape[1], MOST_COLUMNS):
+            part = columns[:, start : start + MOST_COLUMNS]
+            put(X, start, accept(cg(operator, part, **common), rtol))
+        return X
 
 
 def solve(
@@ -171,7 +187,8 @@ def solve(
         maxiter: most iterations of an iterative method.
         preconditioner: as in `cg`; without one, operators of ours bring their own to `cg`.
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that operators
-            of ours bring as a preconditioner; one that was kept from an earlier solve is used whatever its size.
+            of ours bring as a preconditioner; one that was kept from an earlier solve is used whatever its size. None
+            is what the linearisation behind A has left of its own budget, for both together.
 
     Raises:
         TypeError: A and B are not of one real dtype, float32 or float64.

@@ -18,12 +18,13 @@ from jaxtyping import Float
 from scipy.special import stdtrit
 from torch import Tensor
 
-from curvops.linalg.lanczos import LockStep, depth_within
+from curvops.linalg.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
 from curvops.linalg.limits import check_choice, check_limits
+from curvops.linalg.memory import Multiply, working
 from curvops.linalg.results import Reason
 from curvops.linalg.ritz import NEAR_ZERO
 from curvops.linalg.summary import Summarised
-from curvops.linalg.vectors import Matrix, describe_square, product, random_block
+from curvops.linalg.vectors import Description, Matrix, describe_square, random_block
 
 Scale: TypeAlias = Literal["linear", "log"]
 
@@ -90,7 +91,8 @@ def spectral_density(
         bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
         threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.
         level: of the pointwise band.
-        memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped.
+        memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped. None
+            is what the linearisation behind A has left of its own budget.
 
     Costs at most probes × steps products and keeps as many vectors.
 
@@ -102,8 +104,8 @@ def spectral_density(
     """
     _check(scale, probes, steps, grid_size, bandwidth, level)
     check_limits(memory_budget=memory_budget)
-    with torch.no_grad():
-        runs = _Probes(A, probes, steps, generator, memory_budget)
+    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+        runs = _Probes(describe_square(A), multiply, probes, steps, generator, room)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
         zero = threshold if threshold is not None else NEAR_ZERO * runs.eps * size
         view = _View(scale, float(zero), grid_size, bandwidth)
@@ -208,10 +210,16 @@ class _Probes:
     """Lanczos runs of random signs, as many at once as memory allows."""
 
     def __init__(
-        self, A: Matrix, probes: int, steps: int, generator: torch.Generator | None, memory_budget: int | None
+        self,
+        facts: Description,
+        multiply: Multiply,
+        probes: int,
+        steps: int,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
     ) -> None:
-        self.facts = describe_square(A)
-        self.multiply, self.generator, self.probes = product(A), generator, probes
+        self.facts = facts
+        self.multiply, self.generator, self.probes = multiply, generator, probes
         n, itemsize = self.facts.rows, torch.finfo(self.facts.dtype).bits // 8
         self.eps = torch.finfo(self.facts.dtype).eps
         self.wanted = min(steps, n)
@@ -221,12 +229,14 @@ class _Probes:
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
         self.complete = True
-        self.run = self._start(self.together, min(self.most, FIRST_DEPTH))
-        self.run.extend(self.depth)
+        first = min(self.most, FIRST_DEPTH)
+        capacity = first_capacity(first, self.wanted, n, itemsize, self.together, memory_budget)
+        self.run = self._start(self.together, capacity)
+        self.run.extend(first)
 
     @property
     def depth(self) -> int:
-        return self.run.capacity
+        return self.run.alphas.shape[1]
 
     @property
     def size(self) -> float:
@@ -234,7 +244,7 @@ class _Probes:
 
     def _start(self, count: int, depth: int) -> LockStep:
         Z = random_block(self.facts, count, generator=self.generator)
-        return LockStep(self.multiply, Z, depth)
+        return LockStep(self.multiply, Z, depth, self.most)
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others as deep."""

@@ -13,10 +13,11 @@ from torch import Tensor
 from curvops.linalg.algebra import Expanded, Product, Scaled, Sliced, Sum
 from curvops.linalg.base import Operator
 from curvops.linalg.contract import DENSE_SIZE
+from curvops.linalg.memory import Memories, held_in, memories_of, solved_at_a_time
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.roots import sqrt
 from curvops.linalg.spaces import Space, common, spaces_of
-from curvops.linalg.vectors import Description, join, random_block, require_precision
+from curvops.linalg.vectors import Description, empty_block, join, put, random_block, require_precision
 
 # Draws of an operator without a root: columns that run together, and their relative error.
 DRAW_BLOCK = 32
@@ -245,29 +246,53 @@ class LowRank(Operator):
         return self.root @ normal(len(self.values), k, self.values, generator)
 
 
-def draw(operator: LinearOperator, k: int, generator: torch.Generator | None = None) -> Tensor:
+def draw(
+    operator: LinearOperator,
+    k: int,
+    generator: torch.Generator | None = None,
+    memories: Memories | None = None,
+) -> Tensor:
     """k draws of N(0, A) as columns, (n, k), exact from the square roots that the parts of A have.
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a `_draw` of their
     own; a small matrix is factorised; a large one known to be positive semidefinite is multiplied by its square root
     (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError for any other large operator.
+    Where the memory budget (of A's networks, or ``memories``) has no room for the working vectors of all draws, some of
+    them are made at a time: equal seeds then need equal budgets.
     """
+    width, beside = solved_at_a_time(operator, k, memories)
+    held = memories_of(operator) if memories is None else memories
+    if width >= k:
+        with held_in(held, beside):
+            return draw_together(operator, k, generator)
+    with held_in(held, beside):
+        first = draw_together(operator, width, generator)
+        found = empty_block(first, k)
+        put(found, 0, first)
+        del first
+        for start in range(width, k, width):
+            put(found, start, draw_together(operator, min(width, k - start), generator))
+    return found
+
+
+def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
+    """All of the draws together."""
     own = getattr(operator, "_draw", None)
     if own is not None:
         return own(k, generator)
     if isinstance(operator, Expanded):
-        return draw(operator.base, k, generator)
+        return draw_together(operator.base, k, generator)
     if isinstance(operator, Scaled) and operator.psd and operator.factor.ndim == 0:
-        return operator.factor.sqrt() * draw(operator.base, k, generator)
+        return operator.factor.sqrt() * draw_together(operator.base, k, generator)
     if isinstance(operator, Sum):
-        parts = [draw(term, k, generator) for term in operator.terms]
+        parts = [draw_together(term, k, generator) for term in operator.terms]
         return torch.stack(parts).sum(0)
     if isinstance(operator, Sliced) and operator.psd:
-        part = draw(operator.base, k, generator)
+        part = draw_together(operator.base, k, generator)
         return part if operator.rows is None else part[operator.rows]
     if isinstance(operator, Product) and operator.psd and len(operator.factors) > 2:
         left, *middle, _ = operator.factors
-        return left._matmul(draw(Product(*middle) if len(middle) > 1 else middle[0], k, generator))
+        return left._matmul(draw_together(Product(*middle) if len(middle) > 1 else middle[0], k, generator))
     if isinstance(operator, Product) and operator.psd and len(operator.factors) == 2:
         left = operator.factors[0]
         noise = normal(left.shape[-1], k, torch.empty(0, dtype=left.dtype, device=left.device), generator)

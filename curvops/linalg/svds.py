@@ -16,14 +16,16 @@ from typing import cast
 
 import torch
 
+from curvops.linalg.block_lanczos import BESIDE
 from curvops.linalg.eigsh import ROUNDING, basis_columns, verdicts
 from curvops.linalg.golub_kahan import GolubKahan
 from curvops.linalg.limits import check_choice, check_limits
+from curvops.linalg.memory import working
 from curvops.linalg.projection import Counted
 from curvops.linalg.results import Reason, SingularTriplets
 from curvops.linalg.systems import iterations_allowed
 from curvops.linalg.thick_restart import Callback, Search, Which
-from curvops.linalg.vectors import Matrix, columns, describe, inner, norm, product, random_block
+from curvops.linalg.vectors import CHUNK, Matrix, columns, describe, inner, norm, part, product, random_block
 
 
 def svds(
@@ -59,30 +61,47 @@ def svds(
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}.")
-    capacity, b, capped = basis_columns(facts, n, facts.rows + facts.columns, k, min(n, block_size), 1, memory_budget)
-    most = math.inf if max_matvecs is None else max_matvecs - 2 * k
-    if most < 2 * (k + b):
-        raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
+    numbers = facts.rows + facts.columns
+    least = math.ceil((k + 2 + BESIDE) * numbers / max(facts.rows, facts.columns))
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
-    multiply, adjoint = Counted(product(tall)), Counted(product(wide))
-    start = random_block(describe(tall), b, "gaussian", generator)
-    process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
-    search = Search(
-        process,
-        cast(Which, which),
-        k,
-        rtol=float(rtol),
-        capacity=capacity,
-        maxiter=iterations_allowed(n, maxiter),
-        most_matvecs=most,
-        callback=callback,
-    )
-    with torch.no_grad():
+    with torch.no_grad(), working(A, memory_budget, least, product(tall)) as (forward, room):
+        capacity, b, capped = basis_columns(facts, n, numbers, k, min(n, block_size), 1, room)
+        most = math.inf if max_matvecs is None else max_matvecs - 2 * k
+        if most < 2 * (k + b):
+            raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
+        multiply, adjoint = Counted(forward), Counted(product(wide))
+        start = random_block(describe(tall), b, "gaussian", generator)
+        process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
+        search = Search(
+            process,
+            cast(Which, which),
+            k,
+            rtol=float(rtol),
+            capacity=capacity,
+            maxiter=iterations_allowed(n, maxiter),
+            most_matvecs=most,
+            callback=callback,
+        )
         reason = search.run(True)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
         found = _certified(process, k, which, float(rtol), reason)
     swapped = facts.rows < facts.columns
     return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
+
+
+def _sizes(process: GolubKahan, U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Singular values and true residuals of pairs of vectors, a block at a time where they are long."""
+    values, residuals = [], []
+    width = max(process.block_size, CHUNK // max(len(U), len(V)))
+    for start in range(0, V.shape[1], width):
+        u, v = part(U, start, start + width), part(V, start, start + width)
+        image = process.multiply(v)
+        values.append(inner(u, image).abs())
+        right = norm(image - u * values[-1].to(u))
+        del image
+        left = norm(process.adjoint(u) - v * values[-1].to(v))
+        residuals.append((right.square() + left.square()).sqrt())
+    return torch.cat(values), torch.cat(residuals)
 
 
 def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int]:
@@ -96,11 +115,9 @@ def _certified(process: GolubKahan, k: int, which: str, rtol: float, reason: Rea
         U, V = (torch.full((k, len(X)), math.nan, dtype=X.dtype, device=X.device).mT for X in (U, V))
         nothing = norm(V)
         return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs)
-    images, coimages = process.multiply(V), process.adjoint(U)
-    values = inner(U, images).abs()
+    values, residuals = _sizes(process, U, V)
     order = values.argsort(descending=which == "largest")
-    right, left = norm(images - U * values.to(U)), norm(coimages - V * values.to(V))
-    residuals, values = (right.square() + left.square()).sqrt()[order], values[order]
+    residuals, values = residuals[order], values[order]
     noise = ROUNDING * torch.finfo(V.dtype).eps * max(process.size * process.scale, float(values.amax()))
     reasons = verdicts(residuals, rtol * values, noise, reason)
     return SingularTriplets(columns(U, order), values, columns(V, order), residuals, reasons, process.matvecs)

@@ -13,6 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.limits import check_limits
+from curvops.linalg.memory import columns_at_a_time, holding, room_for, vector_bytes
 from curvops.linalg.results import Reason, Solution, converged
 from curvops.linalg.vectors import (
     Description,
@@ -20,7 +21,8 @@ from curvops.linalg.vectors import (
     Vectors,
     as_block,
     columns,
-    join,
+    describe,
+    empty_block,
     largest,
     norm,
     part,
@@ -194,26 +196,34 @@ class Outcome(Protocol):
 
 def in_groups(
     solve: Callable[[Vectors, Vectors | None], Solution],
+    A: Matrix,
     B: Vectors,
     X0: Vectors | None,
     vectors: int,
-    budget: int | None,
+    memory_budget: int | None,
 ) -> Solution:
-    """Solve as many columns at a time as fit in ``budget`` bytes at ``vectors`` working vectors each, at least one."""
-    if budget is None:
-        return solve(B, X0)
-    width = max(1, budget // max(1, vectors * B.shape[0] * B.dtype.itemsize))
-    starts = range(0, max(B.shape[1], 1), width)
-    found = [solve(part(B, i, i + width), None if X0 is None else part(X0, i, i + width)) for i in starts]
-    return found[0] if len(found) == 1 else _joined(found)
+    """Solve as many columns at a time as memory has room for at ``vectors`` working vectors each, at least one."""
+    column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
+    width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
+    with holding(A, width * column):
+        found = [solve(part(B, 0, width), None if X0 is None else part(X0, 0, width))]
+        if width >= K:
+            return found[0]
+        X = empty_block(found[0].x, K)
+        put(X, 0, found[0].x)
+        for i in range(width, K, width):
+            found[-1] = replace(found[-1], x=X)  # its own is freed
+            found.append(solve(part(B, i, i + width), None if X0 is None else part(X0, i, i + width)))
+            put(X, i, found[-1].x)
+    return _joined(found, X)
 
 
-def _joined(parts: list[Solution]) -> Solution:
+def _joined(parts: list[Solution], X: Vectors) -> Solution:
     steps = max(len(part.history) for part in parts)
     histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
     normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
     return Solution(
-        join(*(part.x for part in parts)),
+        X,
         tuple(reason for part in parts for reason in part.reasons),
         torch.cat([part.converged for part in parts]),
         torch.cat([part.relative_residuals for part in parts]),
@@ -223,6 +233,7 @@ def _joined(parts: list[Solution]) -> Solution:
         torch.cat(histories, 1),
         normal_residuals=torch.cat(normal) if normal else None,
         exact_matvecs=sum(part.exact_matvecs for part in parts),
+        groups=len(parts),
     )
 
 

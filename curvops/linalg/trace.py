@@ -17,11 +17,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
 from curvops.linalg.exchangeable import XNysTrace, XTrace
 from curvops.linalg.gradients import carried, differentiated
-from curvops.linalg.hutchinson import BLOCK, Hutchinson, HutchPlusPlus
+from curvops.linalg.hutchinson import Hutchinson, HutchPlusPlus
 from curvops.linalg.limits import check_choice
+from curvops.linalg.memory import working
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_blocks
 
@@ -61,19 +62,19 @@ def trace(
     facts = describe_square(A)
     check_choice("method", method, METHODS)
     keep = differentiated(A)
-    with torch.no_grad():
-        multiply = checked(product(A))
-        family = _family(method, multiply, facts, generator, keep)
+    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+        block = block_within(room, facts)
+        family = _family(method, multiply, facts, generator, keep, block)
         if method == "exact":
-            found = _exact(multiply, facts)
+            found = _exact(multiply, facts, block)
         else:
             found = estimated(
                 family,
-                lambda: _exact(multiply, facts),
+                lambda: _exact(multiply, facts, block),
                 facts,
                 rtol=rtol,
                 max_matvecs=max_matvecs,
-                memory_budget=memory_budget,
+                memory_budget=room,
             )
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,18 +90,19 @@ def _family(
     facts: Description,
     generator: torch.Generator | None,
     keep: bool,
+    block: int,
 ) -> Family:
     if method == "xnystrace":
         return XNysTrace(multiply, facts, generator)
     if method == "hutch++":
         return HutchPlusPlus(multiply, facts, generator)
     if method == "hutchinson":
-        return Hutchinson(multiply, facts, generator, keep)
+        return Hutchinson(multiply, facts, generator, keep, block)
     return XTrace(multiply, facts, generator)
 
 
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description) -> Estimate:
+def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
     total = torch.zeros((), dtype=torch.float64, device=facts.device)
-    for E in unit_blocks(facts, BLOCK):
+    for E in unit_blocks(facts, block):
         total = total + inner(E, multiply(E)).sum()
     return Estimate.exact(total, facts.rows)

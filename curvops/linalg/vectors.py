@@ -26,6 +26,7 @@ from curvops.linalg.limits import check_generator
 
 Matrix: TypeAlias = Tensor | LinearOperator
 CHUNK = 1 << 20
+LEAST_CHUNK = 1 << 12
 
 if TYPE_CHECKING:
     Vectors: TypeAlias = Tensor
@@ -255,8 +256,11 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
     return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
 
 
-def _chunks(n: int) -> range:
-    return range(0, max(n, 1), CHUNK)
+def _chunks(X: Tensor) -> Iterator[slice]:
+    """Rows of X, some at a time: what is made of them stays small beside a vector, however many columns there are."""
+    step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
+    for start in range(0, max(len(X), 1), step):
+        yield slice(start, start + step)
 
 
 @singledispatch
@@ -268,8 +272,8 @@ def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
 @singledispatch
 def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
     """xᵀy column by column, accumulated in float64."""
-    parts = [torch.linalg.vecdot(X[i : i + CHUNK].double(), Y[i : i + CHUNK].double(), dim=0) for i in _chunks(len(X))]
-    return torch.stack(parts).sum(0)
+    pairs = ((X[rows].double(), Y[rows].double()) for rows in _chunks(X))
+    return torch.stack([torch.linalg.vecdot(*pair, dim=0) for pair in pairs]).sum(0)
 
 
 @singledispatch
@@ -290,9 +294,9 @@ def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
     """XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
     total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
-    for i in _chunks(len(X)):
-        left = X[i : i + CHUNK].double()
-        right = left if Y is X else Y[i : i + CHUNK].double()
+    for rows in _chunks(X if X.shape[1] >= Y.shape[1] else Y):
+        left = X[rows].double()
+        right = left if Y is X else Y[rows].double()
         total.addmm_(left.mT, right)
     return total
 
@@ -325,8 +329,15 @@ def project_out(
     ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count.
     """
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
-    basis = bases[:, :used] if len(which) == len(bases) else bases[which.to(W.device), :used]
+    if len(which) == len(bases):
+        return _projected_out(rows, bases[:, :used]).mT
+    # One after the other: the bases of some vectors are no part of the store without a copy.
+    parts = [_projected_out(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
+    return torch.cat(parts).mT
+
+
+def _projected_out(rows: Tensor, bases: Tensor) -> Tensor:
     for _ in range(2):
-        coefficients = torch.bmm(basis, rows.unsqueeze(2))
-        rows = rows - torch.bmm(coefficients.mT, basis).squeeze(1)
-    return rows.mT
+        coefficients = torch.bmm(bases, rows.unsqueeze(2))
+        rows = rows - torch.bmm(coefficients.mT, bases).squeeze(1)
+    return rows

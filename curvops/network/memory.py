@@ -1,14 +1,93 @@
-"""How much memory is free on a device, where a budget was not given."""
+"""The memory budget: how much is free on a device where none was given, and who holds how much of one."""
 
 from __future__ import annotations
 
 import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 # Where neither the kernel nor a control group tells, a small machine is assumed.
 UNKNOWN = 4 * 2**30
+# Vectors may take so much whatever the budget: below it nothing is worth being saved.
+LEAST_ROOM = 16 * 2**20
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """What keeps engines between products."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the engines kept now."""
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that all its engines would take."""
+
+    def shrink(self, most: int) -> None:
+        """Let engines go until at most so many bytes are kept."""
+
+
+class Memory:
+    """One budget of bytes, shared by the engines kept between products and the vectors that algorithms work with.
+
+    Where both want more than there is, each has half: engines are let go while vectors hold their half, and are built
+    again, within what is left, as later products ask for them. Dropped with its contents by pickling and copying.
+    """
+
+    def __init__(self, budget: int, device: torch.device | None = None) -> None:
+        self.budget, self.device = budget, device
+        self._lock = threading.RLock()
+        self._held = 0
+        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[Any, ...]]:
+        return Memory, (self.budget, self.device)
+
+    def on(self, device: torch.device | None) -> Memory:
+        """The budget of the same network in another dtype: this one; on another device, as much there."""
+        return self if device in (None, self.device) else Memory(self.budget, device)
+
+    def register(self, cache: Caching) -> None:
+        """Count what this keeps."""
+        self._caches.add(cache)
+
+    @property
+    def for_engines(self) -> int:
+        """Bytes that further engines may take now; negative where vectors took what engines had."""
+        return self.budget - self._held - sum(cache.kept_bytes for cache in list(self._caches))
+
+    def room(self) -> int:
+        """Bytes that an algorithm starting now may take for its vectors; 0 or less where others hold all of it."""
+        engines = sum(max(cache.kept_bytes, cache.wanted_bytes) for cache in list(self._caches))
+        return max(self.budget, LEAST_ROOM) - self._held - min(self.budget // 2, engines)
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """So many bytes of vectors are in use; engines that are beyond what this leaves are let go."""
+        self._take(nbytes)
+        try:
+            yield
+        finally:
+            self._take(-nbytes)
+
+    def keep(self, owner: object, nbytes: int) -> None:
+        """So many bytes of vectors are in use for as long as ``owner`` exists."""
+        self._take(nbytes)
+        weakref.finalize(owner, self._take, -nbytes).atexit = False
+
+    def _take(self, nbytes: int) -> None:
+        with self._lock:
+            self._held += nbytes
+        for cache in list(self._caches) if nbytes > 0 else ():
+            if (lacking := -self.for_engines) > 0:
+                cache.shrink(max(0, cache.kept_bytes - lacking))
 
 
 def default_budget(device: torch.device) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch.autograd import Function
 from curvops.network.data import Batch
 from curvops.network.engines import LEAST_CHUNK, Engine, Engines
 from curvops.network.inputs import copy, move, num_points, take
+from curvops.network.memory import Memory
 from curvops.network.model import Model
 from curvops.network.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.plan import Choice, Kind, Plan
@@ -24,7 +24,7 @@ from curvops.network.roots import Group, each_group
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
-CACHES = ("_kept", "_asked", "_complete", "_reduced")
+CACHES = ("_kept", "_asked", "_complete")
 
 
 class BatchMap:
@@ -60,8 +60,9 @@ class Passes:
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
-    shared by walks over different inputs of one model. A walk that was `reduced` multiplies with Lᵀ J. Thread-safe:
-    engines are built and run under the model's lock.
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Memory`, by any. `points`,
+    where they are known, tell what keeping all engines would take. A walk that was `reduced` multiplies with Lᵀ J.
+    Thread-safe: engines are built and run under the model's lock.
     """
 
     def __init__(
@@ -69,30 +70,53 @@ class Passes:
         model: Model,
         source: Iterable[tuple[Any, Any]],
         engine: Choice = "auto",
-        memory_budget: int = 2**30,
+        memory_budget: int | Memory = 2**30,
         engines: Engines | None = None,
+        points: int = 0,
     ) -> None:
-        self.model, self._source, self._choice, self.memory_budget = model, source, engine, memory_budget
+        self.model, self._source, self._choice, self._points = model, source, engine, points
+        self.memory = memory_budget if isinstance(memory_budget, Memory) else Memory(memory_budget)
         self._engines = engines
         self._fisher: OutputFisher | None = None
         self._whole: Passes | None = None  # what this walk was reduced from
-        self._reduced: weakref.WeakSet[Passes] = weakref.WeakSet()
         self._forget()
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
         self._asked: Counter[int] = Counter()
         self._complete = False
+        self.memory.register(self)
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes for engines and vectors together."""
+        return self.memory.budget
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the engines kept now."""
+        return sum(engine.nbytes for _, engine in list(self._kept.values()))
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that engines of all points would take, of the kind that takes most."""
+        plan = None if self._engines is None else self._engines.plan
+        return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
+
+    def shrink(self, most: int) -> None:
+        """Let engines of the last batches go until at most so many bytes are kept."""
+        with self.model.lock:
+            while self._kept and self.kept_bytes > most:
+                self._kept.popitem()
+                self._complete = False
 
     def reduced(self, fisher: OutputFisher) -> Passes:
         """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
 
-        It keeps engines of its own, within what this walk and the others reduced from it leave of the budget.
+        It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
         """
-        walk = Passes(self.model, self._source, self._choice, self.memory_budget)
+        walk = Passes(self.model, self._source, self._choice, self.memory)
         walk._fisher, walk._whole = fisher, self
-        with self.model.lock:
-            self._reduced.add(walk)
         return walk
 
     @property
@@ -238,15 +262,19 @@ class Passes:
         return engine
 
     def _free(self) -> int:
-        whole = self._whole or self
-        walks = (whole, *whole._reduced)
-        kept = sum(engine.nbytes for walk in walks for _, engine in walk._kept.values())
-        return self.memory_budget - self.model.copied_bytes - kept
+        return self.memory.for_engines - self.model.copied_bytes
+
+    def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
+        """Walks over so many points each (fewer at the end of a batch), and how many they are."""
+        for inputs, _ in self._source:
+            for start in range(0, num_points(inputs), count):
+                part = take(inputs, slice(start, start + count))
+                yield Passes(self.model, [(part, None)], self._choice, self.memory, self.engines), num_points(part)
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """The same walk, unlabelled, with the model and the inputs converted."""
         parts = [(move(inputs, device, dtype), None) for inputs, _ in self._source]
-        return Passes(self.model.cast(dtype, device), parts, self._choice, self.memory_budget)
+        return Passes(self.model.cast(dtype, device), parts, self._choice, self.memory.on(device))
 
     def __getstate__(self) -> dict[str, Any]:
         """Caches stay behind when a linearisation is pickled or copied."""
@@ -254,10 +282,7 @@ class Passes:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._reduced = weakref.WeakSet()
         self._forget()
-        if self._whole is not None:
-            self._whole._reduced.add(self)
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:

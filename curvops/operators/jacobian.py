@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.memory import Memories
 from curvops.linalg.spaces import Spaces
 from curvops.network.passes import Passes, accumulate
 from curvops.network.tangent_space import TangentSpace
@@ -35,6 +37,15 @@ class Jacobian(NetworkOperator):
 
     def _tangent_space(self) -> TangentSpace:
         return self.passes.model.tangent_space
+
+    @property
+    def memories(self) -> Memories:
+        return frozenset((self.passes.memory,))
+
+    def by_points(self, count: int) -> Iterator[Jacobian]:
+        """The Jacobians of so many points at a time, and of fewer at the end of a batch."""
+        for passes, points in self.passes.by_points(count):
+            yield Jacobian(self.theta, passes=passes, rows=points * passes.engines.plan.num_outputs)
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))

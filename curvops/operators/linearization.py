@@ -15,6 +15,7 @@ from torch import Tensor
 from curvops.network.data import Batch, Batches
 from curvops.network.inputs import Inputs, as_inputs, copy, num_points, take
 from curvops.network.likelihood import Likelihood
+from curvops.network.memory import Memory
 from curvops.network.model import Model
 from curvops.network.output_fisher import Empirical, OutputFisher
 from curvops.network.passes import BatchMap, Passes
@@ -39,11 +40,11 @@ class Linearization:
         likelihood: Likelihood,
         output_shape: torch.Size,
         engine: Choice,
-        memory_budget: int,
+        memory_budget: int | Memory,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
-        self.output_shape, self.engine, self.memory_budget = output_shape, engine, memory_budget
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget)
+        self.output_shape, self.engine = output_shape, engine
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, points=data.num_data)
         self._theta = model.theta
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
 
@@ -56,6 +57,16 @@ class Linearization:
     def tangent_space(self) -> TangentSpace:
         """Which parameters, at which values: operators of different ones are refused in a sum."""
         return self.model.tangent_space
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes for the engines kept between products and the vectors of algorithms, together."""
+        return self.memory.budget
+
+    @property
+    def memory(self) -> Memory:
+        """The memory budget, and who holds how much of it: engines, and vectors of algorithms that are running."""
+        return self.passes.memory
 
     @property
     def num_parameters(self) -> int:
@@ -87,7 +98,7 @@ class Linearization:
         inputs = copy(self._inputs(x))  # it is lazy: a later change of x must not change half of a predictive
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-        passes = Passes(self.model, parts, self.engine, self.memory_budget, self.passes.engines)
+        passes = Passes(self.model, parts, self.engine, self.memory, self.passes.engines)
         return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
 
     def predict(self, x: Any) -> Float[Tensor, "n C"]:
@@ -174,7 +185,7 @@ class Linearization:
         """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
-        return Linearization(model, data, likelihood, self.output_shape, self.engine, self.memory_budget)
+        return Linearization(model, data, likelihood, self.output_shape, self.engine, self.memory.on(device))
 
     def __repr__(self) -> str:
         return (

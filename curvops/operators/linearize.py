@@ -15,7 +15,7 @@ from curvops.network.inputs import Inputs, move, move_tensor, normalise, num_poi
 from curvops.network.layout import Layout
 from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import Sequences, as_likelihood
-from curvops.network.memory import default_budget
+from curvops.network.memory import Memory, default_budget
 from curvops.network.model import Model
 from curvops.network.plan import Choice
 from curvops.network.torch_losses import Reading, reading_of, require_same_loss
@@ -46,7 +46,10 @@ def linearize(
         gradient is the likelihood's is tried on the first points.
     parameters: None (all that require a gradient), "last_layer", a glob or a list of globs over names, a predicate
         (name, tensor) -> bool, or positions (indices or a mask) in the flat vector: a subnetwork.
-    memory_budget: bytes for cached linearisations; None is a quarter of the memory free on the device now.
+    memory_budget: bytes for cached linearisations and, beside them, the working vectors of every algorithm on the
+        operators made from this (solvers, bases, sketches, predictions), where it is given no budget of its own; None
+        is a quarter of the memory free on the device now. Where both want more, each has half. An algorithm takes what
+        it needs at least, about a dozen vectors, and results that were asked for come on top.
     engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
         that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
 
@@ -78,7 +81,7 @@ def linearize(
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
     # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
-    lin = Linearization(network, batches, probability, output_shape, engine, budget)
+    lin = Linearization(network, batches, probability, output_shape, engine, Memory(budget, theta.device))
     _ = lin.plan  # the probe is part of the door, not of the first product
     return lin
 

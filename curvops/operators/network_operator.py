@@ -9,6 +9,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator, convert
+from curvops.linalg.memory import Memories
 from curvops.linalg.spaces import Spaces
 from curvops.network.tangent_space import TangentSpace
 
@@ -36,6 +37,10 @@ class NetworkOperator(Operator):
 
     def detached_from_weights(self) -> LinearOperator:
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})
+
+    @property
+    def memories(self) -> Memories:
+        return frozenset((self._kwargs["lin"].memory,))
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))

@@ -12,9 +12,12 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Operator
+from curvops.linalg.memory import holding, solved_at_a_time
+from curvops.linalg.vectors import unit_block
+from curvops.operators.jacobian import Jacobian
 from curvops.operators.point_covariance import point_covariances
 
-# Rows of J solved for at a time.
+# Rows of J solved for at a time, where memory has room for them.
 BLOCK = 128
 
 
@@ -36,7 +39,7 @@ class PointCovariance(Operator):
     result takes N·C² numbers and is kept.
     """
 
-    def __init__(self, jacobian: LinearOperator, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
+    def __init__(self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
         super().__init__(jacobian, inverse, outputs=outputs, blocks=blocks)
 
     @property
@@ -57,23 +60,31 @@ class PointCovariance(Operator):
 
     def _solve_blocks(self) -> Tensor:
         jacobian, inverse = self._args
-        num_points, c, _ = self.shape
+        c = self.shape[-1]
         of_layers = point_covariances(jacobian, inverse, c)
         if of_layers is not None:
             return (of_layers + of_layers.mT) / 2
-        step = max(1, BLOCK // c)
-        found = []
-        for start in range(0, num_points, step):
-            rows = torch.arange(start * c, min(num_points, start + step) * c, device=self.device)
-            units = torch.zeros(len(rows), jacobian.shape[-2], dtype=self.dtype, device=self.device)
-            units.scatter_(1, rows.unsqueeze(1), 1.0)
-            with torch.no_grad():
-                gradients = jacobian._t_matmul(units.mT)
-                block = gradients.mT @ inverse._matmul(gradients)
-            block = block.unflatten(0, (-1, c)).unflatten(2, (-1, c))
-            found.append(torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1))
-        blocks = torch.cat(found)
+        blocks = torch.cat([self._solve_points(part) for part in jacobian.by_points(self._points_at_a_time())])
         return (blocks + blocks.mT) / 2
+
+    def _points_at_a_time(self) -> int:
+        """As many as have `BLOCK` rows, fewer where memory is short; one at least."""
+        jacobian, _ = self._args
+        rows = jacobian.passes.engines.plan.num_outputs
+        return max(1, solved_at_a_time(jacobian, max(BLOCK, rows))[0] // rows)
+
+    @torch.no_grad()
+    def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
+        """The blocks of some points: their rows of J, solved for and pushed through J again."""
+        inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
+        width, beside = solved_at_a_time(jacobian, rows)
+        found = []
+        for start in range(0, rows, width):
+            units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
+            with holding(jacobian, beside):
+                found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
+        block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
+        return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self

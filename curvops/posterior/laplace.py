@@ -21,6 +21,7 @@ from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
 from curvops.linalg.algebra import is_symmetric
 from curvops.linalg.spaces import common, spaces_of
 from curvops.network.likelihoods import Categorical, Sequences
+from curvops.network.passes import accumulate
 from curvops.operators import GGN, Linearization
 from curvops.posterior import links
 from curvops.posterior.covariance import Blocks, PointCovariance
@@ -71,10 +72,14 @@ class Laplace:
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """k draws of the weights, the mean included: P⁻¹ ε with ε ~ N(0, P), by one block solve of k columns.
 
+        Where `lin.memory_budget` has no room for the working vectors of k, by solves of fewer columns one after the
+        other; equal seeds then need equal budgets.
+
         Each draw is solved for to a relative residual `rtol`, far below what k draws can tell of the posterior. Raises
         `NotConverged` where that was not reached.
         """
-        return self.mean + draw(self.precision.inverse(rtol), k, generator).mT
+        memories = frozenset((self.lin.memory,))
+        return accumulate(draw(self.precision.inverse(rtol), k, generator, memories).mT, self.mean)
 
     def predict(
         self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None

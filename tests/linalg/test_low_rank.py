@@ -8,6 +8,7 @@ import torch
 import curvops as co
 from curvops.linalg import Damped, Dense, LowRank, RankTooLow, draw
 from curvops.linalg.results import NotPositiveSemidefinite
+from tests.linalg.known import Known
 from tests.linalg.operands import positive, random, uniform
 from tests.linalg.spectra import SPECTRA, rotation, symmetric
 
@@ -165,3 +166,27 @@ def test_a_low_rank_part_above_its_matrix_is_told_from_an_inexact_diagonal():
     assert bool((found.diagonal() > A.diagonal()).any())
     with pytest.raises(ValueError, match='method="nystrom"'):
         found.with_diagonal(A.diagonal())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_negative_eigenvalue_that_is_rounding_of_a_promise_kept(method):
+    """Products round by the size of their factors; what an operator promised is believed down to √eps of its size."""
+    values = torch.cat([torch.logspace(0, -6, 20), torch.full((20,), -1e-11)]).double()
+    Q = rotation(40)
+    A = Q * values @ Q.mT
+    found = co.low_rank(Known(A, is_psd=True), 30, method=method, generator=generator())
+    assert relative(A, found) < 1e-9 and (found.values > 0).all()
+    for matrix, promised in ((A, False), (A - 1e-3 * torch.eye(40), True)):
+        with pytest.raises(NotPositiveSemidefinite, match="-1.*e-"):
+            co.low_rank(Known(matrix, is_psd=promised), 30, method=method, generator=generator())
+
+
+@pytest.mark.parametrize("bias", [5, 15, 25])
+def test_a_network_that_is_sure_of_its_classes_has_an_approximation(bias):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).double()
+    with torch.no_grad():
+        model[2].bias[0] += bias
+    data = 10 * torch.randn(20, 3).double(), torch.zeros(20).long()
+    G = co.GGN(co.linearize(model, data, "classification"))
+    for method in METHODS:
+        assert relative(G.to_dense(), co.low_rank(G, 60, method=method, generator=generator())) < 1e-6

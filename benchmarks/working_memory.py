@@ -1,0 +1,179 @@
+"""Do algorithms stay within the memory budget?   python -m benchmarks.working_memory --budgets 128 256 1024
+
+A network of two million weights and few points: a vector is 8 MB, and every working vector shows. The bound of each is
+what the process had before, the budget, one batch's forward and backward pass, and what was asked for: the result. The
+peak is the process's own, set back before each algorithm (Linux); a process for each budget, whose allocator gives
+large freed blocks back at once, as in `benchmarks.memory`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+WIDTHS, POINTS = (1000, 1400, 400, 10), 12
+SLACK = 24 * MIB
+"""What the allocator and lazily loaded code may add."""
+ALGORITHMS = (
+    """
+predict, joint, diagonal predict, kfac predict, ekfac predict, low rank predict, sample, diagonal sample, cg, minres,
+solve, refined cg, preconditioner, nystrom, low_rank, low_rank lanczos, lanczos, eigsh, svds, trace, xnystrace, hutch++,
+hutchinson, diagonal, xnysdiag, bekas, frobenius, logdet, log_evidence, effective_parameters, sqrt, contour,
+spectral_density, kernel
+""".strip()
+    .replace("\n", " ")
+    .split(", ")
+)
+
+
+def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
+    """The calls by name, and the bytes of a vector and of one batch's passes."""
+    import torch
+    from torch import nn
+
+    import curvops as co
+
+    torch.manual_seed(0)
+    layers = [layer for m, n in pairwise(WIDTHS) for layer in (nn.Linear(m, n), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    x, y = torch.randn(2 * POINTS, WIDTHS[0]), torch.arange(2 * POINTS) % WIDTHS[-1]
+    lin = co.linearize(model.eval(), (x[:POINTS], y[:POINTS]), "classification", memory_budget=budget)
+    L, D = co.linalg, lin.num_parameters
+
+    def posterior(curvature: Any) -> Any:
+        return co.laplace(lin, curvature, prior_precision=1.0, check_mode=False)
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    post = posterior(co.GGN)
+    G, P, few = post.curvature, post.precision, x[POINTS : POINTS + 1]
+    loose: dict[str, Any] = {"rtol": 0.1}
+    budgeted: dict[str, Any] = {"max_matvecs": 48, "generator": seeded()}
+    calls: dict[str, Callable[[], Any]] = {
+        "predict": lambda: post.predict(few, **loose).variance,
+        "joint": lambda: post.predict(few, joint=True, **loose).covariance_matrix,
+        "diagonal predict": lambda: posterior(co.DiagonalGGN).predict(x[POINTS:]).variance,
+        "kfac predict": lambda: posterior(co.KFAC(lin, fisher="mc")).predict(few).variance,
+        "ekfac predict": lambda: posterior(co.EKFAC(lin, fisher="mc")).predict(few).variance,
+        "low rank predict": lambda: posterior(co.low_rank(G, 4, generator=seeded())).predict(x[POINTS:]).variance,
+        "sample": lambda: post.sample(4, seeded(), **loose),
+        "diagonal sample": lambda: posterior(co.DiagonalGGN).sample(4, seeded()),
+        "cg": lambda: L.cg(P, torch.randn(8, D).mT, **loose),
+        "minres": lambda: L.minres(P, torch.randn(4, D).mT, **loose),
+        "solve": lambda: L.solve(P, torch.randn(8, D).mT, **loose),
+        "refined cg": lambda: L.cg(P, torch.randn(2, D).mT, refine=True, rtol=0.1),
+        "preconditioner": lambda: posterior(co.GGN).precision.preconditioner(16, seeded()),
+        "nystrom": lambda: L.nystrom(G, 64, generator=seeded()),
+        "low_rank": lambda: co.low_rank(G, 64, generator=seeded()),
+        "low_rank lanczos": lambda: co.low_rank(G, 64, method="lanczos", generator=seeded()),
+        "lanczos": lambda: L.lanczos(G, 64, generator=seeded()),
+        "eigsh": lambda: L.eigsh(G, 4, rtol=0.1, generator=seeded()),
+        "svds": lambda: L.svds(lin.jacobian(), 4, rtol=0.1, generator=seeded()),
+        "trace": lambda: L.trace(G, **budgeted),
+        "xnystrace": lambda: L.trace(G, method="xnystrace", **budgeted),
+        "hutch++": lambda: L.trace(G, method="hutch++", **budgeted),
+        "hutchinson": lambda: L.trace(G, method="hutchinson", **budgeted),
+        "diagonal": lambda: L.diagonal(G, **budgeted),
+        "xnysdiag": lambda: L.diagonal(G, method="xnysdiag", **budgeted),
+        "bekas": lambda: L.diagonal(G, method="bekas", **budgeted),
+        "frobenius": lambda: L.frobenius_norm(G, **budgeted),
+        "logdet": lambda: L.logdet(G, shift=1.0, rtol=0.2, **budgeted),
+        "log_evidence": lambda: posterior(co.GGN).log_evidence(rtol=0.2, generator=seeded()),
+        "effective_parameters": lambda: posterior(co.GGN).effective_parameters(rtol=0.2, generator=seeded()),
+        "sqrt": lambda: L.sqrt(P, torch.randn(2, D).mT, rtol=0.1, lower_bound=1.0),
+        "contour": lambda: L.inverse_sqrt(P, torch.randn(1, D).mT, method="contour", rtol=0.1, lower_bound=1.0),
+        "spectral_density": lambda: L.spectral_density(G, probes=4, steps=16, generator=seeded()),
+        "kernel": lambda: co.TangentKernel(lin, x=x).to_dense(),
+    }
+    vector = D * lin.theta.element_size()
+    return calls, vector, 2 * vector  # a batch: the gradient, and few activations
+
+
+def resident(field: str) -> int:
+    """Bytes of the process's resident set now (VmRSS), or at its peak (VmHWM)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def child(budget: int, names: list[str], threads: int) -> None:
+    """Run the algorithms one after the other; a JSON row for each."""
+    import torch
+
+    from benchmarks.peak import load_code
+
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    load_code()
+    calls, vector, batch = algorithms(budget)
+    for name in names:
+        Path("/proc/self/clear_refs").write_text("5")
+        before, start = resident("VmRSS"), time.perf_counter()
+        result = calls[name]()
+        peak, seconds = resident("VmHWM"), time.perf_counter() - start
+        row = {"algorithm": name, "budget": budget, "over": peak - before, "seconds": round(seconds, 2)}
+        row["asked"] = sum(t.nbytes for t in tensors(result) if t.numel() * t.element_size() >= vector)
+        bound = budget + batch + row["asked"] + SLACK
+        print(json.dumps(row | {"bound": bound, "capped": capped(result)}), flush=True)
+        del result
+
+
+def tensors(result: Any) -> list[Any]:
+    """The tensors of a result, of its fields, and of operators' arguments."""
+    from torch import Tensor
+
+    if isinstance(result, Tensor):
+        return [result]
+    fields = list(getattr(result, "__dict__", {}).values()) + list(getattr(result, "_args", ()))
+    return [field for field in fields if isinstance(field, Tensor)]
+
+
+def capped(result: Any) -> str:
+    """Where the result says that memory capped it."""
+    reason = getattr(result, "reason", None)
+    if getattr(result, "groups", 1) > 1:
+        return f"{result.groups} groups"
+    return reason.name if reason is not None and reason.name == "RANK_CAPPED" else ""
+
+
+def rows(budget: int, names: list[str], threads: int = 1) -> list[dict[str, Any]]:
+    """What a process of its own measured."""
+    command = [sys.executable, "-m", "benchmarks.working_memory", "--child", str(budget), "--threads", str(threads)]
+    where, environment = Path(__file__).parents[1], os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
+    command += ["--algorithms", *names]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=where, env=environment)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Measure every algorithm at every budget and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.working_memory", description=__doc__)
+    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, choices=ALGORITHMS, metavar="NAME")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[128, 256, 1024], metavar="MIB")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        child(options.child, options.algorithms, options.threads)
+        return
+    print("| algorithm | budget | asked for | bound | over | within | capped | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for budget in options.budgets:
+        for row in rows(round(budget * MIB), options.algorithms, options.threads):
+            sizes = [f"{row[key] / MIB:,.0f}" for key in ("budget", "asked", "bound", "over")]
+            within = "yes" if row["over"] <= row["bound"] else f"no, by {(row['over'] - row['bound']) / MIB:,.0f}"
+            print("|", " | ".join([row["algorithm"], *sizes, within, row["capped"], f"{row['seconds']:.1f}"]), "|")
+
+
+if __name__ == "__main__":
+    main()
