@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from curvops.network.fingerprints import fingerprint
 from curvops.network.inputs import Inputs, components, move, move_tensor, normalise, num_points, require_finite, take
 from curvops.network.layout import Layout
+from curvops.network.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors, a torch Dataset, a DataLoader, or a list (any re-iterable) of batches "
-    "(inputs, targets) or (inputs, targets, weights)."
+    "(inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names."
 )
+NAMES = ("inputs", "targets", "weights")
 
 
 class DataChanged(RuntimeError):
@@ -74,15 +76,20 @@ class Batches:
         dtype: torch.dtype | None,
         check: Callable[[Tensor], None] | None,
         layout: Layout | None,
+        weights: bool,
+        admit: Callable[[Inputs], None] | None,
     ) -> None:
         self._source, self._device, self._dtype, self._check = source, device, dtype, check
-        self._layout = layout
+        self._layout, self._weights, self._admit = layout, weights, admit
         sizes: list[int] = []
         signatures: list[object] = []
         prints: list[Tensor] = []
-        for index, item in enumerate(source):
+        for index, item in enumerate(self._items()):
             batch = self._read(item, index)
             _require_valid(batch, index, check)
+            if admit is not None:
+                with _of_batch(index):
+                    admit(batch.inputs)
             sizes.append(batch.num_points)
             signatures.append(_signature(batch))
             prints.append(_fingerprint(batch))
@@ -108,7 +115,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         prints: list[Tensor] = []
-        for index, item in enumerate(self._source):
+        for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChanged(self._changed(f"there are more than the first pass's {self.num_batches} batches"))
             batch = self._read(item, index)
@@ -124,6 +131,9 @@ class Batches:
                 self._changed(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
             )
 
+    def _items(self) -> Iterator[object]:
+        return items(self._source, torch.device(self._device or "cpu"))
+
     def verify(self) -> None:
         """Make one pass only to compare. Raises :class:`DataChanged`."""
         for _ in self:
@@ -132,17 +142,15 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """The same data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
-        return Batches(self._source, device or self._device, dtype or self._dtype, self._check, self._layout)
+        return Batches(
+            self._source, device or self._device, dtype or self._dtype, self._check, self._layout, self._weights, None
+        )
 
     def _read(self, item: object, index: int) -> Batch:
         """One item of the source as a batch on the device, its form checked but not its values."""
-        if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
-            raise TypeError(_not_a_batch(item, index))
-        targets, weights = item[1], item[2] if len(item) == 3 else None
-        if not isinstance(targets, Tensor) or not isinstance(weights, Tensor | None):
-            kinds = ", ".join(type(part).__name__ for part in item[1:])
-            raise TypeError(f"Targets (and weights, if any) must be tensors; batch {index} has {kinds}. {ACCEPTED}")
-        inputs = normalise(item[0])
+        with _of_batch(index):
+            given, targets, weights = parts_of(item, self._weights)
+        inputs = normalise(given)
         _require_aligned(f"batch {index}", inputs, targets, weights)
         if weights is not None and not weights.is_floating_point():
             weights = weights.to(self._dtype or torch.get_default_dtype())
@@ -174,21 +182,26 @@ def as_batches(
     dtype: torch.dtype | None = None,
     check: Callable[[Tensor], None] | None = None,
     layout: Layout | None = None,
+    weights: bool = False,
+    admit: Callable[[Inputs], None] | None = None,
 ) -> Batches:
     """The batches in ``data``, checked by a first pass.
 
-    data: a tuple or list (inputs, targets[, weights]) of tensors in memory; a Dataset; a DataLoader or any re-iterable
-        of such tuples. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors. Nothing is copied.
+    data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
+        Dataset; a DataLoader or any re-iterable of such tuples or mappings. Inputs may be a tensor, a tuple or list of
+        tensors, or a mapping of tensors. Nothing is copied.
     batch_size: points per batch, used for tensors in memory and Datasets only.
     device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
     check: called with each batch's targets; raises when they do not suit the likelihood.
     layout: of the outputs, where a point has several positions: targets (n, *positions, ...) become (n, T, ...), and
         weights may be (n, *positions) beside (n,).
+    weights: whether a third item holds sample weights; mappings name theirs.
+    admit: called with each batch's inputs; raises where the model cannot be run on them.
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
-    disagree, NaN or Inf, and negative weights.
+    disagree, NaN or Inf, negative weights, and a third item that was not declared to be weights.
     """
-    return Batches(as_source(data, batch_size), device, dtype, check, layout)
+    return Batches(as_source(data, batch_size, weights), device, dtype, check, layout, weights, admit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,22 +209,28 @@ class _InMemory:
     """Re-iterable slices of tensors in memory."""
 
     inputs: Inputs
-    labels: tuple[Tensor, ...]
+    labels: dict[str, Tensor]
     batch_size: int
+    mapping_type: type  # of the inputs, where they were a mapping
 
-    def __iter__(self) -> Iterator[tuple[Inputs | Tensor, ...]]:
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
         for start in range(0, num_points(self.inputs), self.batch_size):
             part = slice(start, start + self.batch_size)
-            yield take(self.inputs, part), *(tensor[part] for tensor in self.labels)
+            yield {"inputs": take(self.inputs, part)} | {name: tensor[part] for name, tensor in self.labels.items()}
 
 
-def as_source(data: object, batch_size: int) -> Iterable[object]:
-    """The re-iterable of (inputs, targets[, weights]) in ``data``, in whatever form it came; nothing is read yet."""
-    if isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(part, Tensor) for part in data[1:]):
+def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
+    """The re-iterable of batches in ``data``, in whatever form it came; nothing is read yet.
+
+    `parts_of` finds inputs, targets and weights in what it gives.
+    """
+    pairs = isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(p, Tensor) for p in data[1:])
+    if pairs or _is_named(data):
         _require_batch_size(batch_size)
-        inputs = normalise(data[0])
-        _require_aligned("data", inputs, data[1], data[2] if len(data) == 3 else None)
-        return _InMemory(inputs, tuple(data[1:]), batch_size)
+        given, targets, w = parts_of(data, weights)
+        inputs = normalise(given)
+        _require_aligned("data", inputs, targets, w)
+        return _InMemory(inputs, {"targets": targets} | ({} if w is None else {"weights": w}), batch_size, type(given))
     if isinstance(data, Dataset):
         _require_batch_size(batch_size)
         # Without a generator of its own, each pass of a DataLoader would draw from torch's default one.
@@ -224,6 +243,49 @@ def as_source(data: object, batch_size: int) -> Iterable[object]:
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise TypeError(f"Data of type {type(data).__name__} cannot be read. {ACCEPTED}")
     return data
+
+
+def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
+    """Inputs, targets and weights of one batch: a tuple or list, or a mapping with these names.
+
+    weights: whether a third item was declared to be weights. Raises TypeError for another form, for a third item that
+    was not declared, and for weights that are neither floating nor boolean.
+    """
+    if _is_named(item):
+        assert isinstance(item, Mapping)
+        found = [item[name] for name in NAMES if name in item]
+    elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
+        found = list(item)
+        if len(found) == 3 and not weights:
+            raise TypeError(_undeclared(found[2]))
+    else:
+        raise TypeError(_not_a_batch(item))
+    if weights and len(found) == 2:
+        raise TypeError("weights=True, but there are inputs and targets alone. Add the weights, or leave weights out.")
+    if not all(isinstance(part, Tensor) for part in found[1:]):
+        kinds = ", ".join(type(part).__name__ for part in found[1:])
+        raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {ACCEPTED}")
+    w = found[2] if len(found) == 3 else None
+    if w is not None and not (w.is_floating_point() or w.dtype == torch.bool):
+        raise TypeError(
+            f"Sample weights are floating or boolean; given {w.dtype}, as indices or labels are. Convert counts with "
+            "w.float() and masks with w.bool(); leave out what is neither."
+        )
+    return found[0], found[1], w
+
+
+def _is_named(item: object) -> bool:
+    """Whether a mapping names inputs, targets and perhaps weights, and nothing else."""
+    return isinstance(item, Mapping) and set(NAMES[:2]) <= set(item) <= set(NAMES)
+
+
+def _undeclared(third: object) -> str:
+    what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
+    return (
+        f"There is a third item ({what}), and nothing says what it is. Sample weights need saying: weights=True, or a "
+        "mapping {'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
+        "[(x, y) for x, y, _ in loader] does."
+    )
 
 
 def _require_batch_size(batch_size: int) -> None:
@@ -276,8 +338,8 @@ def _fingerprint(batch: Batch) -> Tensor:
     return fingerprint([tensor for _, tensor in batch.named_tensors()])
 
 
-def _not_a_batch(item: object, index: int) -> str:
+def _not_a_batch(item: object) -> str:
     hint = ACCEPTED
     if isinstance(item, Mapping):
         hint = "Split mappings into (inputs, targets), such as (batch, batch.pop('labels')) on a copy of the batch."
-    return f"Batch {index} is a {type(item).__name__}, not (inputs, targets) or (inputs, targets, weights). {hint}"
+    return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

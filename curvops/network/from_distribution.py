@@ -42,7 +42,13 @@ class FromDistribution(Likelihood):
 
     def distribution(self, f: Outputs) -> Distribution:
         """p(. | f); raises TypeError or ValueError unless it is a distribution with one row a point."""
-        found = self.function(f)
+        try:
+            found = self.function(f)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Look at what it "
+                "does with the outputs: scales and rates are positive, as f.exp() is, and probabilities logits=f."
+            ) from error
         if not isinstance(found, Distribution):
             raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
         if found.batch_shape[:1] != f.shape[:1]:
@@ -141,6 +147,11 @@ class FromDistribution(Likelihood):
             raise TypeError(
                 f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "
                 "or subclass curvops.likelihoods.Likelihood."
+            ) from error
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Look at "
+                "the range and dtype of the targets."
             ) from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 

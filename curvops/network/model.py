@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from curvops.network.calls import Calls
+from curvops.network.failures import explained
+from curvops.network.inputs import Inputs, components, copy, normalise, take
 from curvops.network.kernels import settings_for, stand_ins_for
 from curvops.network.layout import Layout
 from curvops.network.parameters import Blocks, Selection, select
+from curvops.network.randomness import own_randomness
 from curvops.network.tangent_space import TangentSpace, tangent_space
 from curvops.network.wrappers import unwrapped
 
@@ -60,6 +64,9 @@ class Model:
         self._copies: weakref.ref[Copies] | None = None
         self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
         self.layout: Layout | None = None
+        self.calls = Calls(self.module)
+        self._writes = False
+        self._admitted: set[Hashable] = set()
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -123,15 +130,7 @@ class Model:
 
         Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), of the shape that was fixed.
         """
-        outputs = self.raw(values, inputs)
-        layout = self.layout or Layout(outputs.shape[1:])
-        if layout.shape != outputs.shape[1:]:
-            expected = ", ".join(str(length) for length in layout.shape)
-            raise ValueError(
-                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
-                "sequences to one length in all batches."
-            )
-        return layout.rows(outputs).to(self._flat.dtype)
+        return self._rows(self.raw(values, inputs))
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """What the model returns, (n, ...) as it returns it."""
@@ -141,34 +140,90 @@ class Model:
         """The layout of the outputs at these inputs, found by a forward pass; from now on all outputs must have it.
 
         class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: take (n,) for (n, 1).
+        The pass also finds out how the model is called, and whether it writes into its inputs. Raises ValueError or
+        TypeError, with the remedy, for an error inside the model.
         """
-        with torch.no_grad():
-            outputs = self._run(self.values, inputs)
+        self.calls.arguments(inputs)
+        given = copy(inputs)
+        before = _versions(given)
+        with torch.no_grad(), explained(inputs):
+            try:
+                outputs = self._call(self.values, given)
+            except TypeError:
+                if not self.calls.turn(inputs):
+                    raise
+                given = copy(inputs)
+                outputs = self._call(self.values, given)
+        pairs = zip(components(given), components(inputs))
+        self._writes = _versions(given) != before or not all(torch.equal(new, old) for (_, new), (_, old) in pairs)
         if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
             self.layout = Layout(torch.Size(()))
             checked_outputs(outputs, self.layout)
         else:
             self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
+        self._admitted.add(_form(inputs))
         return self.layout
 
+    def admit(self, inputs: Inputs) -> None:
+        """Run the model on two points of inputs in dtypes or shapes that it has not seen.
+
+        Raises ValueError or TypeError, with the remedy, for an error inside the model, and for outputs of another
+        shape.
+        """
+        if (form := _form(inputs)) in self._admitted:
+            return
+        few = take(inputs, slice(0, 2))
+        self.calls.arguments(few)
+        with torch.no_grad():
+            with explained(few):
+                outputs = self._run(self.values, few)
+            self._rows(checked_outputs(outputs, self.layout))
+        self._admitted.add(form)
+
+    def _rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
+        layout = self.layout or Layout(outputs.shape[1:])
+        if layout.shape != outputs.shape[1:]:
+            expected = ", ".join(str(length) for length in layout.shape)
+            raise ValueError(
+                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
+                "sequences to one length in all batches."
+            )
+        return layout.rows(outputs).to(self._flat.dtype)
+
     def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
+        inputs = normalise(inputs)
+        if self._writes:
+            return self._call(values, copy(inputs))
+        before = _versions(inputs)
+        outputs = self._call(values, inputs)
+        if _versions(inputs) != before:
+            self._writes = True
+            raise ValueError(
+                "the model wrote into its inputs, as it did not for the first points: the data may have been changed. "
+                "Let it work on a copy, x = x.clone(), check the data, and linearise again."
+            )
+        return outputs
+
+    def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
+        """What the model returns, whatever that is."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
         if module is None:
             assert function is not None
-            outputs = function({**self.frozen, **values}, inputs)
-        else:
-            args, kwargs = _arguments(inputs)
-            outputs = self.holding(values, lambda: module(*args, **kwargs))
-        return outputs
+            inputs = self.calls.as_given(inputs)
+            return self.holding(values, lambda: function({**self.frozen, **values}, inputs))
+        args, kwargs = self.calls.arguments(inputs)
+        return self.holding(values, lambda: module(*args, **kwargs))
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
         if self.module is None:
-            return run()
+            with own_randomness(self._flat.device):
+                return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
         held = {f"module.{place}": tensors[name] for place, name in self._places.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
+            stack.enter_context(own_randomness(self._flat.device))
             stack.enter_context(self._as_recorded(self.module))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
@@ -204,12 +259,12 @@ class Model:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
         _ = self.tangent_space  # before rounding
-        copy = object.__new__(Model)
-        copy.__dict__.update(self.__dict__)
-        copy._flat, copy._copies = convert(self._flat), None
-        copy.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
-        copy._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
-        return copy
+        other = object.__new__(Model)
+        other.__dict__.update(self.__dict__)
+        other._flat, other._copies, other._admitted = convert(self._flat), None, set()
+        other.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
+        other._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_copies": None}
@@ -310,10 +365,14 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, di
     )
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+def _form(inputs: Inputs) -> Hashable:
+    """What a model may depend on besides the numbers: names, dtypes and shapes without the points."""
+    return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
+
+
+def _versions(inputs: Inputs) -> list[int]:
+    """How often each tensor was written to."""
+    return [-1 if tensor.is_inference() else tensor._version for _, tensor in components(inputs)]
 
 
 def _recordable(inputs: Any) -> Any:

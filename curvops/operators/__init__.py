@@ -10,7 +10,7 @@ from curvops.operators.kernel import TangentKernel
 from curvops.operators.kfac import EKFAC, KFAC
 from curvops.operators.kfac_factors import NoFactors
 from curvops.operators.linearization import Linearization
-from curvops.operators.linearize import linearize
+from curvops.operators.linearize import NoCurvature, linearize
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "Linearization",
+    "NoCurvature",
     "NoFactors",
     "Subnetwork",
     "TangentKernel",

@@ -112,7 +112,9 @@ class Linearization:
         return torch.cat(parts)
 
     def _inputs(self, x: Any) -> Inputs:
-        return as_inputs(x, self.theta.device, self.theta.dtype)
+        inputs = as_inputs(x, self.theta.device, self.theta.dtype)
+        self.model.admit(inputs)
+        return inputs
 
     def outputs(self) -> Float[Tensor, "N C"]:
         """f(θ*) at the training inputs. One forward pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from functools import partial
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.autodiff import saved_bytes
-from curvops.network.data import as_batches, as_source
+from curvops.network.data import as_batches, as_source, parts_of
 from curvops.network.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.layout import Layout
 from curvops.network.likelihood import Likelihood
@@ -18,8 +19,13 @@ from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.memory import Memory, default_budget
 from curvops.network.model import Model
 from curvops.network.plan import Choice
+from curvops.network.randomness import items, own_randomness
 from curvops.network.torch_losses import Reading, reading_of, require_same_loss
 from curvops.operators.linearization import Linearization
+
+
+class NoCurvature(UserWarning):
+    """The likelihood says the same of a target whatever the outputs, so that every curvature is zero."""
 
 
 def linearize(
@@ -30,14 +36,16 @@ def linearize(
     memory_budget: int | None = None,
     *,
     engine: Choice = "auto",
+    weights: Any = False,
 ) -> Linearization:
     """Linearise a network at its present weights.
 
     model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C),
         or (N, ..., C) where a point has several positions (a sequence's tokens, an image's pixels): then targets are
         (N, ...) or (N, ..., m), and positions are left out by ignore_index or by weights (N, ...) of zeros.
-    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets[, weights]); inputs may be a
-        tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype.
+    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets); inputs may be a tensor, a
+        tuple or a mapping. Floating data are cast to the parameters' dtype. Each may be a mapping {"inputs": ...,
+        "targets": ..., "weights": ...} instead: weights (N,), or one per position, multiply log-likelihoods.
     likelihood: of `co.likelihoods`, `Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`, `Poisson()`,
         `HeteroscedasticGaussian()`; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()`,
         `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`; "classification" or
@@ -52,6 +60,10 @@ def linearize(
         it needs at least, about a dozen vectors, and results that were asked for come on top.
     engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
         that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
+    weights: True says that the third items of data hold weights; without it a third item is refused.
+
+    Warns with `NoCurvature` of a likelihood under which every curvature is zero. The model's inputs and torch's random
+    state stay as they are, whatever the model does with them.
 
     Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
     for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
@@ -62,10 +74,16 @@ def linearize(
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
     if memory_budget is not None and memory_budget < 0:
         raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
+    if not isinstance(weights, bool):
+        raise TypeError(
+            f"weights={type(weights).__name__}: it says whether data hold weights. Give them with the data, (X, y, w) "
+            "and weights=True."
+        )
     network = Model(model, parameters)
     theta = network.theta
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
-    few, first_targets = _first_points(data, theta)
+    few, first_targets, kind = _first_points(data, theta, weights)
+    network.calls.mapping_type = kind
     reading = reading_of(likelihood)
     layout = _check_outputs(network, few, reading)
     probability = as_likelihood(likelihood, layout.shape).to(device=theta.device, dtype=theta.dtype)
@@ -77,7 +95,7 @@ def linearize(
         raise ValueError(f"{probability} is for {probability.positions} positions a point; the model returns one.")
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
-    batches = as_batches(data, step, theta.device, theta.dtype, check, layout)
+    batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights, network.admit)
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
     # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
@@ -96,15 +114,18 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
     return likelihood
 
 
-def _first_points(data: Any, theta: Tensor) -> tuple[Inputs, Any]:
-    """The inputs of the first two points, and their targets as they are given."""
-    for item in as_source(data, 2):
-        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
+def _first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
+    """The inputs of the first two points, their targets as they are given, and the type of mappings."""
+    source = as_source(data, 2, weights)
+    for item in items(source, theta.device):
+        try:
+            given, targets, _ = parts_of(item, weights)
+        except TypeError:
             break
-        inputs = normalise(item[0])
+        inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
         if num_points(inputs) > 0:
-            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), item[1]
-    as_batches(data, 1)  # says what is wrong with the data
+            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
+    as_batches(data, 1, weights=weights)  # says what is wrong with the data
     raise ValueError("the data hold no points.")
 
 
@@ -117,23 +138,50 @@ def _check_scores(model: Model, likelihood: Likelihood, few: Inputs, targets: Te
     y = move_tensor(targets[: num_points(few)], model.theta.device, model.theta.dtype)
     with torch.no_grad():
         outputs = model.raw(model.values, few)
-    f = model.layout.rows(outputs).to(model.theta.dtype)
-    likelihood.log_prob(f, model.layout.targets(y))
+    f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
+    likelihood.log_prob(f, rows)
+    _warn_of_no_curvature(likelihood, f, rows)
     if loss is not None:
         require_same_loss(loss, likelihood, model.layout, outputs, y, f)
 
 
+def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Warn where residuals at drawn targets are zero, at these outputs and at smaller ones, far from saturation."""
+    if not bool(likelihood.counted(y).any()):
+        return  # nothing can be said of points that do not count
+    generator = torch.Generator(device=f.device).manual_seed(0)
+    for g in (f, f / (1 + f.abs().max())):
+        try:
+            drawn = likelihood.mc_residual(_repeated(g), _repeated(y), None, generator)
+        except (TypeError, ValueError, RuntimeError):
+            return  # it cannot draw
+        if bool(drawn.any()):
+            return
+    warnings.warn(
+        f"{likelihood} has no curvature: whatever target it draws at the first points, the gradient of log p is zero. "
+        "The GGN, the Fishers and KFAC will be zero, and a posterior the prior. Use a likelihood that changes with the "
+        "outputs.",
+        NoCurvature,
+        stacklevel=4,
+    )
+
+
+def _repeated(x: Tensor, times: int = 8) -> Tensor:
+    return torch.cat([x] * times)
+
+
 def _check_outputs(model: Model, few: Inputs, reading: Reading | None) -> Layout:
     """Their layout; raises ValueError where outputs are random or depend on the other points of the batch."""
-    with torch.no_grad(), model.differentiating(), torch.no_grad():
+    device = model.theta.device
+    with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
         if reading is None:
             layout = model.fix_layout(few)
         else:
             layout = model.fix_layout(few, reading.class_dim, numbers=not reading.indices)
         outputs = model(model.values, few)
-        state = _random_state(outputs.device)
+        state = _random_state(device)
         again = model(model.values, few)
-        drew = not torch.equal(state, _random_state(outputs.device))
+        drew = not torch.equal(state, _random_state(device))
         if outputs.shape[0] != num_points(few):
             raise ValueError(
                 f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row a "

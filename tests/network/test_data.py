@@ -65,13 +65,71 @@ def test_every_form_gives_the_same_batches(data: object) -> None:
     "data", [(X, Y, W), in_fours(X, Y, W), TensorDataset(X, Y, W)], ids=["tensors", "batches", "dataset"]
 )
 def test_sample_weights(data: object) -> None:
-    batches = as_batches(data, 4, dtype=torch.float64)
+    batches = as_batches(data, 4, dtype=torch.float64, weights=True)
     assert torch.equal(torch.cat([batch.weights for batch in batches]), W.double())
 
 
-def test_whole_number_weights_become_floating() -> None:
-    (batch,) = as_batches((X, Y, W > 0.5), N, dtype=torch.float64)
+NAMED = {"inputs": X, "targets": Y, "weights": W}
+
+
+class NamedPoints(Dataset):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {name: tensor[i] for name, tensor in NAMED.items()}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [NAMED, UserDict(NAMED), NamedPoints(), [dict(zip(NAMED, parts)) for parts in in_fours(X, Y, W)]],
+    ids=["memory", "mapping", "dataset", "batches"],
+)
+def test_named_weights_need_no_other_word(data: object, declared: bool) -> None:
+    batches = as_batches(data, 4, weights=declared)
+    assert batches.sizes == (4, 4, 2)
+    assert torch.equal(torch.cat([batch.weights for batch in batches]), W)
+    assert torch.equal(torch.cat([batch.inputs for batch in batches]), X)
+
+
+def test_named_inputs_and_targets_alone() -> None:
+    (batch,) = as_batches({"inputs": {"ids": Y, "mask": X}, "targets": Y}, N)
+    assert batch.weights is None and set(batch.inputs) == {"ids", "mask"}
+
+
+def test_masks_become_floating_weights() -> None:
+    (batch,) = as_batches((X, Y, W > 0.5), N, dtype=torch.float64, weights=True)
     assert batch.weights.dtype == torch.float64
+
+
+INDEX = torch.arange(N)
+UNSAID = {
+    "indices": ((X, Y, INDEX), False, TypeError, r"a third item \(torch.int64 of shape \(10,\)\).*Sample weights need"),
+    "floats": ((X, Y, W), False, TypeError, "torch.float32.*weights=True, or a mapping .'inputs'.*Leave out an index"),
+    "dataset": (TensorDataset(X, Y, INDEX), False, TypeError, r"Batch 0: There is a third item.*for x, y, _ in loader"),
+    "batches": (in_fours(X, Y, INDEX), False, TypeError, "Batch 0: There is a third item"),
+    "names": ([(X, Y, ["a"] * N)], False, TypeError, "Batch 0: There is a third item .list"),
+    "declared indices": ((X, Y, INDEX), True, TypeError, r"floating or boolean; given torch.int64.*w.float\(\)"),
+    "named indices": (NAMED | {"weights": INDEX}, False, TypeError, "floating or boolean; given torch.int64"),
+    "declared, not given": ((X, Y), True, TypeError, "weights=True, but there are inputs and targets alone"),
+    "declared, not named": ({"inputs": X, "targets": Y}, True, TypeError, "weights=True, but"),
+    "other names": (NAMED | {"index": INDEX}, False, TypeError, "dict cannot be read"),
+    "negative": ((X, Y, -W), True, ValueError, "negative sample weights"),
+    "named negative": (NAMED | {"weights": -W}, False, ValueError, "negative sample weights"),
+    "infinite": ((X, Y, W / 0), True, ValueError, "Batch 0: weights .* NaN or inf"),
+    "NaN": ((X, Y, W * torch.nan), True, ValueError, "Batch 0: weights .* NaN or inf"),
+    "shape": ((X, Y, W[:, None]), True, ValueError, r"Batch 0: .* must have shape \(4,\); given \(4, 1\)"),
+    "length": ((X, Y, W[:5]), True, ValueError, r"10 points, but the sample weights have shape \(5,\)"),
+    "a number": ((X, Y, W.sum()), True, ValueError, r"10 points, but the sample weights have shape \(\)"),
+    "no tensors": ([(X, Y, W.tolist())], True, TypeError, "Batch 0: Targets .* must be tensors; given Tensor, list"),
+}
+
+
+@pytest.mark.parametrize(("data", "declared", "error", "message"), UNSAID.values(), ids=UNSAID)
+def test_weights_need_saying(data: object, declared: bool, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_batches(data, 4, weights=declared)
 
 
 def test_structured_inputs() -> None:
@@ -123,23 +181,16 @@ BAD = {
     "zip": (zip(X.split(4), Y.split(4), strict=True), TypeError, "only once"),
     "number": (3, TypeError, "int cannot be read"),
     "mapping": ({"x": X, "y": Y}, TypeError, "dict cannot be read"),
-    "inputs alone": (X, TypeError, "Batch 0 is a Tensor, not"),
-    "batches of inputs": ([X, X, X, X], TypeError, "Batch 0 is a Tensor"),
-    "arrays": ((X.numpy(), Y.numpy()), TypeError, "Batch 0 is a ndarray"),
+    "inputs alone": (X, TypeError, "Batch 0: A batch is .inputs, targets.; this is a Tensor"),
+    "batches of inputs": ([X, X, X, X], TypeError, "Batch 0: .* this is a Tensor"),
+    "arrays": ((X.numpy(), Y.numpy()), TypeError, "Batch 0: .* this is a ndarray"),
     "mapping batches": ([{"ids": Y, "labels": Y}], TypeError, r"Split mappings.*batch\.pop"),
-    "four parts": ([(X, Y, W, W)], TypeError, "Batch 0 is a tuple"),
-    "labels as a list": ([(X, [0] * N)], TypeError, "Targets.*batch 0 has list"),
+    "four parts": ([(X, Y, W, W)], TypeError, "Batch 0: .* this is a tuple"),
+    "labels as a list": ([(X, [0] * N)], TypeError, "Batch 0: Targets.*given list"),
     "single points": (list(zip(X, Y, strict=True)), ValueError, r"targets have shape \(\)"),
     "inputs in NumPy": ([(X.numpy(), Y)], TypeError, "from_numpy"),
     "NaN": ((NAN, Y), ValueError, r"Batch 1: inputs of shape \(4, 3\) holds NaN"),
     "NaN in targets": ((X, NAN.flip(0)), ValueError, "Batch 0: targets .* NaN"),
-    "Inf in weights": ((X, Y, W / 0), ValueError, "Batch 0: weights"),
-    "negative weights": ((X, Y, -W), ValueError, "negative sample weights"),
-    "shape of weights": (
-        (X, Y, W[:, None]),
-        ValueError,
-        r"Batch 0: .* must have shape \(4,\); given \(4, 1\)",
-    ),
     "lengths": ((X, Y[:-1]), ValueError, r"10 inputs, but the targets have shape \(9,\)"),
     "more targets": ((X[:8], Y), ValueError, r"8 inputs, but the targets have shape \(10,\)"),
     "lengths in a batch": ([(X, Y), (X, Y[1:])], ValueError, "In batch 1 there are 10 inputs"),
@@ -204,7 +255,7 @@ def test_data_that_change_between_passes_are_noticed(make: Callable[[], object],
 def test_changes_in_place_are_noticed(which: int) -> None:
     """Also changes through ``.data`` and NumPy, which leave the version counter alone; undoing them is fine."""
     data = [X.clone(), Y.clone(), W.clone()]
-    batches = as_batches(data, 4)
+    batches = as_batches(tuple(data), 4, weights=True)
     batches.verify()
     kept = data[which][5].clone()
     data[which].numpy()[5] += 1

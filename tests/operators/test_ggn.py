@@ -69,7 +69,7 @@ def test_products_do_not_depend_on_the_batching(sizes):
 def test_sample_weights_enter_the_curvature_and_the_gradient():
     model, (x, y) = mlp(), data()
     w = torch.rand(11, dtype=torch.float64)
-    lin = co.linearize(model, (x, y, w), "classification")
+    lin = co.linearize(model, (x, y, w), "classification", weights=True)
     torch.testing.assert_close(co.GGN(lin).to_dense(), dense_ggn(model, x, lin.likelihood, w), rtol=1e-10, atol=1e-10)
     loss = (w * nn.functional.cross_entropy(model(x), y, reduction="none")).sum()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])

@@ -61,7 +61,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 FORMS: dict[str, Any] = {
     "tensors": (X, Y),
-    "weighted": (X, Y, torch.ones(7)),
+    "named": {"inputs": X, "targets": Y, "weights": torch.ones(7)},
     "dataset": Points(),
     "loader": DataLoader(TensorDataset(X, Y), batch_size=3),
     "batches": [(X[:4], Y[:4]), (X[4:], Y[4:])],
@@ -103,7 +103,8 @@ DATA: dict[str, tuple[Any, type, str]] = {
     "dtype": ((X, Y.float()), TypeError, "class indices of an integer dtype.*given torch.float32.*y.long"),
     "shape": ((X, Y[:, None]), ValueError, r"shape \(n,\); given \(7, 1\). Use y.squeeze"),
     "length": ((X, Y[:5]), ValueError, r"7 inputs, but the targets have shape \(5,\)"),
-    "mapping": ([{"x": X, "y": Y}], TypeError, "is a dict, not .inputs, targets.*Split mappings"),
+    "mapping": ([{"x": X, "y": Y}], TypeError, "A batch is .inputs, targets.; this is a dict. Split mappings"),
+    "index": ((X, Y, torch.arange(7)), TypeError, "There is a third item .torch.int64.*Sample weights need saying"),
 }
 
 
@@ -200,9 +201,10 @@ def test_parameters_that_are_not_finite(parameters: str | None, value: float) ->
         ({"parameters": "tail.*"}, ValueError, "names no parameter; the model has 0.weight"),
         ({"parameters": lambda name, tensor: False}, ValueError, "selects nothing"),
         ({"parameters": torch.tensor([51])}, ValueError, "out of range: the flat vector has 51 entries"),
+        ({"weights": torch.ones(7)}, TypeError, r"weights=Tensor: it says .* \(X, y, w\) and weights=True"),
         ({"memory_budget": -1}, ValueError, "memory_budget=-1 must be a number of bytes, at least 0"),
     ],
-    ids=["name", "nothing", "index", "budget"],
+    ids=["name", "nothing", "index", "weights", "budget"],
 )
 def test_bad_options(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):

@@ -124,7 +124,7 @@ def linearised(model: nn.Module, x: Tensor, case: str, batches: bool = False, **
     data: Any = (x, y) if w is None else (x, y, w)
     if batches:
         data = [tuple(part[:3] for part in data), tuple(part[3:] for part in data)]
-    return co.linearize(model, data, given, **options)
+    return co.linearize(model, data, given, weights=w is not None, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -242,7 +242,7 @@ def test_rows_that_are_sequences() -> None:
     model, x = pointwise()
     flat = nn.Sequential(model, nn.Flatten())
     likelihood = co.likelihoods.Sequences(co.likelihoods.Categorical(), T, C)
-    lin = co.linearize(flat, (x, LABELS, MASK), likelihood)
+    lin = co.linearize(flat, (x, LABELS, MASK), likelihood, weights=True)
     assert lin.output_shape == (T, C)
     expected = co.GGN(linearised(model, x, "mask")).to_dense()
     torch.testing.assert_close(co.GGN(lin).to_dense(), expected, **TIGHT)
@@ -271,10 +271,10 @@ def test_bad_targets(what: str) -> None:
 def test_bad_weights() -> None:
     model, x = pointwise()
     with pytest.raises(ValueError, match=r"shape \(4,\) or, one per position, \(4, 3\); given \(4, 2\)"):
-        co.linearize(model, (x, LABELS, MASK[:, :2]), "classification")
+        co.linearize(model, (x, LABELS, MASK[:, :2]), "classification", weights=True)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(2 * T, C)).double()
     with pytest.raises(ValueError, match=r"Batch 0: the sample weights must have shape \(4,\); given \(4, 3\)"):
-        co.linearize(plain, (x, REALS[:, 0], MASK), "regression")
+        co.linearize(plain, (x, REALS[:, 0], MASK), "regression", weights=True)
 
 
 def test_all_sequences_have_one_length() -> None:
@@ -282,7 +282,7 @@ def test_all_sequences_have_one_length() -> None:
     lengths = [(x, LABELS), (x[..., :2], LABELS[:, :2])]
     with pytest.raises(ValueError, match="Batch 1: The model returns 3 positions a point.*Pad sequences"):
         co.linearize(model, lengths, "classification")
-    with pytest.raises(ValueError, match=r"returns shape \(4, 2, 3\), but \(N, 3, 3\) for the first points; pad"):
+    with pytest.raises(ValueError, match=r"returns shape \(2, 2, 3\), but \(N, 3, 3\) for the first points; pad"):
         linearised(model, x, "mask").predict(x[..., :2])
 
 

@@ -1,0 +1,84 @@
+"""Whatever a pass draws, it draws from a stream of the library's own: the user's random state stays as it is.
+
+Some models draw numbers that change nothing (dropout of probability 0), and a DataLoader draws a seed at every pass.
+The stream goes on from pass to pass, so that what is random is seen to be so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """While entered, torch's default generators of the CPU and of `device` are in the library's stream.
+
+    May be nested, and entered by several threads at once: the first takes the user's state, the last puts it back.
+    Costs some 10 µs.
+    """
+    streams = _streams(device)
+    with _lock:
+        for stream in streams:
+            stream.enter()
+    try:
+        yield
+    finally:
+        with _lock:
+            for stream in streams:
+                stream.leave()
+
+
+def items(source: Iterable[T], device: torch.device) -> Iterator[T]:
+    """The items of `source`, each made in the library's stream."""
+    with own_randomness(device):
+        iterator = iter(source)
+    while True:
+        with own_randomness(device):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
+class _Stream:
+    """One default generator, and the two states that it alternates between."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator, self._inside = generator, 0
+        self._own = torch.Generator(generator.device).manual_seed(0).get_state()
+        self._users = self._own
+
+    def enter(self) -> None:
+        if self._inside == 0:
+            self._users = self._generator.get_state()
+            self._generator.set_state(self._own)
+        self._inside += 1
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if self._inside == 0:
+            self._own = self._generator.get_state()
+            self._generator.set_state(self._users)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[_Stream, ...]:
+    if device.type == "cpu":
+        return (_Stream(torch.default_generator),)
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    if device.index is None:
+        return _streams(torch.device(device.type, index))
+    generators = getattr(module, "default_generators", ())
+    others = (_Stream(generators[index]),) if index < len(generators) else ()
+    return *_streams(torch.device("cpu")), *others

@@ -1,0 +1,133 @@
+"""Errors that begin inside torch say at the door what was given and what to do, and keep their cause."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributions, nn
+
+import curvops as co
+from tests.network.definitions import normal
+from tests.zoo_modules import Wired
+
+X, Y = normal(7, 4, dtype=torch.float32), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def tokens() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(8, 3))
+
+
+def wired(wiring: Any) -> nn.Module:
+    return Wired(wiring)
+
+
+class Entries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.head(batch["features"])
+
+
+def elsewhere(m: Any, x: Tensor) -> Tensor:
+    raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+
+
+# what: (model, data, the cause's class, what the message says)
+CASES: dict[str, tuple[nn.Module, Any, type, str]] = {
+    "width": (net(), (X[:, :3], Y), RuntimeError, r"inputs \(2, 3\) of torch.float32.*2x3 and 4x6.*the shape that the"),
+    "dimensions": (nn.Conv1d(2, 3, 1), (X[:, :3, None], Y), RuntimeError, "the shape that the model takes"),
+    "integers": (net(), (Y[:, None].expand(7, 4), Y), RuntimeError, "torch.int64.*real numbers in a floating one"),
+    "floats": (tokens(), (X, Y), RuntimeError, "give indices in an integer dtype"),
+    "range": (tokens(), (torch.full((7, 4), 9), Y), IndexError, "compare the largest with num_embeddings"),
+    "entry": (Entries(), ({"x": X}, Y), KeyError, "looks up an entry that the inputs do not have"),
+    "no mapping": (net(), ({"x": X}, Y), TypeError, "Call the model itself on these points"),
+    "arguments": (nn.Bilinear(4, 4, 3), (X, Y), TypeError, "missing 1 required.*name them as forward does"),
+    "device": (wired(elsewhere), (X, Y), RuntimeError, "register it with register_buffer"),
+    "its own": (wired(lambda m, x: m.nothing(x)), (X, Y), AttributeError, "Call the model itself on these points"),
+    "later batch": (net(), [(X, Y), (X[:, :3], Y)], RuntimeError, "^Batch 1: the model failed on"),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_errors_say_what_to_do(what: str) -> None:
+    model, data, cause, message = CASES[what]
+    with pytest.raises((ValueError, TypeError), match=f"(?s){message}") as caught:
+        co.linearize(model.eval(), data, "classification")
+    found: BaseException | None = caught.value.__cause__
+    while found is not None and type(found) is not cause:
+        found = found.__cause__
+    assert found is not None
+
+
+DISTRIBUTIONS: dict[str, tuple[Any, Tensor, str]] = {
+    "labels": (lambda f: distributions.Categorical(logits=f), Y + 5, "cannot score targets of torch.int64.*range and"),
+    "scale": (lambda f: distributions.Normal(f, f), Y, "could not make a distribution.*scales and rates are positive"),
+    "bug": (lambda f: distributions.Normal(f[:, 7], 1), Y, "could not make a distribution.*out of bounds"),
+}
+
+
+@pytest.mark.parametrize("what", DISTRIBUTIONS)
+def test_distributions_say_what_to_do(what: str) -> None:
+    function, y, message = DISTRIBUTIONS[what]
+    with pytest.raises(ValueError, match=f"(?s){message}") as caught:
+        co.linearize(net(), (X, y), function)
+    assert isinstance(caught.value.__cause__, ValueError | IndexError)
+
+
+def test_memory_that_runs_out_says_so_itself() -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        co.linearize(Wired(wiring), (X, Y), "classification")
+
+
+@pytest.mark.parametrize("method", ["predict", "jacobian"])
+def test_new_inputs_are_tried_too(method: str) -> None:
+    lin = co.linearize(net(), (X, Y), "classification")
+    call = getattr(lin, method)
+    for wrong, error in [(X[:, :3], ValueError), (Y[:, None].expand(7, 4), ValueError), ({"x": X}, TypeError)]:
+        with pytest.raises(error, match="the model failed on inputs"):
+            call(wrong)
+    call(X)
+
+
+def uniform(f: Tensor) -> distributions.Distribution:
+    return distributions.Uniform(f.detach() - 9, f.detach() + 9)
+
+
+def test_a_likelihood_without_curvature_warns() -> None:
+    y = torch.zeros(7, 3)
+    with pytest.warns(co.NoCurvature, match="no curvature.*a posterior the prior.*changes with the outputs"):
+        lin = co.linearize(net(), (X, y), uniform)
+    assert (co.GGN(lin, mc_samples=1) @ torch.ones(lin.num_parameters) == 0).all()
+    with pytest.warns(co.NoCurvature):
+        co.linearize(net(), (X, y), co.likelihoods.Bernoulli(torch.tensor(0.0)))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "likelihood"),
+    [
+        (X, Y, "classification"),
+        (1e6 * X, Y, "classification"),
+        (1e6 * X, (torch.ones(7, 3) > 0), co.likelihoods.Bernoulli()),
+        (X, torch.zeros(7, 3), "regression"),
+        (X, torch.full((7,), -100).index_fill(0, torch.tensor([6]), 1), "classification"),
+        (X, torch.zeros(7, 3), lambda f: distributions.Laplace(f, 1.0)),
+        (X, torch.ones(7, 3), lambda f: distributions.Poisson(f.exp())),
+    ],
+    ids=["classes", "saturated", "saturated events", "squares", "ignored at first", "kink", "counts"],
+)
+def test_likelihoods_with_curvature_do_not_warn(x: Tensor, y: Tensor, likelihood: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", co.NoCurvature)
+        co.linearize(nn.Linear(4, 3), (x, y), likelihood)
