@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.posterior.laplace import Laplace
+from curvops.posterior.arguments import check_accuracy
+from curvops.posterior.laplace import Laplace, check_posterior
 
 
 def grid(
@@ -22,8 +25,17 @@ def grid(
     The products are spent once, for the smallest precision; every further value costs none. Raises ValueError for a
     precision that is not positive or an empty grid.
     """
-    values = [float(value) for value in prior_precisions]
-    if not values or min(values) <= 0:
-        raise ValueError(f"prior_precisions must be positive numbers, at least one; got {values}.")
-    post.spectrum.prepare(min(values), rtol, generator)
+    check_posterior(post, "grid")
+    check_accuracy(rtol, generator)
+    if isinstance(prior_precisions, str) or not isinstance(prior_precisions, Iterable):
+        raise TypeError(f"prior_precisions must be a sequence of numbers, got {prior_precisions!r}.")
+    if isinstance(prior_precisions, Tensor) and prior_precisions.ndim != 1:
+        raise ValueError(f"prior_precisions must be a sequence of numbers, got shape {tuple(prior_precisions.shape)}.")
+    values = list(prior_precisions)  # tensors keep their gradients
+    if not all(isinstance(value, numbers.Real | Tensor) for value in values):
+        raise TypeError(f"prior_precisions must be numbers, got {values}.")
+    numbers_given = [float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values]
+    if not values or not all(0 < value < math.inf for value in numbers_given):
+        raise ValueError(f"prior_precisions must be positive finite numbers, at least one; got {values}.")
+    post.spectrum.prepare(min(numbers_given), rtol, generator)
     return [post.with_prior(value).log_evidence(rtol, generator) for value in values]

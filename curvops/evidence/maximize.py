@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from curvops.posterior.laplace import Laplace
+from curvops.posterior.arguments import check_accuracy
+from curvops.posterior.laplace import Laplace, check_posterior
 
 # The search window reaches this factor below and above, and moves on while the maximum lies at its edge.
 WINDOW = 100.0
@@ -25,11 +26,15 @@ def maximize(
     """
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 
+    check_posterior(post, "maximize")
+    check_accuracy(rtol, generator)
+    check_accuracy(xtol, name="xtol")
     if post.prior_precision.ndim:
         raise ValueError("maximize tunes a scalar prior precision; start from post.with_prior(1.0).")
 
     def loss(log_precision: float) -> float:
-        return -float(post.with_prior(math.exp(log_precision)).log_evidence(rtol, generator).value)
+        with torch.no_grad():
+            return -float(post.with_prior(math.exp(log_precision)).log_evidence(rtol, generator).value)
 
     start = float(post.prior_precision)
     low, high = start / WINDOW, start * WINDOW

@@ -307,9 +307,9 @@ class SolverContract:
         """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None
 
-    def _logdet_estimate(self: Any) -> Estimate:
-        """log det A with its standard error; the default is stochastic Lanczos quadrature."""
-        return logdet(self)
+    def _logdet_estimate(self: Any, **options: Any) -> Estimate:
+        """log det A with its standard error and gradient, by what is known of A; options of `co.linalg.logdet`."""
+        return logdet(self, **options)
 
 
 def _by_vector(of_block: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:

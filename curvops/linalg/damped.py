@@ -202,12 +202,12 @@ class Damped(Operator):
         least = float(self.shift.detach().min())
         return least if least > 0 and is_psd(self.base) else None
 
-    def _logdet_estimate(self) -> Estimate:
+    def _logdet_estimate(self, **options: Any) -> Estimate:
         parts = self.shifted_form()
         if parts is None:
-            return logdet(self)
+            return logdet(self, **options)
         base, level, offset = parts
-        found, pairs = paired_logdet(base, shift=level, keep=differentiated(self))
+        found, pairs = paired_logdet(base, shift=level, keep=differentiated(self), **options)
         if pairs is None:
             return found + offset
         scale = self.shift.detach().rsqrt().unsqueeze(-1) if self.shift.ndim else 1.0

@@ -55,6 +55,22 @@ class DenseSpectrum:
         reason = Reason.CONVERGED if float(bias) <= goal else Reason.PRECISION_LIMIT
         return Estimate.exact(value, n, bias, reason)
 
+    def effective_dimension(self, mu: float, rtol: float) -> Estimate:
+        """Tr (A − bound) (A − bound + μ)⁻¹ for μ > 0. The bias bound is what rounding can have changed.
+
+        Raises:
+            NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
+        """
+        _ = self._logdet(mu, rtol)  # refuses an indefinite matrix
+        size = float(self.values.abs().amax())
+        values = torch.where(
+            self.values.abs() <= len(self.values) * self.eps * size, self.values.clamp_min(0), self.values
+        )
+        delta, total = max(ROUNDING_UNITS * self.eps * size, 0.0), values + mu
+        value, bias = (values / total).sum(), (delta * mu / total**2).clamp_max(1.0).sum()
+        reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
+        return Estimate.exact(value, len(values), bias, reason)
+
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
         """(A + μ − bound)⁻¹."""
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)

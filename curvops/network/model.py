@@ -80,6 +80,13 @@ class Model:
         parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
+    def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
+        """Selected parameters by name, entries outside a subnetwork as in the snapshot."""
+        index = self.selection.index
+        flat = weights if index is None else self._flat.to(weights.dtype).index_copy(0, index, weights)
+        parts = flat.split([shape.numel() for shape in self.selection.shapes])
+        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+
     @property
     def copies(self) -> Copies:
         """The selected parameters by name, each in a storage of its own, shared by those who hold them.

@@ -57,7 +57,7 @@ class Selection:
         return self.join({name: tensors[name].unsqueeze(0) for name in self.names}).squeeze(1)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
-        """One vector as named tensors; entries outside a subnetwork are zero."""
+        """A tangent as named tensors; entries outside a subnetwork are zero."""
         return {name: block.squeeze(0) for name, block in self.split(vector.unsqueeze(1)).items()}
 
     def split(self, block: Float[Tensor, "D K"]) -> Blocks:

@@ -26,6 +26,7 @@ class Curvature(OfLinearization, NetworkOperator):
     """
 
     STORED = "lin"
+    CARRIED = True
 
     @property
     def lin(self) -> Linearization:

@@ -12,7 +12,7 @@ from curvops.network.passes import Passes
 from curvops.operators.curvature import Curvature
 from curvops.operators.fisher import sampled_residuals
 from curvops.operators.linearization import Linearization
-from curvops.operators.reading import Stored
+from curvops.operators.reading import Stored, require_no_gradient
 
 
 class GGN(Curvature):
@@ -36,8 +36,11 @@ class GGN(Curvature):
     ) -> Stored:
         if mc_samples is None:
             return cls._of(lin, draws=None, rows=None)
+        require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
         draws = sampled_residuals(lin, mc_samples, generator)
-        return cls._of(lin, draws=draws, rows=lin.passes.reduced(Sampled(lin.likelihood, draws)))
+        rows = lin.passes.reduced(Sampled(lin.likelihood, draws))
+        (theta, *hyperparameters), kept = cls._of(lin, draws=draws, rows=rows)
+        return (theta, *(tensor.detach() for tensor in hyperparameters)), kept  # the draws do not move with them
 
     @property
     def output(self) -> OutputFisher:

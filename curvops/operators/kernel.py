@@ -11,7 +11,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.base import Operator, convert
+from curvops.linalg.base import COLUMN_BLOCK, Operator, convert
+from curvops.linalg.cache import recorded
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import height_of
@@ -29,9 +30,11 @@ class TangentKernel(OfLinearization, Operator):
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
     are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward
     passes each side, and for each layer (a aᵀ) ∘ (δ δᵀ) where it is applied at one position and A is constant on it,
-    else one product of its own Jacobian. Memory: chunks within the budget, and the Gram matrix. Carries no gradient for
-    A. Raises ValueError for a prior of another size or that is not positive.
+    else one product of its own Jacobian. Memory: chunks within the budget, and the Gram matrix. Raises
+    ValueError for a prior of another size or that is not positive.
     """
+
+    CARRIED = True  # it does not depend on the likelihood
 
     @classmethod
     def _read(cls, lin: Linearization, prior: float | Tensor = 1.0, x: Any = None, x2: Any = None) -> Stored:
@@ -86,8 +89,11 @@ class TangentKernel(OfLinearization, Operator):
         return TangentKernel(first, second, convert(prior, device, dtype))
 
     def to_dense(self) -> Float[Tensor, "nC mC"]:
-        """The Gram matrix."""
+        """The Gram matrix, where a gradient for A is asked for by one product a column."""
         left, right, prior = self._args
+        if recorded((prior,)):
+            unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
+            return torch.cat([self._product(part.mT) for part in unit.split(COLUMN_BLOCK)], 1)
         return gram(left, right, prior)
 
 

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.cache import recorded
 from curvops.network.data import Batch, Batches
-from curvops.network.inputs import Inputs, as_inputs, copy, num_points, take
+from curvops.network.inputs import Inputs, as_inputs, components, copy, num_points, take
 from curvops.network.likelihood import Likelihood
 from curvops.network.memory import Memory
 from curvops.network.model import Model
@@ -113,6 +114,12 @@ class Linearization:
 
     def _inputs(self, x: Any) -> Inputs:
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
+        for name, tensor in components(inputs):
+            if recorded((tensor,)):
+                raise ValueError(
+                    f"{name} requires a gradient, but predictions, Jacobians and kernels have none in their inputs, "
+                    "and it would be taken for zero: pass x.detach(), or call this under torch.no_grad()."
+                )
         self.model.admit(inputs)
         return inputs
 
@@ -180,8 +187,41 @@ class Linearization:
         return self.model.selection.flatten(tensors)
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
-        """One vector as named tensors; entries outside a subnetwork are zero."""
-        return self.model.selection.unflatten(vector)
+        """One vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
+
+        Of a subnetwork the entries outside it are not in the vector: ValueError, which names the two meanings,
+        `unflatten_weights` and `unflatten_tangent`.
+        """
+        if self.model.selection.index is not None:
+            raise ValueError(
+                "a subnetwork's vector does not hold all entries of its tensors: unflatten_weights(vector) takes the "
+                "others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) takes "
+                "zeros (for a step, gradient or product)."
+            )
+        return self.unflatten_tangent(vector)
+
+    def unflatten_weights(self, weights: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """Weights, such as a draw of a posterior, as named tensors; entries outside a subnetwork are the snapshot's.
+
+        `model.load_state_dict(lin.unflatten_weights(draw), strict=False)` puts a draw into the model. Raises ValueError
+        unless it is one vector (D,).
+        """
+        return self.model.unflatten(self._one_vector(weights))
+
+    def unflatten_tangent(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """A step, gradient or product as named tensors; entries outside a subnetwork are zero.
+
+        Raises ValueError unless it is one vector (D,).
+        """
+        return self.model.selection.unflatten(self._one_vector(vector))
+
+    def _one_vector(self, vector: Tensor) -> Tensor:
+        if vector.shape != (self.num_parameters,):
+            raise ValueError(
+                f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; of several, as "
+                "post.sample(k) gives them, take one at a time."
+            )
+        return vector
 
     def cast(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Linearization:
         """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""

@@ -8,6 +8,8 @@ from typing import Any
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.cache import recorded
+from curvops.network.likelihood import Likelihood
 from curvops.operators.linearization import Linearization
 
 Stored = tuple[tuple[Any, ...], dict[str, Any]]
@@ -23,6 +25,8 @@ class OfLinearization(LinearOperator):
     """
 
     STORED: str = ""
+    CARRIED: bool = False
+    """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
     _read: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,5 +58,16 @@ class OfLinearization(LinearOperator):
                 f"{cls.__name__} is made of a linearised network, curvops.linearize(model, data, likelihood), "
                 f"got {type(source).__name__}."
             )
+        if not cls.CARRIED:
+            require_no_gradient(source.likelihood, cls.__name__)
         stored: Stored = cls._read(*bound.args, **bound.kwargs)
         return stored
+
+
+def require_no_gradient(likelihood: Likelihood, what: str) -> None:
+    """Raise ValueError where a gradient is asked for that `what` cannot have: it would silently be zero."""
+    if recorded(likelihood.hyperparameters):
+        raise ValueError(
+            f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
+            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it."
+        )

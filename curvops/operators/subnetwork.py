@@ -18,7 +18,7 @@ from curvops.linalg.structured import in_parts
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
-from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.reading import OfLinearization, Stored, require_no_gradient
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -60,6 +60,8 @@ class Subnetwork(Dense):
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd = bool(getattr(source, "psd", False))
+            if isinstance(source, Curvature):
+                require_no_gradient(source.likelihood, "Subnetwork")
             source, rest = in_parts(principal_block(source, indices), source.dtype)
         LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, indices=indices)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Real
 from matplotlib.figure import Figure
+from torch import Tensor
 
+from curvops.linalg import SpectralDensity
 from curvops.plots import style
 
 FLOOR = 1e-2
@@ -15,25 +17,50 @@ FLOOR = 1e-2
 
 
 def spectral_density(
-    grid: Real[np.ndarray, " G"],
-    density: Real[np.ndarray, " G"],
-    low: Real[np.ndarray, " G"],
-    high: Real[np.ndarray, " G"],
-    bandwidth: float,
-    top: Real[np.ndarray, " k"] | None = None,
+    grid: Real[np.ndarray, " G"] | SpectralDensity,
+    density: Real[np.ndarray, " G"] | None = None,
+    low: Real[np.ndarray, " G"] | None = None,
+    high: Real[np.ndarray, " G"] | None = None,
+    bandwidth: float | None = None,
+    top: Any = None,
     size: int | None = None,
-    scale: Literal["linear", "log", "symlog"] = "linear",
-    level: float = 0.95,
-    zero_mass: float = 0.0,
+    scale: Literal["linear", "log", "symlog"] | None = None,
+    level: float | None = None,
+    zero_mass: float | None = None,
     title: str = "Spectral density",
 ) -> Figure:
     """Density of eigenvalues with its band, on a log axis, and the largest eigenvalues as marks below it.
 
-    Arrays as in `curvops.linalg.SpectralDensity`: `density` between `low` and `high` at the eigenvalues `grid`, per
-    unit of λ, or of log λ on the log scale. `top` are eigenvalues known one by one. `size` is the number of rows n: the
-    height of a single eigenvalue, 1/n over the broadening, is then drawn. `scale` is the density's own, or "symlog" for
-    one on the linear scale whose eigenvalues are of both signs and span decades.
+    The first argument is what `curvops.linalg.spectral_density` returned, alone, or its arrays: `density` between `low`
+    and `high` at the eigenvalues `grid`, per unit of λ, or of log λ on the log scale. `top` are eigenvalues known one
+    by one. `size` is the number of rows n: the height of a single eigenvalue, 1/n over the broadening, is then drawn.
+    `scale` is the density's own, or "symlog" for one on the linear scale whose eigenvalues are of both signs and span
+    decades. By default scale, level and zero mass are those of the SpectralDensity, of arrays "linear", 0.95 and 0.
+
+    Raises TypeError for a SpectralDensity with arrays beside it, or for arrays without the others; ValueError for
+    arrays of different lengths or an unknown scale.
     """
+    if isinstance(grid, SpectralDensity):
+        found = grid
+        if any(given is not None for given in (density, low, high, bandwidth)):
+            raise TypeError("a SpectralDensity brings its density, band and bandwidth; give it alone, or arrays.")
+        grid, density, low, high = (_array(part) for part in (found.grid, found.density, found.lower, found.upper))
+        bandwidth, scale = found.bandwidth, found.scale if scale is None else scale
+        level = found.level if level is None else level
+        zero_mass = found.zero_mass if zero_mass is None else zero_mass
+    if density is None or low is None or high is None or bandwidth is None:
+        raise TypeError(
+            "spectral_density takes what curvops.linalg.spectral_density(A) returned, or grid, density, low, high and "
+            "bandwidth."
+        )
+    grid, density, low, high = (_array(part) for part in (grid, density, low, high))
+    if len({part.shape for part in (grid, density, low, high)}) > 1 or grid.ndim != 1 or not len(grid):
+        shapes = [part.shape for part in (grid, density, low, high)]
+        raise ValueError(f"grid, density, low and high must be vectors of one length, got {shapes}.")
+    if scale not in (None, "linear", "log", "symlog"):
+        raise ValueError(f"scale={scale!r}; expected 'linear', 'log' or 'symlog'.")
+    level = 0.95 if level is None else level
+    top = None if top is None else _array(top)
     figure = style.blank(8.0, 5.0)
     axes = figure.subplots()
     blue, orange = style.COLOURS[:2]
@@ -78,3 +105,8 @@ def spectral_density(
     style.dress(axes, "eigenvalue λ", f"density ({unit})", title + note)
     axes.legend(fontsize=style.SMALL, framealpha=0.9, loc="upper right")
     return figure
+
+
+def _array(values: Any) -> np.ndarray:
+    """Numbers as an array: tensors too, from any device."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

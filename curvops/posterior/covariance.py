@@ -12,6 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Operator
+from curvops.linalg.cache import recorded
 from curvops.linalg.memory import holding, solved_at_a_time
 from curvops.linalg.vectors import unit_block
 from curvops.operators.jacobian import Jacobian
@@ -36,7 +37,8 @@ class PointCovariance(Operator):
     """The C × C diagonal blocks of J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
 
     The first use solves N·C systems with P, in blocks (for KFAC and EKFAC none, see `operators.point_covariance`); the
-    result takes N·C² numbers and is kept.
+    result takes N·C² numbers and is kept, unless a gradient for the prior precision or the likelihood's
+    hyperparameters is asked for.
     """
 
     def __init__(self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
@@ -52,6 +54,8 @@ class PointCovariance(Operator):
 
     def blocks(self) -> Float[Tensor, "N C C"]:
         """All blocks, solved for on the first call."""
+        if recorded(self.representation()):
+            return self._solve_blocks()
         store: Blocks = self._kwargs["blocks"]
         with store.lock:
             if store.value is None:
@@ -61,7 +65,7 @@ class PointCovariance(Operator):
     def _solve_blocks(self) -> Tensor:
         jacobian, inverse = self._args
         c = self.shape[-1]
-        of_layers = point_covariances(jacobian, inverse, c)
+        of_layers = None if recorded(self.representation()) else point_covariances(jacobian, inverse, c)
         if of_layers is not None:
             return (of_layers + of_layers.mT) / 2
         blocks = torch.cat([self._solve_points(part) for part in jacobian.by_points(self._points_at_a_time())])
@@ -73,15 +77,15 @@ class PointCovariance(Operator):
         rows = jacobian.passes.engines.plan.num_outputs
         return max(1, solved_at_a_time(jacobian, max(BLOCK, rows))[0] // rows)
 
-    @torch.no_grad()
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
         """The blocks of some points: their rows of J, solved for and pushed through J again."""
         inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
+        differentiated = recorded(self.representation())
         width, beside = solved_at_a_time(jacobian, rows)
         found = []
         for start in range(0, rows, width):
             units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
-            with holding(jacobian, beside):
+            with holding(jacobian, beside), torch.set_grad_enabled(differentiated):
                 found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
         block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
         return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
@@ -94,6 +98,10 @@ class PointCovariance(Operator):
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self.blocks() @ rhs
+
+    def to_dense(self) -> Tensor:
+        """All blocks."""
+        return self.blocks()
 
     def _diagonal(self) -> Tensor:
         return self.blocks().diagonal(dim1=-2, dim2=-1)

@@ -6,6 +6,7 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,19 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
-from curvops.linalg.algebra import is_symmetric
-from curvops.linalg.spaces import common, spaces_of
+from curvops.linalg.limits import check_flag, check_generator
 from curvops.network.likelihoods import Categorical, Sequences
 from curvops.network.passes import accumulate
 from curvops.operators import GGN, Linearization
 from curvops.posterior import links
+from curvops.posterior.arguments import (
+    check_accuracy,
+    check_linearization,
+    checked_count,
+    checked_curvature,
+    checked_draws,
+    checked_prior,
+)
 from curvops.posterior.covariance import Blocks, PointCovariance
 from curvops.posterior.spectrum import Spectrum
 
@@ -58,9 +66,14 @@ class Laplace:
 
     @cached_property
     def mode_gap(self) -> float:
-        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient."""
-        prior = self.prior_precision * self.mean
-        gradient = (self.spectrum.gradient() + prior).norm()
+        """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient.
+
+        NaN where it is not known which data the curvature is of (see `log_evidence`).
+        """
+        prior, data = self.prior_precision.detach() * self.mean, self.spectrum.gradient()
+        if data is None:
+            return math.nan
+        gradient = (data + prior).norm()
         return 0.0 if gradient == 0 else float(gradient / prior.norm())
 
     def with_prior(self, prior_precision: float | Tensor) -> Laplace:
@@ -74,10 +87,13 @@ class Laplace:
 
         Where `lin.memory_budget` has no room for the working vectors of k, by solves of fewer columns one after the
         other; equal seeds then need equal budgets.
-
-        Each draw is solved for to a relative residual `rtol`, far below what k draws can tell of the posterior. Raises
-        `NotConverged` where that was not reached.
+        Each draw is solved for to a relative residual `rtol`, far below what k draws can tell of the posterior.
+        `lin.unflatten_weights(draw)` has a draw's tensors by name, of a subnetwork with the other weights as they were.
+        Raises `NotConverged` where rtol was not reached; TypeError or ValueError unless k is a whole number from 1 on.
         """
+        k = checked_count(k)
+        check_accuracy(rtol, generator)
+        self.spectrum.require_gradients()
         memories = frozenset((self.lin.memory,))
         return accumulate(draw(self.precision.inverse(rtol), k, generator, memories).mT, self.mean)
 
@@ -93,6 +109,11 @@ class Laplace:
         mean_k (J z_k)(J z_k)ᵀ, for k products with J: each variance has a relative standard error of √(2/k).
         `rtol` is the relative residual of the exact solves (None: 1e-6, in float64 1.5e-8).
         """
+        check_flag("joint", joint)
+        if rtol is not None:
+            check_accuracy(rtol)
+        samples = None if samples is None else checked_draws(samples, self.mean)
+        self.spectrum.require_gradients()
         mean, J = self._mean(x), self.lin.jacobian(x)
         if samples is not None:
             return self._predict_from_draws(mean, self._pushed(J, samples), joint)
@@ -105,12 +126,7 @@ class Laplace:
         return self.lin.predict(x).reshape(-1, self.lin.output_shape[-1])
 
     def _pushed(self, J: LinearOperator, samples: Float[Tensor, "k D"]) -> Float[Tensor, "N C k"]:
-        if samples.ndim != 2 or samples.shape[1] != len(self.mean):
-            raise ValueError(
-                f"samples must be (k, {len(self.mean)}), as post.sample(k) gives, not {tuple(samples.shape)}."
-            )
-        with torch.no_grad():
-            pushed = J._matmul((samples - self.mean).mT)
+        pushed = J._matmul((samples - self.mean).mT)
         return pushed.unflatten(0, (-1, self.lin.output_shape[-1]))
 
     def _predict_from_draws(self, mean: Tensor, pushed: Tensor, joint: bool) -> MultivariateNormal:
@@ -138,7 +154,10 @@ class Laplace:
         likelihood = self.lin.likelihood
         if not isinstance(likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood, Categorical):
             raise ValueError(f"{likelihood!r} has no class probabilities; use predict.")
+        check_generator(generator)
+        samples = None if samples is None else checked_draws(samples, self.mean)
         if link == "mc" and samples is not None:
+            self.spectrum.require_gradients()
             pushed = self._pushed(self.lin.jacobian(x), samples)
             return links.monte_carlo(self._mean(x) + pushed.movedim(-1, 0))
         predicted = self.predict(x, samples=samples)
@@ -151,16 +170,31 @@ class Laplace:
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """log p(data) under Laplace's approximation, in nats, with its standard error.
 
-        log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants come from stochastic Lanczos
-        quadrature to a relative accuracy `rtol`, or as near as 4,000 products come to it; the estimate's reason says
-        which. They are kept: another scalar prior costs none.
+        log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants are exact where P has a closed form,
+        and up to 1,024 weights: those cost D products, once for all scalar priors. Else they are estimated by
+        `co.linalg.logdet` to a relative accuracy `rtol`, or as near as 4,000 products come to it, for this prior
+        alone (`co.evidence.grid` and `maximize` prepare for many); the estimate's reason says which.
+
+        The likelihood is that of the data which the curvature is of: of co.GGN(lin_a) + co.GGN(lin_b), both. KFAC,
+        low-rank and dense curvatures do not say, and are taken for those of `lin`. Gradients: in the prior precision,
+        and in the likelihood's hyperparameters for curvatures that have them (GGN, EmpiricalFisher), θ* held fixed.
+        Raises ValueError for another gradient, and where the data are counted otherwise than once (0.5 * GGN(lin),
+        GGN(lin) + GGN(lin)), or where a further operator in the sum does not say which data it is of.
         """
+        check_accuracy(rtol, generator)
+        self.spectrum.require_gradients()
         quadratic = (self.prior_precision.double() * self.mean.double().square()).sum()  # may be 1e6 nats
         log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)
         return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * quadratic)
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
-        """tr(P⁻¹G), the number of directions in weight space that the data determine."""
+        """tr(P⁻¹G), the number of directions in weight space that the data determine.
+
+        Exact or estimated, and for as many products, as `log_evidence`. It has gradients where P has a closed form;
+        ValueError where another one is asked for.
+        """
+        check_accuracy(rtol, generator)
+        self.spectrum.require_gradients()
         return self.spectrum.effective_dimension(self.prior_precision, rtol, generator)
 
 
@@ -182,22 +216,13 @@ def laplace(
     weights or not known to be symmetric, G + A seen to be indefinite, or (with check_mode) a gradient that is not
     finite; TypeError for parameters in half precision.
     """
-    _require_precision(lin)
-    operator = curvature(lin) if isinstance(curvature, type) else curvature
-    common(lin.tangent_space, *spaces_of(operator))
-    if not isinstance(operator, LinearOperator) or tuple(operator.shape) != (lin.num_parameters,) * 2:
-        raise ValueError(
-            f"curvature must be an operator class or an operator of shape ({lin.num_parameters}, "
-            f"{lin.num_parameters}), got {type(operator).__name__} {tuple(getattr(operator, 'shape', ()))}."
-        )
-    if not is_symmetric(operator):
-        raise ValueError(
-            f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
-            "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
-        )
+    check_linearization(lin)
+    check_flag("check_mode", check_mode)
+    operator = checked_curvature(curvature, lin)
     posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
     posterior.spectrum.require_usable(posterior.prior_precision)
-    if check_mode and not bool(posterior.spectrum.gradient().isfinite().all()):
+    gradient = posterior.spectrum.gradient() if check_mode else None
+    if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
             "training points do (see lin.outputs()); repair the model, or leave these points out."
@@ -214,26 +239,9 @@ def laplace(
     return posterior
 
 
-def _require_precision(lin: Linearization) -> None:
-    dtype = lin.theta.dtype
-    if torch.finfo(dtype).bits < 32:
+def check_posterior(post: Any, function: str) -> None:
+    """TypeError unless it is a posterior of `laplace`."""
+    if not isinstance(post, Laplace):
         raise TypeError(
-            f"the selected parameters are in {dtype}, too coarse for a posterior (its rounding is "
-            f"{torch.finfo(dtype).eps:.1g}); pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
-            "may stay in half precision where the selected parameters (adapters) are float32."
+            f"{function} takes a posterior, co.laplace(lin), as its first argument, got {type(post).__name__}."
         )
-
-
-def checked_prior(prior_precision: float | Tensor, lin: Linearization) -> Tensor:
-    """The prior precision as a tensor, 0-d or (D,); raises ValueError unless it is positive and finite."""
-    prior = torch.as_tensor(prior_precision, dtype=lin.theta.dtype, device=lin.theta.device)
-    if prior.ndim > 1 or (prior.ndim == 1 and len(prior) != lin.num_parameters):
-        raise ValueError(
-            f"prior_precision must be a number or a vector of {lin.num_parameters} entries, got {tuple(prior.shape)}."
-        )
-    if not bool(((prior > 0) & prior.isfinite()).all()):
-        raise ValueError(
-            f"prior_precision must be positive and finite, got {float(prior.min()):.3g}; without a prior the posterior "
-            "is improper wherever the data say nothing."
-        )
-    return prior

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,46 +11,95 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Diagonal, Estimate, Operator, SpectralQuadrature, lanczos, spectral_quadrature
+from curvops.linalg import Damped, Estimate, SpectralQuadrature, effective_dimension, lanczos, spectral_quadrature
 from curvops.linalg.algebra import is_psd
+from curvops.linalg.brackets import single
+from curvops.linalg.cache import recorded
+from curvops.linalg.dense_spectrum import DenseSpectrum, dense_spectrum
+from curvops.linalg.gradients import carried
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.vectors import describe_square, product
 from curvops.operators import Linearization
+from curvops.operators.reading import require_no_gradient
+from curvops.posterior.data_terms import data_terms
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
 MOST_MATVECS = 4000
+# Up to so many weights the curvature is formed and decomposed: a log-determinant by probes takes 300 to 500 products
+# for one prior precision, the whole spectrum D for all of them, and is exact.
+WHOLE = 1024
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 
 
 class Spectrum:
-    """Quadratures of the curvature's spectrum, the log-likelihood and its gradient, each computed when first asked for.
+    """The log-likelihood, its gradient, and what is known of the curvature's spectrum, each when first asked for.
 
-    For a scalar prior precision λ, one set of Lanczos runs on G gives log det(I + G/λ) and tr G(G + λ)⁻¹ at every λ; it
-    is extended where a smaller λ or a tighter tolerance needs it. For a vector A the runs are on A^-½ G A^-½.
+    log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come, in this order, from
+
+    - the closed form of G + A, where there is one;
+    - all eigenvalues of G, for a scalar A and up to `WHOLE` weights (up to `MOST_MATVECS` where probes did not reach
+      the tolerance with half as many products as there are weights), kept for every further λ;
+    - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
+    - probes at this A alone, preconditioned: the cheapest for one.
     """
 
     def __init__(self, lin: Linearization, curvature: LinearOperator) -> None:
         self._lin, self._curvature = lin, curvature
         self._lock = threading.RLock()
-        self._scalar: tuple[float, float, SpectralQuadrature] | None = None
+        self._whole: DenseSpectrum | None = None
+        self._range: tuple[float, float, SpectralQuadrature] | None = None
         self._log_likelihood: Tensor | None = None
         self._gradient: Tensor | None = None
         self._lowest: tuple[float, Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was computed is copied and pickled along; a lock cannot be."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    @cached_property
+    def data(self) -> tuple[Linearization, ...] | str:
+        """The linearisations that the curvature is of; a sentence on why where that is not known."""
+        return data_terms(self._lin, self._curvature)
+
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | x_n, θ*) in nats."""
+        """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
+
+        Raises ValueError where the data are not known, or counted otherwise than once.
+        """
+        if isinstance(self.data, str):
+            raise ValueError(
+                f"the log evidence needs the likelihood that the curvature is of: {self.data} Give a curvature that "
+                "counts the data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
+            )
+        if recorded([tensor for lin in self.data for tensor in lin.likelihood.hyperparameters]):
+            return torch.stack([lin.log_likelihood() for lin in self.data]).sum()
         with self._lock:
             if self._log_likelihood is None:
                 with torch.no_grad():
-                    self._log_likelihood = self._lin.log_likelihood()
+                    self._log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
             return self._log_likelihood
 
-    def gradient(self) -> Float[Tensor, " D"]:
-        """Gradient of the negative log-likelihood at θ*."""
+    def gradient(self) -> Float[Tensor, " D"] | None:
+        """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
         with self._lock:
-            if self._gradient is None:
-                self._gradient = self._lin.gradient()
+            if self._gradient is None and not isinstance(self.data, str):
+                with torch.no_grad():
+                    self._gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
             return self._gradient
+
+    def require_gradients(self) -> None:
+        """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
+        lins = (self._lin,) if isinstance(self.data, str) else self.data
+        held = self._curvature.representation()
+        for likelihood in (lin.likelihood for lin in lins):
+            for tensor in likelihood.hyperparameters:
+                if recorded((tensor,)) and not any(tensor is other for other in held):
+                    require_no_gradient(likelihood, f"a posterior with {type(self._curvature).__name__}")
 
     def require_usable(self, prior: Tensor) -> None:
         """Raise ValueError where G's closed form does not take this prior, or where G + A is seen to be indefinite.
@@ -58,7 +108,7 @@ class Spectrum:
         Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
         indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
         """
-        form = self._closed_form(prior)
+        form = self._curvature.add_diagonal(prior)._closed_form()
         if form is not None:
             form.require_fit()
         if is_psd(self._curvature):
@@ -68,8 +118,8 @@ class Spectrum:
             raise NotPositiveSemidefinite(
                 f"{type(self._curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
                 f"the curvature has an eigenvalue of {lowest:.3g} or less, the prior precision is "
-                f"{float(prior.min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or use the GGN "
-                "(co.GGN), which has no negative eigenvalue."
+                f"{float(prior.detach().min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or use "
+                "the GGN (co.GGN), which has no negative eigenvalue."
             )
 
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
@@ -86,57 +136,108 @@ class Spectrum:
             return self._lowest
 
     def logdet(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-        """log det(G + A) − log det A in nats; exact where G + A has a closed form."""
-        form = self._closed_form(prior)
+        """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
+        precision = self._curvature.add_diagonal(prior)
+        reference = prior.double().log().expand(len(self._lin.theta)).sum()
+        form = precision._closed_form()
         if form is not None:
-            value = form.logdet() - prior.log().expand(len(self._lin.theta)).sum()
-            return _exact(value, form.logdet_error(), rtol)
-        quadrature, shift = self._quadrature(prior, rtol, generator)
-        found = quadrature.logdet(shift)
-        if not (prior.requires_grad and torch.is_grad_enabled()):
-            return found
-        if prior.ndim:
-            raise ValueError("the evidence has no gradient for a vector prior here; use a curvature in closed form.")
-        # d/dλ [log det(G + λ) − D log λ] = −γ/λ with γ the effective number of parameters
-        slope = -quadrature.effective_dimension(shift).value / shift
-        return found + (slope * (prior - prior.detach())).to(found.value)
+            return _exact(form.logdet() - reference, form.logdet_error(), rtol)
+        spectrum = self._whole_spectrum(prior)
+        if spectrum is not None:
+            return self._from_whole(spectrum, precision, rtol) + (-reference)
+        if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
+            return known.logdet(float(prior.detach()))
+        found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
+        if self._may_be_whole(found, prior):
+            return self._from_whole(self._decomposed(), precision, rtol) + (-reference)
+        return found + (-reference)
 
     def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-        """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; exact where G + A has a closed form."""
-        form = self._closed_form(prior)
+        """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
+        precision = self._curvature.add_diagonal(prior)
+        form = precision._closed_form()
         if form is not None:
             return _exact((1 - (prior * form.inverse_diagonal()).double()).sum(), form.logdet_error(), rtol)
-        quadrature, shift = self._quadrature(prior, rtol, generator)
-        return quadrature.effective_dimension(shift)
+        if recorded(precision.representation()):
+            raise ValueError(
+                "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
+                "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
+            )
+        spectrum = self._whole_spectrum(prior)
+        if spectrum is not None:
+            return spectrum.effective_dimension(float(prior.detach()), rtol)
+        if (known := self._prepared(prior, rtol)) is not None:
+            return known.effective_dimension(float(prior.detach()))
+        found = effective_dimension(
+            self._curvature, prior, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
+        )
+        return (
+            self._decomposed().effective_dimension(float(prior.detach()), rtol)
+            if self._may_be_whole(found, prior)
+            else found
+        )
 
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
         """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
-        if self._closed_form(self._lin.theta.new_tensor(smallest)) is None:
-            self._prepared(smallest, rtol, generator)
-
-    def _closed_form(self, prior: Tensor) -> Any:
-        precision = self._curvature.add_diagonal(prior)
-        return precision._closed_form() if isinstance(precision, Operator) else None
-
-    def _prepared(self, smallest: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
+        prior = self._lin.theta.new_tensor(smallest)
+        if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
+            return
         with self._lock:
-            if self._scalar is None or smallest < self._scalar[0] or rtol < self._scalar[1]:
-                quadrature = _within_bounds(self._curvature, smallest, rtol, generator)
-                self._scalar = smallest, rtol, quadrature
-            return self._scalar[2]
+            if self._range is None or smallest < self._range[0] or rtol < self._range[1]:
+                found = spectral_quadrature(
+                    self._curvature, shift=smallest, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
+                )
+                if self._may_be_whole(found.logdet(smallest), prior):
+                    self._decomposed()
+                else:
+                    self._range = smallest, rtol, found
 
-    def _quadrature(self, prior: Tensor, rtol: float, generator: Any) -> tuple[SpectralQuadrature, float]:
-        if prior.ndim == 0:
-            return self._prepared(float(prior), rtol, generator), float(prior)
-        root = Diagonal(prior.detach().rsqrt())
-        whitened = root @ self._curvature @ root
-        return _within_bounds(whitened, 1.0, rtol, generator), 1.0
+    def _prepared(self, prior: Tensor, rtol: float) -> SpectralQuadrature | None:
+        """The quadrature that was prepared, where it reaches this prior precision and tolerance."""
+        with self._lock:
+            if self._range is None or prior.ndim or float(prior.detach()) < self._range[0] or rtol < self._range[1]:
+                return None
+            return self._range[2]
+
+    def _budget(self, prior: Tensor) -> int:
+        """Products that probes may take: fewer than D where all eigenvalues come next, D where they are asked for."""
+        size = len(self._lin.theta)
+        if prior.ndim and size <= WHOLE:
+            return size
+        return MOST_MATVECS if size > MOST_MATVECS else max(4, size // 2)
+
+    def _may_be_whole(self, found: Estimate, prior: Tensor) -> bool:
+        """Whether probes failed where D products give the exact value."""
+        failed = found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
+        return failed and prior.ndim == 0 and self._fits(MOST_MATVECS)
+
+    def _whole_spectrum(self, prior: Tensor) -> DenseSpectrum | None:
+        """All eigenvalues of G where they serve this prior and are known, or are the cheapest to find."""
+        if prior.ndim:
+            return None
+        with self._lock:
+            return self._decomposed() if self._fits(WHOLE) else self._whole
+
+    def _fits(self, most: int) -> bool:
+        size = len(self._lin.theta)
+        return size <= most and 16 * size**2 <= self._lin.memory_budget
+
+    def _decomposed(self) -> DenseSpectrum:
+        with self._lock:
+            if self._whole is None:
+                with torch.no_grad():
+                    A = self._curvature
+                    self._whole = dense_spectrum(product(A), describe_square(A), 0.0)
+            return self._whole
+
+    def _from_whole(self, spectrum: DenseSpectrum, precision: Damped, rtol: float) -> Estimate:
+        """log det(G + λ) with its gradient."""
+        shift = float(precision.shift.detach())
+        found = single(spectrum.logdet([shift], rtol))
+        unit, dtype = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device), precision.dtype
+        return carried(found, precision, lambda _: [(spectrum.inverse(shift, dtype), unit)])
 
 
 def _exact(value: Tensor, error: float, rtol: float) -> Estimate:
-    reason = Reason.CONVERGED if error <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
+    reason = Reason.CONVERGED if error <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
     return Estimate.exact(value, bias_bound=error, reason=reason)
-
-
-def _within_bounds(A: Any, shift: float, rtol: float, generator: torch.Generator | None) -> SpectralQuadrature:
-    return spectral_quadrature(A, shift=shift, rtol=rtol, max_matvecs=MOST_MATVECS, generator=generator)

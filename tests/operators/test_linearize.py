@@ -264,11 +264,34 @@ def test_data_changed_in_place_are_refused_or_not_seen() -> None:
         _ = co.GGN(streamed) @ v
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("parameters", [None, "2.*", "last_layer", torch.tensor([50, 3, 20])], ids=range(4))
 def test_flatten_and_unflatten(parameters: Any) -> None:
     lin = co.linearize(net(), (X, Y), "classification", parameters)
     v = torch.randn(lin.num_parameters)
-    assert torch.equal(lin.flatten(lin.unflatten(v)), v)
+    named = [lin.unflatten_weights(v), lin.unflatten_tangent(v)]
+    if isinstance(parameters, Tensor):
+        with pytest.raises(ValueError, match=r"unflatten_weights.*unflatten_tangent"):
+            lin.unflatten(v)
+    else:
+        named.append(lin.unflatten(v))
+    for tensors in named:
+        assert torch.equal(lin.flatten(tensors), v)
+    for wrong in (v[1:], v.expand(3, -1), v.unsqueeze(1)):
+        for unflatten in (lin.unflatten_weights, lin.unflatten_tangent):
+            with pytest.raises(ValueError, match="one vector"):
+                unflatten(wrong)
+
+
+def test_a_subnetworks_weights_load_into_the_model_and_leave_the_others_alone() -> None:
+    model, index = net(), torch.tensor([50, 3, 20])
+    lin = co.linearize(model, (X, Y), "classification", index)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    assert model.load_state_dict(lin.unflatten_weights(lin.theta + 1), strict=False).unexpected_keys == []
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    torch.testing.assert_close(moved, torch.zeros_like(moved).index_fill(0, index, 1.0))
+    step = torch.cat([t.flatten() for t in lin.unflatten_tangent(lin.theta).values()])
+    assert int((step != 0).sum()) == len(index)
 
 
 def test_theta_is_the_parameters_in_order() -> None:

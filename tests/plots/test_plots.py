@@ -5,9 +5,11 @@ from __future__ import annotations
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+import curvops as co
 from curvops import plots
 
 ROWS = ["MAP", "MAP + temperature", "Laplace (full GGN)"]
@@ -170,3 +172,25 @@ def test_eigenvalues_of_both_signs_on_a_symlog_axis():
     axes = plots.spectral_density(grid, density, 0 * density, 2 * density, 5.0, scale="symlog").axes[0]
     assert axes.get_xscale() == "symlog" and axes.get_xlim() == (-20, 1000)
     assert np.isnan(axes.lines[0].get_ydata()).any()
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:
+    A = torch.diag(torch.logspace(-3, 1, 60, dtype=torch.float64))
+    for scale in ("linear", "log"):
+        found = co.linalg.spectral_density(A, scale=scale, probes=4, generator=torch.Generator().manual_seed(0))
+        axes = plots.spectral_density(found, top=torch.tensor([10.0, 8.0]), size=60).axes[0]
+        grid, density, low, high = (part.numpy() for part in (found.grid, found.density, found.lower, found.upper))
+        by_arrays = plots.spectral_density(
+            grid, density, low, high, found.bandwidth, size=60, scale=scale, zero_mass=found.zero_mass
+        ).axes[0]
+        assert axes.get_xscale() == by_arrays.get_xscale() == scale
+        np.testing.assert_array_equal(axes.lines[0].get_xydata(), by_arrays.lines[0].get_xydata())
+    with pytest.raises(TypeError, match="alone"):
+        plots.spectral_density(found, density)
+    with pytest.raises(TypeError, match="returned, or grid"):
+        plots.spectral_density(grid, density)
+    with pytest.raises(ValueError, match="one length"):
+        plots.spectral_density(grid, density[1:], low, high, 0.1)
+    with pytest.raises(ValueError, match="symlog"):
+        plots.spectral_density(grid, density, low, high, 0.1, scale="ln")

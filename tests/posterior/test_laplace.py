@@ -185,7 +185,7 @@ def test_bad_options_are_errors_that_name_the_choices(classification):
         post.predict(x, samples=torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="curvature"):
         co.laplace(lin, curvature=co.GGN(lin)[:3, :3])
-    with pytest.raises(ValueError, match="positive numbers"):
+    with pytest.raises(ValueError, match="positive finite numbers"):
         co.evidence.grid(post, [])
 
 

@@ -1,0 +1,129 @@
+"""What a posterior is asked with, checked at the door: each argument is right, or refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.algebra import is_symmetric
+from curvops.linalg.limits import check_generator
+from curvops.linalg.spaces import common, spaces_of
+from curvops.operators import Linearization
+
+
+def checked_count(k: Any) -> int:
+    """A number of draws; TypeError unless it is whole, ValueError below 1."""
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise TypeError(f"k must be a whole number of draws, got {k!r}.")
+    count = int(k)
+    if count < 1:
+        raise ValueError(f"k must be at least one draw, got {count}.")
+    return count
+
+
+def check_accuracy(rtol: Any, generator: Any = None, name: str = "rtol") -> None:
+    """TypeError or ValueError unless `rtol` is a positive finite number and `generator` a torch.Generator or None."""
+    if isinstance(rtol, bool) or not isinstance(rtol, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {rtol!r}.")
+    if not 0 < float(rtol) < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {rtol}.")
+    check_generator(generator)
+
+
+def checked_draws(samples: Any, mean: Tensor) -> Tensor:
+    """Draws of the weights (k, D) of the mean's dtype and device; TypeError or ValueError otherwise."""
+    if not isinstance(samples, Tensor):
+        raise TypeError(
+            f"samples must be draws of the weights (k, {len(mean)}), as post.sample(k) gives, not {samples!r}."
+            if isinstance(samples, numbers.Real)
+            else f"samples must be a tensor of draws (k, {len(mean)}), as post.sample(k) gives, not "
+            f"{type(samples).__name__}."
+        )
+    if samples.ndim != 2 or samples.shape[1] != len(mean) or not len(samples):
+        raise ValueError(f"samples must be (k, {len(mean)}), as post.sample(k) gives, not {tuple(samples.shape)}.")
+    if samples.dtype != mean.dtype or samples.device != mean.device:
+        raise ValueError(
+            f"samples are {samples.dtype} on {samples.device}, the weights {mean.dtype} on {mean.device}; convert "
+            "them with samples.to(post.mean)."
+        )
+    return samples
+
+
+def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
+    """The operator (D, D) that `curvature` is or makes of `lin`; TypeError or ValueError for anything else."""
+    if isinstance(curvature, type):
+        if not issubclass(curvature, LinearOperator):
+            raise TypeError(f"curvature={curvature.__name__} is no operator class; expected co.GGN, co.KFAC, …")
+        operator: Any = curvature(lin)
+    else:
+        operator = curvature
+    if isinstance(operator, Tensor):
+        raise TypeError(
+            f"curvature is a tensor {tuple(operator.shape)}; wrap it as an operator: co.linalg.Dense(matrix, psd=True) "
+            "or co.linalg.Diagonal(vector)."
+        )
+    if not isinstance(operator, LinearOperator):
+        hint = ", which makes one: call it, curvature=f(lin)" if inspect.isroutine(operator) else ""
+        raise TypeError(
+            f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
+            f"{lin.num_parameters}), got {operator!r}{hint}."
+        )
+    common(lin.tangent_space, *spaces_of(operator))
+    if tuple(operator.shape) != (lin.num_parameters,) * 2:
+        raise ValueError(
+            f"curvature must be an operator of shape ({lin.num_parameters}, {lin.num_parameters}), got "
+            f"{type(operator).__name__} {tuple(operator.shape)}."
+        )
+    if not is_symmetric(operator):
+        raise ValueError(
+            f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
+            "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
+        )
+    if operator.dtype != lin.theta.dtype or operator.device != lin.theta.device:
+        raise ValueError(
+            f"curvature is {operator.dtype} on {operator.device}, the parameters are {lin.theta.dtype} on "
+            f"{lin.theta.device}; convert it with curvature.to(...)."
+        )
+    return operator
+
+
+def checked_prior(prior_precision: Any, lin: Linearization) -> Tensor:
+    """The prior precision as a tensor, 0-d or (D,); ValueError unless it is positive and finite, or TypeError."""
+    if isinstance(prior_precision, bool) or not isinstance(prior_precision, numbers.Real | Tensor):
+        raise TypeError(
+            f"prior_precision must be a positive number or a tensor ({lin.num_parameters},) of such, got "
+            f"{prior_precision!r}."
+        )
+    prior = torch.as_tensor(prior_precision, dtype=lin.theta.dtype, device=lin.theta.device)
+    if prior.ndim > 1 or (prior.ndim == 1 and len(prior) != lin.num_parameters):
+        raise ValueError(
+            f"prior_precision must be a number or a vector of {lin.num_parameters} entries, got {tuple(prior.shape)}."
+        )
+    if not bool(((prior > 0) & prior.isfinite()).all()):
+        raise ValueError(
+            f"prior_precision must be positive and finite, got {float(prior.detach().min()):.3g}; without a prior the "
+            "posterior is improper wherever the data say nothing."
+        )
+    return prior
+
+
+def check_linearization(lin: Any) -> None:
+    """TypeError unless it is a linearised network, in a precision that a posterior can have."""
+    if not isinstance(lin, Linearization):
+        raise TypeError(
+            "laplace takes a linearised network, co.linearize(model, data, likelihood), as its first argument, got "
+            f"{type(lin).__name__}."
+        )
+    dtype = lin.theta.dtype
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"the selected parameters are in {dtype}, too coarse for a posterior (its rounding is "
+            f"{torch.finfo(dtype).eps:.1g}); pass lin.cast(torch.float32), or linearise model.float(). A frozen base "
+            "may stay in half precision where the selected parameters (adapters) are float32."
+        )

@@ -1,0 +1,193 @@
+"""Every gradient that a posterior gives is that of finite differences; every other one is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+
+STEP = 1e-5
+DOUBLE = torch.float64
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(12, 3, dtype=DOUBLE)
+    return model, x, x[:, :2].sin()
+
+
+def linearised(network, noise):
+    model, x, y = network
+    return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+
+
+def seed():
+    return torch.Generator().manual_seed(0)
+
+
+X = torch.linspace(-1, 1, 6, dtype=DOUBLE).reshape(2, 3)
+QUANTITIES = {
+    "variance": lambda post: post.predict(X).variance,
+    "joint": lambda post: post.predict(X, joint=True).covariance_matrix,
+    "sample": lambda post: post.sample(2, seed()),
+    "evidence": lambda post: post.log_evidence().value,
+    "predictive of draws": lambda post: post.predict(X, samples=post.sample(3, seed())).variance,
+}
+CURVATURES = {
+    "GGN": co.GGN,
+    "EmpiricalFisher": co.EmpiricalFisher,
+    "KFAC": co.KFAC,
+    "DiagonalGGN": co.DiagonalGGN,
+    "BlockDiagonal": co.BlockDiagonal,
+    "low rank": lambda lin: co.low_rank(co.GGN(lin), rank=5, generator=seed()),
+}
+WITH_NOISE = ("GGN", "EmpiricalFisher")
+
+
+def weighted(value):
+    """One number that depends on every entry."""
+    return (value * torch.linspace(1, 2, value.numel(), dtype=DOUBLE).reshape(value.shape)).sum()
+
+
+def difference(function, at):
+    """Central difference of a number, along the vector of ones for a vector."""
+    return (function(at + STEP) - function(at - STEP)) / (2 * STEP)
+
+
+def agrees(function, at):
+    leaf = at.clone().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf), leaf)
+    with torch.no_grad():
+        expected = difference(function, at)
+    torch.testing.assert_close(found.sum(), expected, rtol=1e-5, atol=1e-7)
+    assert abs(expected) > 1e-6  # else the comparison says nothing
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_gradients_in_the_prior_precision(network, curvature, quantity):
+    lin = linearised(network, 0.5)
+    G = CURVATURES[curvature](lin)
+    for at in (torch.tensor(1.3, dtype=DOUBLE), torch.full((lin.num_parameters,), 1.3, dtype=DOUBLE)):
+        agrees(lambda prior: weighted(QUANTITIES[quantity](co.laplace(lin, G, prior, check_mode=False))), at)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("curvature", WITH_NOISE)
+def test_gradients_in_the_noise(network, curvature, quantity):
+    def value(noise):
+        post = co.laplace(linearised(network, noise), CURVATURES[curvature], 1.3, check_mode=False)
+        return weighted(QUANTITIES[quantity](post))
+
+    agrees(value, torch.tensor(0.5, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
+def test_gradients_of_probabilities(network, link):
+    model, x, _ = network
+    lin = co.linearize(model, (x, (x[:, 0] > 0).long()), "classification")
+
+    def value(prior):
+        post = co.laplace(lin, prior_precision=prior, check_mode=False)
+        return weighted(post.probabilities(X, link=link, generator=seed()))
+
+    agrees(value, torch.tensor(1.3, dtype=DOUBLE))
+
+
+def test_gradients_in_the_draws(network):
+    post = co.laplace(linearised(network, 0.5), check_mode=False)
+    agrees(lambda draws: weighted(post.predict(X, samples=draws).variance), post.sample(3, seed()))
+
+
+@pytest.mark.parametrize("curvature", ["KFAC", "DiagonalGGN", "BlockDiagonal", "low rank"])
+def test_gradients_of_the_effective_number_of_parameters(network, curvature):
+    lin = linearised(network, 0.5)
+    G = CURVATURES[curvature](lin)
+
+    def value(prior):
+        return co.laplace(lin, G, prior, check_mode=False).effective_parameters().value
+
+    agrees(value, torch.tensor(1.3, dtype=DOUBLE))
+
+
+def test_gradients_of_a_tangent_kernel_in_its_prior(network):
+    lin, at = linearised(network, 0.5), torch.tensor(1.3, dtype=DOUBLE)
+    for value in (lambda K: K.to_dense(), lambda K: K @ torch.ones(4, dtype=DOUBLE)):
+        agrees(lambda prior, value=value: weighted(value(co.TangentKernel(lin, prior, X))), at)
+    dense, prior = co.TangentKernel(lin, 1.3, X).to_dense(), torch.tensor(1.3, dtype=DOUBLE, requires_grad=True)
+    torch.testing.assert_close(co.TangentKernel(lin, prior, X).to_dense(), dense, rtol=1e-12, atol=1e-12)
+
+
+def test_values_with_a_gradient_are_those_without(network):
+    noise, prior = (torch.tensor(v, dtype=DOUBLE, requires_grad=True) for v in (0.5, 1.3))
+    post = co.laplace(linearised(network, noise), prior_precision=prior, check_mode=False)
+    for quantity in QUANTITIES.values():
+        with torch.no_grad():
+            expected = quantity(post)
+        torch.testing.assert_close(quantity(post).detach(), expected, rtol=1e-8, atol=1e-10)
+
+
+REFUSED = {
+    "predict": lambda lin, x: co.laplace(lin, check_mode=False).predict(x),
+    "probabilities": lambda lin, x: co.laplace(lin, check_mode=False).predict(x, joint=True),
+    "jacobian": lambda lin, x: lin.jacobian(x),
+    "lin.predict": lambda lin, x: lin.predict(x),
+    "kernel": lambda lin, x: co.TangentKernel(lin, 1.0, x),
+    "second inputs of a kernel": lambda lin, x: co.TangentKernel(lin, 1.0, None, x),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_a_gradient_in_the_inputs_is_refused_by_name(network, use):
+    lin, x = linearised(network, 0.5), X.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"inputs requires a gradient.*detach"):
+        REFUSED[use](lin, x)
+    with torch.no_grad():
+        REFUSED[use](lin, x)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        co.KFAC,
+        co.EKFAC,
+        co.DiagonalGGN,
+        co.BlockDiagonal,
+        co.Hessian,
+        lambda lin: co.GGN(lin, mc_samples=2),
+        lambda lin: co.Subnetwork(co.GGN(lin), [0, 1]),
+    ],
+)
+def test_a_curvature_that_would_lose_the_gradient_in_the_noise_is_refused(network, build):
+    lin = linearised(network, torch.tensor(0.5, dtype=DOUBLE, requires_grad=True))
+    with pytest.raises(ValueError, match=r"no gradient for the hyperparameters.*detach"):
+        build(lin)
+    with torch.no_grad():
+        built = build(lin)
+    if built.shape[0] == lin.num_parameters:
+        post = co.laplace(lin, built, prior_precision=100.0, check_mode=False)
+        for use in (post.log_evidence, lambda: post.sample(2), post.effective_parameters, lambda: post.predict(X)):
+            with pytest.raises(ValueError, match="no gradient for the hyperparameters"):
+                use()
+        with torch.no_grad():
+            assert post.predict(X).variance.isfinite().all()
+
+
+def test_a_gradient_of_the_effective_number_that_cannot_come_is_refused(network):
+    prior = torch.tensor(1.3, dtype=DOUBLE, requires_grad=True)
+    post = co.laplace(linearised(network, 0.5), prior_precision=prior, check_mode=False)
+    with pytest.raises(ValueError, match="no gradient.*no_grad"):
+        post.effective_parameters()
+    with torch.no_grad():
+        assert post.effective_parameters().value > 0
+
+
+def test_a_grid_of_prior_precisions_keeps_their_gradients(network):
+    lin = linearised(network, 0.5)
+    post = co.laplace(lin, check_mode=False)
+    agrees(
+        lambda priors: weighted(torch.stack([e.value for e in co.evidence.grid(post, priors)])),
+        torch.tensor([0.5, 2.0], dtype=DOUBLE),
+    )
