@@ -154,7 +154,7 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> Group:
             dense[which, :, column] = images.gather(0, positions[which].mT).mT
     if not bool(torch.isfinite(dense).all()):
         raise ValueError("a diagonal block of A holds NaN or Inf; check the parameters and the data.")
-    require_symmetric(dense)
+    require_symmetric(dense, torch.finfo(dense.dtype).eps)
     values, vectors = torch.linalg.eigh((dense + dense.mT).double() / 2)
     values = values + shift
     rounding = s * torch.finfo(dense.dtype).eps * values.abs().amax(1)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from curvops.linalg.memory import working
 from curvops.linalg.projection import DROPPED, Counted, Projection, rotation
 from curvops.linalg.results import Reason
 from curvops.linalg.summary import Summarised
-from curvops.linalg.symmetry import SKEWED
+from curvops.linalg.symmetry import noticed_skew
 from curvops.linalg.vectors import (
     Description,
     Matrix,
@@ -125,12 +126,12 @@ def columns_within(memory_budget: int | None, n: int, size: int, block_size: int
 class BlockLanczos(Projection):
     """T = QᵀAQ for symmetric A, with A Q = Q T + P C; ``skew`` is by how much A was seen not to be."""
 
-    skew = 0.0
+    skew, looked = 0.0, 0
 
     @property
     def skewed(self) -> bool:
-        """Whether A is not symmetric, beyond what rounding explains."""
-        return self.skew > SKEWED * self.size
+        """Whether A is not symmetric, beyond what rounding explains, by all columns multiplied."""
+        return self.skew > noticed_skew(self.eps) * self.size * math.sqrt(self.looked)
 
     def step(self) -> None:
         """Multiply the pending block and project. Costs one product per column of it."""
@@ -143,7 +144,8 @@ class BlockLanczos(Projection):
         H = H[self.locked :]
         old, new = self.width, V.shape[1]
         gaps = torch.cat([H[:old] - self.C.mT, H[old:] - H[old:].mT])
-        self.skew = max(self.skew, float(gaps.abs().amax()))
+        self.skew = math.hypot(self.skew, float(gaps.norm()))
+        self.looked += new
         T = torch.zeros(old + new, old + new, dtype=torch.float64)
         T[:old, :old] = self.T
         T[:old, old:], T[old:, :old] = H[:old], H[:old].mT

@@ -25,6 +25,7 @@ from curvops.linalg.memory import room_for
 from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.symmetry import noticed_skew, require_symmetric
 from curvops.linalg.vectors import (
     Matrix,
     axpy,
@@ -193,10 +194,13 @@ def _grow(
         else:
             chosen = draw_positions(left, min(block, limit - r), generator)
         G = axpy(columns_of(A, chosen).clone(), F[:, :r], -entries(F[:, :r], chosen).mT)
+        # The rows of earlier pivots vanish where A is symmetric.
+        strays = entries(G, torch.cat(pivots)) if pivots else G[:0]
         spent += len(chosen)
         core = torch.cat([entries(G, chosen), left[chosen].unsqueeze(1)], 1).double().cpu()
         core, expected = core[:, :-1], core[:, -1]
         _check_core(core, expected, scale, left.dtype)
+        require_symmetric(core, torch.finfo(left.dtype).eps, scale)
         kept, L = _pivoted((core + core.mT) / 2, floor)
         if len(kept):
             where = kept.to(G.device)
@@ -209,7 +213,11 @@ def _grow(
             pivots.append(chosen[where])
             r += len(kept)
         left[chosen] = 0
-        low, high, total = torch.stack([left.amin().double(), left.amax().double(), left.double().sum()]).tolist()
+        stray = torch.cat([strays.flatten(), strays.new_zeros(1)]).abs().amax()
+        seen = torch.stack([left.amin().double(), left.amax().double(), left.double().sum(), stray.double()])
+        low, high, total, skew = seen.tolist()
+        if skew > noticed_skew(torch.finfo(left.dtype).eps) * scale:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
         if not low >= -1e2 * floor:
             raise _indefinite(low) if math.isfinite(low) else ValueError("a column of A holds NaN or Inf.")
         left = left.clamp_min(0)

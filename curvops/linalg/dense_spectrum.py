@@ -82,7 +82,7 @@ def dense_spectrum(multiply: Function, facts: Description, bound: float) -> Dens
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
     if not bool(torch.isfinite(dense).all()):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-    require_symmetric(dense)
+    require_symmetric(dense, torch.finfo(dtype).eps)
     values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
     return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
 

@@ -277,9 +277,9 @@ class NystromSketch:
             NotPositiveSemidefinite: ΩᵀAΩ has an eigenvalue clearly below zero.
         """
         core, overlap = gram(self.Omega, self.Y), gram(self.Omega, self.Omega)
-        require_symmetric(core)
-        core, eye = (core + core.mT) / 2, torch.eye(len(overlap), dtype=torch.float64, device=overlap.device)
         size = float(norm(self.Y).square().sum().sqrt()) / math.sqrt(self.facts.rows)
+        require_symmetric(core, self.eps, self.facts.rows * size)
+        core, eye = (core + core.mT) / 2, torch.eye(len(overlap), dtype=torch.float64, device=overlap.device)
         if size == 0:
             return self.Y, torch.zeros_like(eye), overlap, 0.0
         overlap = overlap + 1e-12 * self.facts.rows * eye  # signs of a small n may repeat

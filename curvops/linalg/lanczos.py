@@ -13,7 +13,7 @@ from curvops.linalg.limits import check_limits
 from curvops.linalg.memory import working
 from curvops.linalg.results import Reason
 from curvops.linalg.summary import Summarised
-from curvops.linalg.symmetry import SKEWED
+from curvops.linalg.symmetry import noticed_skew
 from curvops.linalg.vectors import (
     Matrix,
     Vectors,
@@ -159,13 +159,19 @@ class LockStep:
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
         self.done = torch.zeros(self.K, dtype=torch.bool)
-        self.scale = self.skew = 0.0
+        self.scale = 0.0
+        self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
         self.matvecs = 0
 
     @property
     def skewed(self) -> bool:
-        """Whether ⟨q', A q⟩ and ⟨A q', q⟩ of neighbours in the basis differ by more than rounding explains."""
-        return self.skew > SKEWED * self.scale
+        """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
+        return bool((self.gaps.sqrt() > noticed_skew(self.eps) * self.images.sqrt()).any())
+
+    @property
+    def skew(self) -> float:
+        """By how much, in the Frobenius norm."""
+        return float(self.gaps.amax().sqrt())
 
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
         """T of start vector k."""
@@ -224,13 +230,17 @@ class LockStep:
         self.matvecs += len(live)
         image = norm(W)
         alpha, mirrored = inner(V, W), inner(columns(self.store, here - 1), W) if m else image
-        W = project_out(W, self.store, self.capacity + 1, m + 1, live)
+        W, along = project_out(W, self.store, self.capacity + 1, m + 1, live)
         beta = norm(W)
         put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
-        alpha_host, beta_host, image_host, mirrored_host = torch.stack([alpha, beta, image, mirrored]).cpu()
+        # Qᵀ A q of a symmetric A has nothing but the last two entries, of which the first mirrors the last step's beta.
+        stray = along[:, : max(m - 1, 0)].double().square().sum(1)
+        facts = torch.stack([alpha, beta, image, mirrored, stray]).cpu()
+        alpha_host, beta_host, image_host, mirrored_host, stray_host = facts
         if m:
-            gaps = (mirrored_host - self.betas[live, m - 1]).abs()
-            self.skew = max(self.skew, float(gaps.nan_to_num(0.0, 0.0).amax()))
+            gaps = 2 * ((mirrored_host - self.betas[live, m - 1]).square() + stray_host)
+            self.gaps[live] += gaps.nan_to_num(0.0, 0.0)
+        self.images[live] += image_host.square().nan_to_num(0.0, 0.0)
         self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
         # What is left after two passes is rounding once it falls to eps times the largest image seen.
         ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)

@@ -15,7 +15,7 @@ from curvops.linalg.lanczos import LockStep
 from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import Multiply, vector_bytes, working
 from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, is_known_psd, negligible
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
 from curvops.linalg.vectors import (
@@ -144,6 +144,8 @@ def _by_lanczos(
     while True:
         run.reserve(depth)
         run.extend(depth)
+        if run.skewed:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
         vectors, values = _ritz(run, psd)
         ended = bool(run.done.all())
         if fixed or ended or depth >= limit or satisfied(vectors, values):

@@ -183,7 +183,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
         return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
     nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
     core = gram(Omega, Y)
-    require_symmetric(core)
+    require_symmetric(core, torch.finfo(Y.dtype).eps, size)
     core = (core + core.mT) / 2
     eye = torch.eye(r, dtype=torch.float64, device=Y.device)
     L, info = torch.linalg.cholesky_ex(core + nu * eye)

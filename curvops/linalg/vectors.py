@@ -323,21 +323,24 @@ def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Te
 @singledispatch
 def project_out(
     W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
-) -> Float[Tensor, "n j"]:
+) -> tuple[Float[Tensor, "n j"], Float[Tensor, "j used"]]:
     """Column i of W minus its projection on orthonormal basis ``which[i]``: classical Gram–Schmidt, twice.
 
-    ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count.
+    ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count. The components of W
+    along them come with it.
     """
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
-        return _projected_out(rows, bases[:, :used]).mT
+        found, along = _projected_out(rows, bases[:, :used])
+        return found.mT, along
     # One after the other: the bases of some vectors are no part of the store without a copy.
     parts = [_projected_out(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
-    return torch.cat(parts).mT
+    found, along = (torch.cat(part) for part in zip(*parts))
+    return found.mT, along
 
 
-def _projected_out(rows: Tensor, bases: Tensor) -> Tensor:
-    for _ in range(2):
-        coefficients = torch.bmm(bases, rows.unsqueeze(2))
-        rows = rows - torch.bmm(coefficients.mT, bases).squeeze(1)
-    return rows
+def _projected_out(rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    along = torch.bmm(bases, rows.unsqueeze(2))
+    rows = rows - torch.bmm(along.mT, bases).squeeze(1)
+    again = torch.bmm(bases, rows.unsqueeze(2))
+    return rows - torch.bmm(again.mT, bases).squeeze(1), along.squeeze(2)

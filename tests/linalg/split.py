@@ -172,14 +172,15 @@ def _(X: Split) -> tuple[Split, Tensor]:
 
 
 @vectors.project_out.register
-def _(W: Split, store: Split, room: int, used: int, which: Tensor) -> Split:
+def _(W: Split, store: Split, room: int, used: int, which: Tensor) -> tuple[Split, Tensor]:
     """One column at a time, by Gram matrices."""
-    found = vectors.as_block(W)
+    found, along = vectors.as_block(W), []
     for i, first in enumerate((which * room).tolist()):
         Q, w = vectors.part(store, first, first + used), vectors.part(found, i, i + 1)
+        along.append(vectors.gram(Q, w)[:, 0])
         for _ in range(2):
             vectors.axpy(w, Q, -vectors.gram(Q, w))
-    return found
+    return found, torch.stack(along)
 
 
 def whole(like: Split | Halves) -> Description:

@@ -80,11 +80,12 @@ def test_each_column_loses_its_projection_on_its_own_basis():
     store = vectors.join(first, spare[:, :1], second, spare[:, :1])
     for which in ([0, 1], [1], [0]):
         W = block(20, len(which), seed=7)
-        left = vectors.project_out(W, store, 5, 4, torch.tensor(which))
+        left, along = vectors.project_out(W, store, 5, 4, torch.tensor(which))
         for j, k in enumerate(which):
             Q = (first, second)[k]
             torch.testing.assert_close(left[:, j], W[:, j] - Q @ (Q.mT @ W[:, j]))
             assert (Q.mT @ left[:, j]).abs().max() < 1e-14
+            torch.testing.assert_close(along[j], Q.mT @ W[:, j])
 
 
 def test_product_of_tensor_and_operator_agree():
