@@ -69,7 +69,7 @@ def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_o
 def test_walks_share_one_budget_and_give_it_back() -> None:
     whole, walk, S = reduced("mlp", "layerwise")
     V = columns(S.shape[1], 1)
-    whole.memory_budget = walk.memory_budget = N * whole.plan.layerwise_bytes
+    whole.memory.budget = N * whole.plan.layerwise_bytes
     assert walk.plan.layerwise_bytes < whole.plan.layerwise_bytes
     push(walk, V)
     push(whole, V)
@@ -107,7 +107,7 @@ def test_copies_leave_caches_behind_and_share_a_budget_again(copied: Any) -> Non
     V = columns(S.shape[1], 2)
     push(walk, V)
     other = copied(walk)
-    assert other.plan.in_use == {} and other in other._whole._reduced and walk not in other._whole._reduced
+    assert other.plan.in_use == {} and other.memory is other._whole.memory is not walk.memory
     assert agree(push(other, V), S @ V)
 
 
