@@ -1,8 +1,8 @@
 """One table of small networks that drives the tests of engines, operators and posteriors.
 
 `ZOO[name].build(dtype)` gives (model, inputs): seeded, in eval mode, a handful of points. `autodiff` names (as globs)
-the parameters that no layer rule can serve; everything else is the layerwise engine's. `forward_mode` says whether
-forward-mode products are right, `replayable` whether a recorded linearisation may be replayed.
+the parameters that no layer rule can serve; everything else is the layerwise engine's. `pushes` says how J v
+is made where neither layers nor caches serve it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from tests import zoo_functions as functions
 from tests import zoo_modules as parts
 
 N = 5
@@ -32,8 +34,7 @@ class Network:
     make: Callable[[], Any]
     data: Callable[[], Any]
     autodiff: tuple[str, ...] = ()
-    forward_mode: bool = True
-    replayable: bool = True
+    pushes: str = "forward mode"
 
     def build(self, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
         """(model, inputs): an `nn.Module` in eval mode, or a pair (function, params)."""
@@ -245,16 +246,20 @@ def _two_heads() -> nn.Module:
     return net
 
 
+def _centred_gradient() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), functions.Centred(), nn.Linear(5, 3))
+
+
 def _table() -> Iterator[Network]:
-    row, f = Network, torch.tanh
+    row, f, twice = Network, torch.tanh, "double backward"
     yield row("mlp", _mlp, _vectors)
     yield row("cnn", _cnn, _images)
     yield row("cnn_1d", parts.cnn_1d, _series)
     yield row("cnn_3d", parts.cnn_3d, _volumes)
     yield row("autoencoder", parts.autoencoder, _images)
     yield row("given_output_size", parts.GivenOutputSize, _images, ("up*",))
-    yield row("resnet_groupnorm", lambda: parts.Residual(lambda c: nn.GroupNorm(2, c)), _images, replayable=False)
-    yield row("resnet_batchnorm", _batch_norm, _images, replayable=False)
+    yield row("resnet_groupnorm", lambda: parts.Residual(lambda c: nn.GroupNorm(2, c)), _images)
+    yield row("resnet_batchnorm", _batch_norm, _images)
     yield row("instance_norms", parts.instance_norms, _images)
     yield row("rms_norms", parts.rms_norms, _sequences)
     yield row("bilinear", parts.TwoBilinear, lambda: (_sequences(), _sequences()))
@@ -268,28 +273,28 @@ def _table() -> Iterator[Network]:
     yield row("attention", parts.Attention, _sequences)
     yield row("attention_of_two", lambda: parts.Attention(cross=True), _sequences, ("attention.in_proj*",))
     yield row("attention_frozen", _frozen_projection, _sequences)
-    yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",), replayable=False)
-    yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",), replayable=False)
+    yield row("lstm", lambda: parts.Recurrent(nn.LSTM), _sequences, ("rnn*",))
+    yield row("gru", lambda: parts.Recurrent(nn.GRU), _sequences, ("rnn*",))
     yield row("tied_embedding", lambda: parts.Tokens(nn.Embedding(7, 4), 4, tied=True), _tokens)
-    yield row("embedding_padding", lambda: parts.Tokens(nn.Embedding(7, 4, 0), 4), _tokens, forward_mode=False)
+    yield row("embedding_padding", lambda: parts.Tokens(nn.Embedding(7, 4, 0), 4), _tokens, pushes=twice)
     yield row("embedding_few_rows", lambda: parts.Tokens(nn.Embedding(7, 4), 4), lambda: _tokens().repeat(1, 2))
     yield row("embedding_max_norm", lambda: parts.Tokens(nn.Embedding(7, 4, max_norm=5.0), 4), _tokens)
     yield row("bag_mean", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, padding_idx=0), 4), _tokens)
     yield row("bag_sum", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, mode="sum"), 4), _tokens)
     yield row("bag_max", lambda: parts.Tokens(nn.EmbeddingBag(7, 4, mode="max", padding_idx=0), 4), _tokens, ("emb*",))
     yield row("bag_weighted", parts.WeightedBag, _tokens, ("bag*",))
-    yield row("functional_padding", parts.FunctionalEmbedding, _tokens, ("table",), forward_mode=False)
+    yield row("functional_padding", parts.FunctionalEmbedding, _tokens, ("table",), pushes=twice)
     yield row("linear_twice", _wired(lambda m, x: m.head(m.fc2(f(m.fc1(f(m.fc1(x))))))), _vectors)
     yield row("shared_parameter", _shared_parameter, _vectors)
     yield row("own_parameters", parts.OwnParameters, _vectors, ("weight", "scale", "fc.weight"))
     yield row("function_pair", _pair, _vectors, ("*",))
-    yield row("inplace_relu", _inplace_relu, _vectors, replayable=False)
-    yield row("inplace_add", _wired(parts.inplace_add), _vectors, replayable=False)
-    yield row("inplace_mul", _wired(lambda m, x: m.head(m.fc2(m.fc1(x).mul_(2)))), _vectors, replayable=False)
-    yield row("setitem", _wired(parts.setitem), _vectors, replayable=False)
-    yield row("written_later", _written_later, _vectors, ("fc1.bias",), replayable=False)
-    yield row("weight_norm", lambda: _normed(parametrizations.weight_norm), _vectors, ("0.*",), forward_mode=False)
-    yield row("weight_norm_hook", lambda: _normed(_hook_weight_norm), _vectors, ("0.*",), forward_mode=False)
+    yield row("inplace_relu", _inplace_relu, _vectors)
+    yield row("inplace_add", _wired(parts.inplace_add), _vectors)
+    yield row("inplace_mul", _wired(lambda m, x: m.head(m.fc2(m.fc1(x).mul_(2)))), _vectors)
+    yield row("setitem", _wired(parts.setitem), _vectors)
+    yield row("written_later", _written_later, _vectors, ("fc1.bias",))
+    yield row("weight_norm", lambda: _normed(parametrizations.weight_norm), _vectors, ("0.*",), pushes=twice)
+    yield row("weight_norm_hook", lambda: _normed(_hook_weight_norm), _vectors, ("0.*",), pushes=twice)
     yield row("spectral_norm", lambda: _normed(parametrizations.spectral_norm), _vectors, ("0.*",))
     yield row("orthogonal", lambda: _normed(parametrizations.orthogonal), _vectors, ("0.*",))
     yield row("prelu", lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)), _vectors, ("1.*",))
@@ -303,21 +308,40 @@ def _table() -> Iterator[Network]:
     yield row("user_pre_hook", _hooked("pre"), _vectors, ("fc1*",))
     yield row("user_backward_hook", _hooked("backward"), _vectors)
     yield row("checkpointed", lambda: parts.Checkpointed(False), _vectors)
-    yield row("old_function", _wired(parts.old_function), _vectors, forward_mode=False)
+    yield row("old_function", _wired(parts.old_function), _vectors, pushes=twice)
+    yield row("numpy_backward", _wired(functions.applied(functions.NumpyTanh)), _vectors, pushes="rows")
+    yield row("backward_without_gradient", _wired(functions.applied(functions.NoGradTanh)), _vectors, pushes="rows")
+    yield row("backward_detached_in_part", _wired(functions.applied(functions.PartlyDetached)), _vectors, pushes="rows")
+    yield row(
+        "cotangent_overwritten", _wired(functions.applied(functions.Overwriting, last=True)), _vectors, pushes="rows"
+    )
+    yield row("numpy_below_own_parameters", functions.ScaledNumpy, _vectors, ("scale", "shift"), pushes="rows")
+    yield row("wrong_jvp", _wired(functions.applied(functions.WrongJvp)), _vectors, pushes=twice)
+    yield row("straight_through", _wired(functions.applied(functions.Rounded)), _vectors, pushes=twice)
+    yield row("hardsigmoid", _wired(lambda m, x: m.head(F.hardsigmoid(m.fc2(F.hardsigmoid(m.fc1(x)))))), _vectors)
+    yield row("functional_bag", lambda: parts.FunctionalEmbedding(bag=True), _tokens, ("table",), pushes="rows")
     yield row("linear_subclass", lambda: nn.Sequential(nn.Linear(4, 5), parts.ScaledLinear(5, 3)), _vectors, ("1.*",))
     yield row("bfloat16_base", lambda: parts.HalfBase(torch.bfloat16), _vectors)
     yield row("float16_base", lambda: parts.HalfBase(torch.float16), _vectors)
-    yield row("without_gradient", _wired(parts.without_gradient), _vectors, ("fc1*",), forward_mode=False)
-    yield row("counting_calls", parts.CountingCalls, _vectors, replayable=False)
+    yield row("without_gradient", _wired(parts.without_gradient), _vectors, ("fc1*",), pushes=twice)
+    yield row("counting_calls", parts.CountingCalls, _vectors)
 
 
 ZOO: dict[str, Network] = {network.name: network for network in _table()}
 
 # Networks without the derivatives that products need, with what the error must name.
 UNSUPPORTED: dict[str, tuple[Network, str]] = {
-    "embedding_bag": (
-        Network("embedding_bag", lambda: parts.FunctionalEmbedding(bag=True), _tokens),
-        "F.embedding_bag by an Embedding",
+    "clipped_backward": (
+        Network("clipped_backward", _wired(functions.applied(functions.Clipped)), _vectors),
+        r"the model \(Clipped\) is not linear",
+    ),
+    "backward_over_points": (
+        Network(
+            "backward_over_points",
+            _centred_gradient,
+            _vectors,
+        ),
+        r"'1' \(CentredGradient\) is not linear",
     ),
     "checkpoint_reentrant": (
         Network("checkpoint_reentrant", lambda: parts.Checkpointed(True), _vectors),

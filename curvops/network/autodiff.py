@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-import weakref
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import linearize
 from torch.utils.dlpack import from_dlpack
 
+from curvops.network.extents import Held, extent
 from curvops.network.inputs import components, normalise, num_points, take
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
+from curvops.network.replay import Recorder, Replay
+
+Pushes = Literal["forward mode", "double backward", "rows"]
+"""How J v is made of a model's derivatives."""
 
 
 class Streamed:
@@ -26,17 +28,18 @@ class Streamed:
 
     A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector (1
     gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
-    both, and the memory of two forward passes. Without forward mode a push is a double backward pass.
+    both, and the memory of two forward passes. `pushes` by double backward take a second backward pass; by rows they
+    need first derivatives alone: C backward passes for each point by itself, whose rows all vectors share.
     """
 
     kind = "streamed"
     nbytes = 0
 
     def __init__(
-        self, model: Model, inputs: Any, names: Sequence[str], forward_mode: bool, roomy: bool = False
+        self, model: Model, inputs: Any, names: Sequence[str], pushes: Pushes = "forward mode", roomy: bool = False
     ) -> None:
         self.model, self.inputs, self.names = model, inputs, tuple(names)
-        self.forward_mode, self.roomy = forward_mode, roomy
+        self.pushes, self.roomy = pushes, roomy
         self._outputs: Tensor | None = None
         self._graph: _Graph | None = None
 
@@ -50,12 +53,19 @@ class Streamed:
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         """J V for K tangents by name, (K, *shape) each."""
-        if not self.forward_mode:
+        if self.pushes == "double backward":
             return record_graph(self.model, self.inputs, self.names).push(tangents)
+        if self.pushes == "rows":
+            return self._push_by_rows(tangents)
         columns = next(iter(tangents.values())).shape[0]
         record = self.roomy and columns == 1
         each = ({name: tangents[name][k] for name in self.names} for k in range(columns))
         return _stacked([self._push_one(tangent, record) for tangent in each])
+
+    def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        points = range(num_points(self.inputs))
+        graphs = (record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names) for n in points)
+        return torch.stack([graph.push_by_rows(tangents) for graph in graphs], 1)
 
     def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
         if self.roomy:
@@ -88,22 +98,18 @@ class Streamed:
 class Recorded:
     """J of one batch from one recorded forward pass, kept: 1.33 gradients a push and pull instead of 2.
 
-    Pulls run backward through the graph. Pushes replay `torch.func.linearize` where `replayable` says that the model
-    mutates nothing and a replay reproduces a forward-mode product; else they differentiate the pull (double backward).
+    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass; without one they differentiate
+    the pull (double backward).
     """
 
     kind = "recorded"
 
-    def __init__(self, model: Model, inputs: Any, names: Sequence[str], replayable: bool) -> None:
-        self.model, self.names = model, tuple(names)
-        with _SavedBytes(model, inputs) as saved:
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
+        self.model, self.names, self._replay = model, tuple(names), replay
+        with SavedBytes(model, inputs) as saved:
             self._graph = record_graph(model, inputs, names)
-        self._replay = self._linearize(inputs) if replayable else None
-        self.nbytes = saved.total * (1 if self._replay else 3)
-        if self._replay is not None:
-            self.nbytes += _replay_bytes(self._replay, model)
-            # Traced modules are cycles, which would keep their constants until some later collection.
-            weakref.finalize(self, _forget, self._replay).atexit = False
+        # What the graph of a pull keeps besides, for a double backward pass, was not more than as much again, twice.
+        self.nbytes = saved.total * 3 if replay is None else saved.total + replay_bytes(replay, model, inputs)
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -116,22 +122,31 @@ class Recorded:
             return self._graph.push(tangents)
         columns = next(iter(tangents.values())).shape[0]
         with torch.no_grad():
-            return torch.stack([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+            return _stacked([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
 
     def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
         """Jᵀ U for K cotangents, by name, (K, *shape) each."""
         return self._graph.pull(cotangents)
 
-    def _linearize(self, inputs: Any) -> Callable[[Blocks], Tensor] | None:
-        values, self._copies = self.model.values, self.model.copies
-        chosen = {name: self._copies[name].detach() for name in self.names}
-        with self.model.differentiating(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its constant folding warns of its own graph
-            try:
-                _, replay = linearize(lambda part: self.model({**values, **part}, inputs), chosen)
-            except Exception:  # whatever tracing cannot follow, the double backward pass can
-                return None
-        return replay
+
+def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
+    """One forward-mode pass whose tangents' operations are recorded; None where it fails, or cannot be run again."""
+    recorder = Recorder()
+    with (
+        contextlib.suppress(RuntimeError, NotImplementedError),
+        model.differentiating(),
+        torch.no_grad(),
+        forward_ad.dual_level(),
+        recorder,
+    ):
+        values = model.values
+        duals = {}
+        for name in names:
+            # Any tangent will do: the weights are there already.
+            duals[name] = forward_ad.make_dual(_apart(values[name]), _apart(values[name]))
+            recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
+        return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
+    return None
 
 
 class _Graph:
@@ -150,7 +165,9 @@ class _Graph:
         leaves = list(self._leaves.values())
         if not self.outputs.requires_grad:
             return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
-        gradients = torch.autograd.grad(self.outputs, leaves, _usable(cotangent), retain_graph=keep, allow_unused=True)
+        # A copy: a custom backward that writes into what it is given would write into the caller's vector.
+        given = cotangent.clone()
+        gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, allow_unused=True)
         pairs = zip(self.names, leaves, gradients)
         return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
 
@@ -167,6 +184,17 @@ class _Graph:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
         columns = next(iter(tangents.values())).shape[0]
         return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
+
+    def push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K C"]:
+        """J V at the one point of this graph, its rows taken one at a time by backward passes."""
+        (outputs,) = self.outputs.detach()
+        columns = next(iter(tangents.values())).shape[0]
+        result = outputs.new_empty(columns, len(outputs))
+        for c in range(len(outputs)):
+            unit = torch.zeros_like(outputs).index_fill(0, torch.tensor(c, device=outputs.device), 1.0)
+            row = self.pull(unit.view(1, 1, -1), keep=c + 1 < len(outputs))
+            result[:, c] = sum(tangents[name].flatten(1) @ row[name].flatten() for name in self.names)
+        return result
 
     def _forward(self, tangents: Mapping[str, Tensor], k: int) -> Float[Tensor, "n C"]:
         dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
@@ -191,47 +219,15 @@ def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
 
 def saved_bytes(model: Model, inputs: Any) -> int:
     """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
-    with _SavedBytes(model, inputs) as saved:
+    with SavedBytes(model, inputs) as saved:
         record_graph(model, inputs, model.selection.names)
     return saved.total
 
 
-def shared_pass_bytes(model: Model, inputs: Any) -> int:
-    """Bytes that the recorded pass of a roomy push keeps for these inputs: those of both modes."""
-    tangents = {name: torch.zeros_like(value).unsqueeze(0) for name, value in model.values.items()}
-    streamed = Streamed(model, inputs, model.selection.names, forward_mode=True, roomy=True)
-    with _SavedBytes(model, inputs, apart=tangents.values()) as saved:
-        streamed.push(tangents)
-    return saved.total
-
-
-def _replay_bytes(replay: Callable[..., Any], model: Model) -> int:
-    """Bytes of the constants that a replay keeps, the model's own tensors left out; 0 where torch hides them.
-
-    They are folded here, not at the first replay: normalisation layers make several times what autograd saves of them.
-    """
-    if (graph := _traced(replay)) is None:
-        return 0
-    if (fold := getattr(graph, "run_folding", None)) is not None:
-        with torch.no_grad():
-            fold()
-    apart = {tensor.untyped_storage().data_ptr() for tensor in model.tensors()}
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in graph.parameters()}
-    return sum(size for pointer, size in storages.items() if pointer not in apart)
-
-
-def _traced(replay: Callable[..., Any]) -> torch.nn.Module | None:
-    graph = inspect.getclosurevars(replay).nonlocals.get("const_folded_jvp_graph")
-    return graph if isinstance(graph, torch.nn.Module) else None
-
-
-def _forget(replay: Callable[..., Any]) -> None:
-    """Drop the constants of a replay that nobody will run again."""
-    for module in () if (graph := _traced(replay)) is None else graph.modules():
-        module._parameters.clear()
-        module._buffers.clear()
-        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
-            delattr(module, name)
+def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
+    """Bytes of the constants that a replay keeps, the model's and the inputs' left out."""
+    given = [tensor for _, tensor in components(normalise(inputs))]
+    return replay.nbytes([*model.tensors(), *given])
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
@@ -254,7 +250,7 @@ def _usable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-class _SavedBytes:
+class SavedBytes:
     """Counts the bytes of the inputs and of the distinct storages that autograd saves while it is entered.
 
     The model's own storages are left out, and of the inputs', which may be slices of all data, those bytes alone count.
@@ -262,11 +258,11 @@ class _SavedBytes:
 
     def __init__(self, model: Model, inputs: Any, apart: Iterable[Tensor] = ()) -> None:
         given = [tensor for _, tensor in components(normalise(inputs))]
-        self._apart = {tensor.untyped_storage().data_ptr() for tensor in [*model.tensors(), *given, *apart]}
+        self._apart = Held([*model.tensors(), *given, *apart])
         self.total = sum(tensor.nbytes for tensor in given)
 
-    def __enter__(self) -> _SavedBytes:
-        self._storages: dict[int, int] = {}
+    def __enter__(self) -> SavedBytes:
+        self._extents: set[tuple[int, int]] = set()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
         return self
@@ -274,11 +270,10 @@ class _SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor._is_zerotensor():  # an implicit zero of forward mode: it has no storage
             return tensor
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._apart:
-            self._storages[storage.data_ptr()] = storage.nbytes()
+        if tensor not in self._apart:
+            self._extents.add(extent(tensor))
         return tensor.detach()  # an operation that saved its own output would hold itself for ever
 
     def __exit__(self, *details: Any) -> None:
         self._hooks.__exit__(*details)
-        self.total += sum(self._storages.values())
+        self.total += sum(end - start for start, end in self._extents)

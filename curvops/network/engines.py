@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import Recorded, Streamed, saved_bytes, shared_pass_bytes
+from curvops.network.autodiff import Recorded, Streamed, record_replay
 from curvops.network.inputs import num_points, take
 from curvops.network.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.model import Model
 from curvops.network.output_fisher import IDENTITY, Root
 from curvops.network.parameters import Blocks
 from curvops.network.plan import ASKED_FOR, Choice, Kind, Plan
-from curvops.network.probes import forward_mode_works, replayable_bytes, require_derivatives
+from curvops.network.probes import Routes, find_routes, proves_itself
 from curvops.network.reduced import Reduced
 from curvops.network.self_check import mismatches, random_root, wrong_layers
 
@@ -45,32 +44,24 @@ class Engine(Protocol):
 class Engines:
     """Builds the engine of a batch. `few` are the inputs of the first point or two, on which the model is probed.
 
-    The probe finds the outputs' number, whether forward-mode derivatives exist and agree with backward-mode ones, which
-    layers run as layers, and the bytes that a recorded pass keeps. What costs more is found when it is first needed:
-    whether a linearisation may be replayed, and the layerwise engine's self-check on the first batch it serves.
+    The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
+    layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves.
     """
 
     def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
         self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
         self._rejected: dict[str, str] = {}
         self._verified = self._few_verified = self._rows_verified = False
-        names = model.selection.names
-        require_derivatives(model, self._few, names, forward_mode=True)
-        self._forward_mode = forward_mode_works(model, self._few, names)
-        self._shareable = self._forward_mode and forward_mode_works(model, self._few, names, roomy=True)
-        self._shared_bytes = shared_pass_bytes(model, self._few) // num_points(self._few) if self._shareable else 0
-        if not self._forward_mode:
-            require_derivatives(model, self._few, names, forward_mode=False)
-        self._replayable: bool | None = None if self._forward_mode else False
-        self._replay_bytes = 0
+        self._routes: dict[tuple[str, ...], Routes] = {}
+        self._recorded_verified: set[tuple[str, ...]] = set()
+        self._all_routes = find_routes(model, self._few, model.selection.names, keep=choice != "streamed")
         with torch.no_grad():
             self._num_outputs = model(model.values, self._few).shape[1]
-        self._saved_bytes = saved_bytes(model, self._few) // num_points(self._few)
         self.memory_budget = memory_budget
         self.plan = self._make_plan()
 
     def build(self, kind: Kind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
-        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to fit.
+        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
 
         With a root L it multiplies with Lᵀ J.
         """
@@ -80,16 +71,8 @@ class Engines:
         return Reduced(engine, root) if root is not IDENTITY else engine
 
     def _autodiff(self, kind: Kind, inputs: Any, room: int) -> Streamed | Recorded:
-        names = self.model.selection.names
         if kind == "recorded":
-            if self._replayable is None and self._trial_bytes() > room:
-                return self._streamed(inputs, room)
-            replayable = self._may_replay()
-            copies = self.model.theta.nbytes if replayable and not self.model.copied_bytes else 0
-            if num_points(inputs) * self.plan.recorded_bytes + copies > room:  # known only now
-                gc.collect()  # the trial's trace is a cycle that holds the parameters' copies
-                return self._streamed(inputs, room)
-            return Recorded(self.model, inputs, names, replayable)
+            return self._recorded(inputs, self.model.selection.names)
         return self._streamed(inputs, room)
 
     def _proven(self, inputs: Any, room: int, root: Root) -> Engine:
@@ -114,11 +97,11 @@ class Engines:
         few = take(inputs, slice(0, CHECKED_POINTS))
         while self.plan.layers and not (self._verified or self._few_verified):
             names, others = self.model.selection.names, tuple(self.plan.others)
-            rest = Streamed(self.model, few, others, self._forward_mode) if others else None
+            rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
             root = random_root(num_points(few), self._num_outputs, self.model.theta)
             layers = Layerwise(self.model, few, self._owners(self.plan.others), rest, LEAST_CHUNK, root)
             wrong = dict.fromkeys(layers.misfits, NO_LAYER)
-            reference = Reduced(Streamed(self.model, few, names, self._forward_mode), root)
+            reference = Reduced(Streamed(self.model, few, names, self._routes_of(names).pushes), root)
             wrong = wrong or dict.fromkeys(mismatches(layers, reference), WRONG)
             self._few_verified = not wrong
             if wrong:
@@ -138,24 +121,37 @@ class Engines:
             return self._owners(self.plan.others), tuple(self.plan.others)
 
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
-        roomy = self._shareable and 2 * self._shared_bytes * num_points(inputs) <= room
-        return Streamed(self.model, inputs, self.model.selection.names, self._forward_mode, roomy)
+        routes = self._routes_of(self.model.selection.names)
+        roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
+        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
+
+    def _recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
+        """The engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
+        while (routes := self._routes_of(names)).recordable:
+            replay = record_replay(self.model, inputs, names) if routes.replayed else None
+            if routes.replayed is (replay is not None):
+                engine = Recorded(self.model, inputs, names, replay)
+                if names in self._recorded_verified or proves_itself(engine):
+                    self._recorded_verified.add(names)
+                    return engine
+            # What is wrong on this batch shows on it: its routes are those from now on, without the one that failed.
+            found = find_routes(self.model, inputs, names)
+            again = found.recordable and found.replayed is routes.replayed
+            self._routes[names] = dataclasses.replace(found, recordable=False) if again else found
+            self.plan = self._make_plan()
+        return Streamed(self.model, inputs, names, routes.pushes)
 
     def _layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
         others = tuple(self.plan.others)
-        rest = Recorded(self.model, inputs, others, self._may_replay()) if others else None
+        rest = self._recorded(inputs, others) if others else None
         return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8), root)
 
-    def _trial_bytes(self) -> int:
-        """What finding out whether a linearisation may be replayed takes at a time, at most."""
-        return num_points(self._few) * self.plan.recorded_bytes + 3 * self.model.theta.nbytes
-
-    def _may_replay(self) -> bool:
-        if self._replayable is None:
-            size = replayable_bytes(self.model, self._few, self.model.selection.names)
-            self._replayable, self._replay_bytes = size > 0, size
-            self.plan = dataclasses.replace(self.plan, replayable=self._replayable, replay_bytes=size)
-        return self._replayable
+    def _routes_of(self, names: tuple[str, ...]) -> Routes:
+        """The routes for some of the selected parameters: those for all, or better ones where these are but rows."""
+        found = self._routes.get(names, self._all_routes)
+        if found.pushes == "rows" and names not in self._routes and names != self.model.selection.names:
+            found = self._routes[names] = find_routes(self.model, self._few, names)
+        return found
 
     def _owners(self, left_out: Mapping[str, str]) -> dict[nn.Module, dict[str, str]]:
         """Layers and what they own of the parameters that are left to the layerwise engine."""
@@ -171,11 +167,10 @@ class Engines:
             others=others,
             num_outputs=self._num_outputs,
             itemsize=self.model.theta.element_size(),
-            saved_bytes=self._saved_bytes,
-            replayable=self._replayable is not False,
+            routes=self._routes_of(self.model.selection.names),
+            rest=self._routes_of(tuple(others)) if layers and others else None,
             memory_budget=self.memory_budget,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
-            replay_bytes=self._replay_bytes,
         )
 
     def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:

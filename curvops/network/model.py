@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -61,7 +60,6 @@ class Model:
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
-        self._copies: weakref.ref[Copies] | None = None
         self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
@@ -87,27 +85,6 @@ class Model:
         parts = flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
-    @property
-    def copies(self) -> Copies:
-        """The selected parameters by name, each in a storage of its own, shared by those who hold them.
-
-        For forward mode: the dual of a view would allocate a tangent as large as the whole vector, for each parameter.
-        """
-        with self.lock:
-            copies = self._held_copies()
-            if copies is None:
-                copies = Copies({name: value.detach().clone() for name, value in self.values.items()})
-                self._copies = weakref.ref(copies)
-            return copies
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copies that somebody holds."""
-        return self._flat.nbytes if self._held_copies() else 0
-
-    def _held_copies(self) -> Copies | None:
-        return None if self._copies is None else self._copies()
-
     @cached_property
     def tangent_space(self) -> TangentSpace:
         """Where the snapshot stands; a cast keeps it."""
@@ -115,8 +92,7 @@ class Model:
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the snapshot."""
-        copies = self._held_copies() or Copies()
-        return [self._flat, *copies.values(), *self.frozen.values(), *self._buffers.values()]
+        return [self._flat, *self.frozen.values(), *self._buffers.values()]
 
     @property
     def eps(self) -> float:
@@ -274,15 +250,11 @@ class Model:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_copies": None}
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
-
-
-class Copies(Blocks):
-    """Parameters by name, to which a model may refer weakly."""
 
 
 class _Holder(nn.Module):

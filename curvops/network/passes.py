@@ -262,7 +262,7 @@ class Passes:
         return engine
 
     def _free(self) -> int:
-        return self.memory.for_engines - self.model.copied_bytes
+        return self.memory.for_engines
 
     def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
         """Walks over so many points each (fewer at the end of a batch), and how many they are."""

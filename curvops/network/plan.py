@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from curvops.network.layerwise import Layer
+from curvops.network.probes import Routes
 
 Kind = Literal["streamed", "recorded", "layerwise"]
 Choice = Literal["auto", "streamed", "autodiff", "layerwise"]
 ASKED_FOR = "asked for"
 """Why autodiff serves a parameter where the user chose it."""
 READ = 16
-STREAMED, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 4 / 3, 5 / 3, 2.0
+STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 3.0, 4 / 3, 5 / 3, 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +48,10 @@ class Plan:
     others: dict[str, str]
     num_outputs: int
     itemsize: int
-    saved_bytes: int
-    replayable: bool
+    routes: Routes  # of all selected parameters
+    rest: Routes | None  # of `others`
     memory_budget: int
     half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
-    replay_bytes: int = 0  # a point, of a replay; 0 until one was tried or where there is none
     in_use: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -63,7 +63,7 @@ class Plan:
     def layerwise_bytes(self) -> int:
         """Bytes a point that the layerwise engine keeps."""
         kept = sum(self._numbers(layer) for layer in self.layers) * self.itemsize
-        return kept + (self.recorded_bytes if self.others else 0)
+        return kept + (self.rest.recorded_bytes if self.rest is not None and self.rest.recordable else 0)
 
     @property
     def sensitivity_bytes(self) -> int:
@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def recorded_bytes(self) -> int:
-        """Bytes a point that the recorded autodiff engine keeps: as measured once one was built."""
-        return self.replay_bytes or self.saved_bytes * 3
+        """Bytes a point that the recorded autodiff engine keeps."""
+        return self.routes.recorded_bytes
 
     def for_rows(self, rows: int) -> Plan:
         """The plan of Lᵀ J, with that many rows a point in place of the outputs."""
@@ -85,28 +85,38 @@ class Plan:
 
     def candidates(self) -> tuple[Kind, ...]:
         """The engines that may serve, before memory is looked at."""
+        recorded: tuple[Kind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
         if self.engine == "autodiff" or not self.layers:
-            return ("streamed", "recorded")
-        return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", "recorded", "layerwise")
+            return ("streamed", *recorded)
+        return ("streamed", "layerwise") if self.prefers_layerwise else ("streamed", *recorded, "layerwise")
 
     @property
     def prefers_layerwise(self) -> bool:
         """Whether the layerwise engine serves wherever its bytes fit: asked for, or alone in being accurate.
 
         On a base in half precision every pass rounds anew, and J and Jᵀ are no adjoints: solvers stagnate. The
-        layerwise engine rounds J once.
+        layerwise engine rounds J once. And it takes first derivatives alone: where there are no others, its build costs
+        less than one product by rows.
         """
-        return self.engine == "layerwise" or (self.engine == "auto" and self.half_base and not self.others)
+        alone = self.half_base or self.routes.pushes == "rows"
+        return self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
 
     def per_vector(self, kind: Kind, columns: int = 1) -> float:
         """Expected gradients per product with one vector, in a block of `columns`."""
-        recorded = REPLAYED if self.replayable else DOUBLE_BACKWARD
         if kind != "layerwise":
-            return STREAMED if kind == "streamed" else recorded
+            return self._autodiff(self.routes, columns, kept=kind == "recorded")
         work = sum(self._product(layer) + READ * self._read(layer) / columns for layer in self.layers)
-        return 2 * work / (3 * max(1, self.forward)) + (recorded if self.others else 0.0)
+        rest = 0.0 if self.rest is None else self._autodiff(self.rest, columns, kept=self.rest.recordable)
+        return 2 * work / (3 * max(1, self.forward)) + rest
+
+    def _autodiff(self, routes: Routes, columns: int, kept: bool) -> float:
+        if kept:
+            return REPLAYED if routes.replayed else DOUBLE_BACKWARD
+        if routes.pushes == "rows":  # forward and C backward passes for a block, a dot product a vector, and the pull
+            return (1 + 2 * self.num_outputs) / (3 * columns) + self.num_outputs / 3 + 1
+        return STREAMED if routes.pushes == "forward mode" else STREAMED_TWICE
 
     def build(self, kind: Kind) -> float:
         """Expected gradients to build an engine for a batch."""
@@ -114,7 +124,7 @@ class Plan:
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if layer.as_rows)
         passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
-        return passes + (RECORDING if self.others else 0.0)
+        return passes + (RECORDING if self.rest is not None and self.rest.recordable else 0.0)
 
     def choose(self, built: Kind, asked: Mapping[int, int], columns: int, points: int, free: int) -> Kind:
         """The engine for a block of `columns` on a batch of `points`, with `free` bytes.
@@ -160,6 +170,9 @@ class Plan:
             f"{self.bytes_needed(kind):,} bytes a point"
             for kind in self.candidates()
         ]
+        if self.routes.why:
+            serves = "the layerwise engine, by first derivatives alone" if self.prefers_layerwise else "rows of J"
+            lines.append(f"{self.routes.why}: products with J by {serves}.")
         served = ", ".join(f"{count} batches {kind}" for kind, count in sorted(self.in_use.items()) if count)
         return "\n".join(
             [*lines, f"engine={self.engine!r}, memory budget {self.memory_budget:,} bytes; now: {served or 'nothing'}"]

@@ -1,93 +1,234 @@
-"""Which derivatives does a model have, and are they right? Tried on a point or two before an engine relies on them."""
+"""Which derivatives does a model have, and are they right? Proven at a point or two before an engine relies on them.
+
+The reference is Jᵀu by a plain backward pass: what training used. J v comes by forward mode, by a replay of it, by
+differentiating the backward pass, or by rows; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. A custom
+`autograd.Function` whose backward leaves autograd (numpy, no_grad, a detached part) has no right double backward pass;
+one whose backward is another function's derivative (a straight-through estimator) defines J all the same.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvops.network.autodiff import Recorded, Streamed
-from curvops.network.inputs import num_points
+from curvops.network.autodiff import (
+    Pushes,
+    Recorded,
+    SavedBytes,
+    Streamed,
+    record_graph,
+    record_replay,
+    replay_bytes,
+)
+from curvops.network.custom_functions import has_custom_functions, named_custom_functions
+from curvops.network.inputs import num_points, take
 from curvops.network.model import Model
 from curvops.network.parameters import Blocks
 
+Push = Callable[[Mapping[str, Tensor]], Tensor]
 
-def require_derivatives(model: Model, inputs: Any, names: Sequence[str], forward_mode: bool) -> None:
-    """Raise ValueError where the model has no derivatives that an engine could use, or loses them silently."""
-    streamed = Streamed(model, inputs, names, forward_mode=False)
-    ones = torch.ones_like(streamed.outputs).unsqueeze(0)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """How J v is made for some parameters, and what a recorded pass keeps. Bytes are per point.
+
+    `replayed` says whether a kept linearisation replays forward mode, `recordable` whether it may be kept at all
+    (rows are made anew at each product). `shared_bytes` is what a streamed pass of both modes keeps, 0 where there is
+    none. `why` says what forbids forward mode and double backward where rows are all that is left.
+    """
+
+    pushes: Pushes
+    replayed: bool
+    recordable: bool
+    saved_bytes: int
+    recorded_bytes: int
+    shared_bytes: int = 0
+    why: str = ""
+
+
+class Reference:
+    """u and Jᵀu at some points by a plain backward pass, and a v that shows what another route gets wrong.
+
+    Block by block v is the part of Jᵀu, scaled so that all blocks contribute alike to ⟨u, Jv⟩, and as much noise: a
+    block that a route loses is missed however small its gradient.
+
+    Raises ValueError where there is no backward pass, or where it is not linear, so that there is no J.
+    """
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
+        self.model, self.inputs, self.names = model, inputs, tuple(names)
+        with warnings.catch_warnings(record=True) as caught, SavedBytes(model, inputs) as saved:
             warnings.simplefilter("always")
-            streamed.pull(ones)
-        if not forward_mode:
-            streamed.push({name: torch.ones_like(model.values[name]).unsqueeze(0) for name in names})
-    except RuntimeError as error:
-        lacks = "no backward-mode derivative" if forward_mode else "neither a forward-mode nor a second derivative"
-        raise ValueError(
-            f"the model uses an operation with {lacks}: {error} Replace the operation (F.embedding_bag by an "
-            "Embedding and a mean, a reentrant checkpoint by use_reentrant=False), or leave the parameters before it "
-            "out of the selection."
-        ) from error
-    if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
-        raise ValueError(
-            "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
-            "pass use_reentrant=False."
-        )
+            graph = record_graph(model, inputs, names)
+        generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
+        self.u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
+        # Far beyond the range in which a backward pass may clip, and exact in floating point.
+        factor = -(2.0**20) if model.eps <= torch.finfo(torch.float32).eps else -(2.0**6)
+        try:
+            both = graph.pull(torch.cat([self.u, factor * self.u]), keep=False)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
+                "reentrant checkpoint by use_reentrant=False), or leave the parameters before it out of the selection."
+            ) from error
+        if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+            raise ValueError(
+                "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
+                "pass use_reentrant=False."
+            )
+        self.saved_bytes = saved.total // num_points(inputs)
+        self.pulled = {name: pulled[:1] for name, pulled in both.items()}
+        self._require(all(_close(both[name][1], factor * pulled[0]) for name, pulled in self.pulled.items()))
+        if has_custom_functions(graph.outputs):
+            self._require_points_apart(generator)
+        self.v = _sharp(self.pulled, generator)
+        self.generator = generator
+
+    def is_adjoint(self, push: Push) -> bool:
+        """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for the J v of a route, to the accuracy that the model's own rounding allows."""
+        pushed = push(self.v)
+        if adjoint(pushed, self.u, self.v, self.pulled):
+            return True
+        noise = rounding(lambda block: {"": push(block)}, self.v, {"": pushed}, self.generator)[""]
+        return adjoint(pushed, self.u, self.v, self.pulled, noise)
+
+    def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
+        """Whether another route's Jᵀu is this one."""
+        return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
+
+    def _require_points_apart(self, generator: torch.Generator) -> None:
+        """Jᵀu is the sum over points, which a custom backward may break though the outputs are each its own."""
+        alone: list[Blocks] = []
+        for n in range(num_points(self.inputs)):
+            graph = record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names)
+            alone.append(graph.pull(self.u[:, n : n + 1], keep=False))
+        total = {name: torch.stack([pulled[name] for pulled in alone]).sum(0) for name in self.names}
+        if not self.is_pull(total):
+            streamed = Streamed(self.model, self.inputs, self.names)
+            noise = rounding(lambda block: streamed.pull(block[""]), {"": self.u}, self.pulled, generator)
+            pairs = self.pulled.items()
+            self._require(all(_close(total[name], expected, noise[name]) for name, expected in pairs))
+
+    def _require(self, linear: bool) -> None:
+        if not linear:
+            raise ValueError(
+                f"the backward pass of {named_custom_functions(self.model, self.inputs)} is not linear in the gradient "
+                "that it is given (it clips, rounds or normalises it, or mixes the points of a batch), so that no "
+                "Jacobian belongs to it; give it a linear backward, remove hooks that change gradients, or leave the "
+                "parameters before it out of the selection."
+            )
 
 
-def forward_mode_works(model: Model, inputs: Any, names: Sequence[str], roomy: bool = False) -> bool:
-    """Whether forward-mode products of this batch exist and are the adjoint of backward-mode ones.
+def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
+    """The fastest routes to J v that are right for these parameters at these points; `keep` asks for a kept one too.
+
+    Raises ValueError where the model has no derivatives that any engine could use.
+    """
+    reference = Reference(model, inputs, names)
+    if _forward_mode_works(reference):
+        found = replay_bytes_of(reference) if keep else 0
+        replayed = found > 0
+        recordable = replayed or (keep and not _lacks_double_backward(reference))
+        recorded = reference.saved_bytes + found if replayed else 3 * reference.saved_bytes
+        shared = _shared_bytes(reference)
+        return Routes("forward mode", replayed, recordable, reference.saved_bytes, recorded, shared)
+    why = _lacks_double_backward(reference)
+    pushes: Pushes = "rows" if why else "double backward"
+    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
+
+
+def proves_itself(engine: Recorded) -> bool:
+    """Whether a kept engine's pushes are the adjoint of its pulls at its own points. One product."""
+    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
+    u = _randn_like(engine.outputs.unsqueeze(0), generator)
+    pulled = engine.pull(u)
+    v = _sharp(pulled, generator)
+    pushed = engine.push(v)
+    if adjoint(pushed, u, v, pulled):
+        return True
+    noise = rounding(lambda block: {"": engine.push(block)}, v, {"": pushed}, generator)[""]
+    return adjoint(pushed, u, v, pulled, noise)
+
+
+def _forward_mode_works(reference: Reference) -> bool:
+    """Whether forward-mode products exist and are right.
 
     They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
-    batches to come may hold even if this one does not. With `roomy` one pass serves both modes: some functions have a
-    forward mode only while gradients are off.
+    batches to come may hold even if this one does not.
     """
-    if _operations(model, inputs).padded:
+    if looks_up_padding(reference.model, reference.inputs, reference.names):
         return False
-    generator = torch.Generator(device=model.theta.device).manual_seed(0)
-    tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
-    streamed = Streamed(model, inputs, names, forward_mode=True, roomy=roomy)
+    return _works(lambda: reference.is_adjoint(Streamed(reference.model, reference.inputs, reference.names).push))
+
+
+def _shared_bytes(reference: Reference) -> int:
+    """Bytes a point that one pass of both modes keeps, 0 where it is wrong: some functions have no such pass."""
+    model, inputs = reference.model, reference.inputs
+    streamed = Streamed(model, inputs, reference.names, roomy=True)
+
+    def right() -> bool:
+        return reference.is_adjoint(streamed.push) and reference.is_pull(streamed.pull(reference.u))
+
+    with SavedBytes(model, inputs, apart=reference.v.values()) as saved:
+        works = _works(right)
+    return max(1, saved.total // num_points(inputs)) if works else 0
+
+
+def replay_bytes_of(reference: Reference) -> int:
+    """Bytes a point that a replay keeps besides the graph, at least 1; 0 where there is none or a wrong one."""
+    model, inputs, names = reference.model, reference.inputs, reference.names
+    replay = record_replay(model, inputs, names)
+    if replay is None:
+        return 0
+    recorded = Recorded(model, inputs, names, replay)
+    # Twice: a replay that changed its constants would be right once.
+    if not all(_works(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
+        return 0
+    return max(1, -(-replay_bytes(replay, model, inputs) // num_points(inputs)))
+
+
+def _lacks_double_backward(reference: Reference) -> str:
+    """Why differentiating the backward pass does not give J v; empty where it does."""
+    graph = record_graph(reference.model, reference.inputs, reference.names)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pushed = streamed.push(tangents)
-            cotangents = _randn_like(pushed, generator)
-            pulled = streamed.pull(cotangents)
+            right = reference.is_adjoint(graph.push)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
+    if right:
+        return ""
+    who = named_custom_functions(reference.model, reference.inputs)
+    return f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({who})"
+
+
+def _works(right: Callable[[], bool]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return right()
     except (RuntimeError, NotImplementedError):
         return False
-    if adjoint(pushed, cotangents, tangents, pulled):
-        return True
-    noise = rounding(lambda block: {"": streamed.push(block)}, tangents, {"": pushed}, generator)[""]
-    return adjoint(pushed, cotangents, tangents, pulled, noise)
 
 
-def replayable_bytes(model: Model, inputs: Any, names: Sequence[str]) -> int:
-    """Bytes a point that a recorded pass keeps where `torch.func.linearize` may be replayed, else 0.
-
-    It may where no operation mutates a tensor and two replays equal a JVP.
-    """
-    if _operations(model, inputs).mutating:
-        return 0
-    recorded = Recorded(model, inputs, names, replayable=True)
-    if recorded._replay is None:
-        return 0
-    generator = torch.Generator(device=model.theta.device).manual_seed(1)
-    streamed = Streamed(model, inputs, names, forward_mode=True)
-    for _ in range(2):
-        tangents = {name: _randn_like(model.values[name].unsqueeze(0), generator) for name in names}
-        try:
-            replayed = recorded.push(tangents)
-        except Exception:  # a trace that cannot be replayed is a trace that is not used
-            return 0
-        expected = streamed.push(tangents)
-        if not bool((replayed - expected).norm() <= tolerance(expected.dtype) * expected.norm()):
-            return 0
-    return -(-recorded.nbytes // num_points(inputs))
+def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
+    """Tangents in which each block is its part of Jᵀu and as much noise, scaled to contribute alike to ⟨Jᵀu, v⟩."""
+    norms = {name: value.norm() for name, value in pulled.items()}
+    largest = torch.stack(list(norms.values())).max()
+    floor = torch.where(largest > 0, 1e-4 * largest, torch.ones_like(largest))
+    blocks = {}
+    for name, value in pulled.items():
+        noise = _randn_like(value, generator)
+        noise = noise / noise.norm().clamp_min(torch.finfo(noise.dtype).tiny)
+        scale = norms[name].clamp_min(floor)
+        blocks[name] = (value / scale + noise) / scale * largest.clamp_min(floor)
+    return blocks
 
 
 def adjoint(
@@ -129,28 +270,32 @@ def tolerance(dtype: torch.dtype) -> float:
     return 10 * float(torch.finfo(dtype).eps) ** 0.5
 
 
+def _close(value: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
+    return bool((value - expected).norm() <= allowance(expected, noise))
+
+
 def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
 
 
-class _Operations(TorchDispatchMode):
-    """Notices operations that write into their arguments, and lookups in a differentiated table with a padding row."""
+class _PaddedLookups(TorchDispatchMode):
+    """Notices lookups in a differentiated table with a padding row."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mutating = self.padded = False
+        self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.mutating = self.mutating or func._schema.is_mutable
         if func is torch.ops.aten.embedding.default:
             padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
-            self.padded = self.padded or (padding >= 0 and args[0].requires_grad)
+            self.seen = self.seen or (padding >= 0 and args[0].requires_grad)
         return func(*args, **(kwargs or {}))
 
 
-def _operations(model: Model, inputs: Any) -> _Operations:
-    """What one forward pass does."""
-    seen = _Operations()
-    with seen, model.differentiating():
-        model(model.leaves(), inputs)
-    return seen
+def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
+    """Whether one of these parameters is a table with a padding row. One forward pass."""
+    lookups = _PaddedLookups()
+    with lookups, model.differentiating():
+        values = model.values
+        model({**values, **{name: values[name].detach().requires_grad_() for name in names}}, inputs)
+    return lookups.seen

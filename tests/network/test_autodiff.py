@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import Recorded, Streamed, _traced, record_graph, saved_bytes, shared_pass_bytes
+from curvops.network.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
 from curvops.network.model import Model
 from curvops.network.passes import Passes
-from curvops.network.probes import adjoint, forward_mode_works, replayable_bytes, tolerance
+from curvops.network.probes import Routes, adjoint, find_routes, tolerance
 from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
 from tests.zoo import UNSUPPORTED, ZOO, batches, points, reference
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_forward_mode_is_used_where_it_is_right(name: str) -> None:
+def routes(name: str, parameters: Any = None) -> Routes:
     model, inputs = ZOO[name].build()
-    network = Model(model)
-    works = forward_mode_works(network, points(inputs, slice(0, 2)), network.selection.names)
-    assert works is ZOO[name].forward_mode
+    network = Model(model, parameters)
+    return find_routes(network, points(inputs, slice(0, 2)), network.selection.names)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
+    """Forward mode is replayed wherever it is right, also where the model writes in place."""
+    found = routes(name)
+    assert found.pushes == ZOO[name].pushes
+    assert found.replayed is (found.pushes == "forward mode")
+    assert found.recordable is (found.pushes != "rows")
+    assert bool(found.why) is (found.pushes == "rows")
 
 
 @pytest.mark.parametrize("name", ["embedding_padding", "functional_padding"])
 def test_a_frozen_table_with_a_padding_row_leaves_forward_mode(name: str) -> None:
-    model, inputs = ZOO[name].build()
-    network = Model(model, "head*")
-    assert forward_mode_works(network, points(inputs, slice(0, 2)), network.selection.names)
-
-
-REPLAYED = ["mlp", "fused_attention", "tuple_inputs", "function_pair", "checkpointed"]
-NOT_REPLAYED = [name for name, network in ZOO.items() if not network.replayable]
-
-
-@pytest.mark.parametrize("name", [*REPLAYED, *NOT_REPLAYED])
-def test_a_linearisation_is_replayed_only_where_nothing_is_written_in_place(name: str) -> None:
-    model, inputs = ZOO[name].build()
-    network = Model(model)
-    assert (replayable_bytes(network, points(inputs, slice(0, 2)), network.selection.names) > 0) is ZOO[name].replayable
-
-
-def test_a_replay_that_is_not_the_derivative_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = ZOO["mlp"].build()
-    network = Model(model)
-    monkeypatch.setattr(Recorded, "_linearize", lambda self, x: lambda tangents: torch.ones(2, 3).double())
-    assert replayable_bytes(network, inputs[:2], network.selection.names) == 0
+    assert routes(name, "head*").pushes == "forward mode"
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -57,12 +45,6 @@ def test_missing_derivatives_are_an_error_that_says_what_to_do(name: str, way: s
     network, message = UNSUPPORTED[name]
     with pytest.raises(ValueError, match=message):
         _ = walk(network, way).plan
-
-
-def test_an_embedding_bag_outside_the_selection_is_no_error() -> None:
-    network, _ = UNSUPPORTED["embedding_bag"]
-    passes = walk(network, "auto", parameters="head.*")
-    assert push(passes, columns(passes.model.theta.numel(), 1)).shape == (15, 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,8 +77,8 @@ def test_recorded_and_streamed_are_each_others_equals(name: str) -> None:
     model, inputs = ZOO[name].build()
     network = Model(model)
     names = network.selection.names
-    streamed = Streamed(network, inputs, names, forward_mode=False)
-    recorded = Recorded(network, inputs, names, replayable=False)
+    streamed = Streamed(network, inputs, names, "double backward")
+    recorded = Recorded(network, inputs, names, replay=None)
     V = network.selection.split(columns(network.theta.numel(), 3))
     U = torch.randn(3, *streamed.outputs.shape, dtype=torch.float64)
     assert torch.equal(streamed.outputs, recorded.outputs)
@@ -173,7 +155,7 @@ def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
     model, _ = ZOO["mlp"].build()
     X = torch.randn(1000, 4, dtype=torch.float64)
     assert saved_bytes(Model(model), X[:2]) == 2 * 8 * (4 + 6 + 5)
-    assert Passes(Model(model), [(X[:2], None)], "autodiff", PLENTY).plan.saved_bytes == 8 * (4 + 6 + 5)
+    assert Passes(Model(model), [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
 
 
 def test_activations_are_freed_with_what_recorded_them() -> None:
@@ -183,9 +165,11 @@ def test_activations_are_freed_with_what_recorded_them() -> None:
     model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
     network, inputs = Model(model), torch.randn(5, 3)
     saved_bytes(network, inputs)
-    shared_pass_bytes(network, inputs)
-    recorded = Recorded(network, inputs, network.selection.names, replayable=False)
-    del recorded
+    names = network.selection.names
+    find_routes(network, inputs, names)
+    for replay in (record_replay(network, inputs, names), None):
+        recorded = Recorded(network, inputs, names, replay)
+        del recorded, replay
     assert alive and all(output() is None for output in alive)
 
 
@@ -194,19 +178,6 @@ def test_a_streamed_pull_leaves_no_graph() -> None:
     graph.pull(torch.ones(2, 5, 2), keep=False)
     with pytest.raises(RuntimeError, match="a second time"):
         graph.pull(torch.ones(1, 5, 2))
-
-
-def test_a_replay_takes_its_constants_and_the_copies_of_the_parameters_with_it() -> None:
-    network, inputs = Model(nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2))), torch.randn(5, 3)
-    recorded = Recorded(network, inputs, network.selection.names, replayable=True)
-    assert recorded._replay is not None and network.copied_bytes == network.theta.nbytes
-    traced = _traced(recorded._replay)
-    assert traced is not None and any(parameter.numel() for parameter in traced.parameters())
-    del recorded
-    assert not list(traced.parameters())
-    del traced
-    gc.collect()
-    assert network.copied_bytes == 0
 
 
 def test_the_adjoint_test_sees_a_difference_of_one_percent() -> None:

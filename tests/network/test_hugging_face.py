@@ -208,7 +208,7 @@ def test_attention_written_out_can_be_replayed() -> None:
         V = columns(J.shape[1], k)
         assert agree(lin.jacobian() @ V, J @ V)
     assert lin.plan.in_use == {"recorded": 1}
-    assert lin.plan.replayable
+    assert lin.plan.routes.replayed
 
 
 @pytest.mark.parametrize(("name", "attention"), NETWORKS)

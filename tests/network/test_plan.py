@@ -30,7 +30,7 @@ def test_bytes_by_hand() -> None:
     plan = wide(10)
     a, delta = 200 + 300, 10 * (300 + 10)
     assert plan.layerwise_bytes == 4 * (a + delta)
-    assert plan.saved_bytes == 4 * (200 + 300)
+    assert plan.routes.saved_bytes == 4 * (200 + 300)
     assert plan.forward == 200 * 300 + 300 * 10
     assert plan.bytes_needed("streamed") == 0
 

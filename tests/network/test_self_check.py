@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvops.network.autodiff import Streamed
 from curvops.network.layerwise import Layerwise, owners_of
 from curvops.network.model import Model
-from curvops.network.probes import allowance, forward_mode_works, rounding
+from curvops.network.probes import allowance, find_routes, rounding
 from curvops.network.rules.linear import LinearRule
 from curvops.network.self_check import mismatches
 from tests.network.products import PLENTY, columns
@@ -36,7 +36,7 @@ class UnderHalf(nn.Module):
 def engines(seed: int) -> tuple[Layerwise, Streamed]:
     torch.manual_seed(seed)
     network, x = Model(UnderHalf().eval()), torch.randn(5, 4)
-    reference = Streamed(network, x, network.selection.names, forward_mode=True)
+    reference = Streamed(network, x, network.selection.names)
     return Layerwise(network, x, owners_of(network), None, PLENTY), reference
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_rule_is_found_out_under_a_half_precision_base(method: str, monk
 def test_forward_mode_is_used_under_a_half_precision_base() -> None:
     for seed in SEEDS:
         _, streamed = engines(seed)
-        assert forward_mode_works(streamed.model, streamed.inputs[:2], streamed.names)
+        assert find_routes(streamed.model, streamed.inputs[:2], streamed.names).pushes == "forward mode"
 
 
 def test_rounding_of_a_product_is_that_of_its_dtype() -> None:
