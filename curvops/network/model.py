@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,14 +35,15 @@ class Model:
     inputs), params). The module itself is called through `functional_call`, its training flags set to what they were at
     the snapshot and restored after each call. A module can hold one set of values at a time, so everything that calls
     it takes `lock`.
+    `last` names the parameters of the last layer, where "last_layer" selects them (see `last_layer`).
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
 
     @torch.inference_mode(False)  # inference tensors could never be differentiated
     @torch.no_grad()
-    def __init__(self, source: Any, parameters: Any = None) -> None:
+    def __init__(self, source: Any, parameters: Any = None, last: Sequence[str] = ()) -> None:
         self.lock = threading.RLock()
-        self.module, function, tensors, trainable, last = _parts(source)
+        self.module, function, tensors, trainable = _parts(source)
         self._function = function
         self._buffers: Blocks = {}
         if self.module is not None:
@@ -244,7 +245,7 @@ class Model:
         _ = self.tangent_space  # before rounding
         other = object.__new__(Model)
         other.__dict__.update(self.__dict__)
-        other._flat, other._copies, other._admitted = convert(self._flat), None, set()
+        other._flat, other._admitted = convert(self._flat), set()
         other.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
         other._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
         return other
@@ -324,21 +325,19 @@ def check_deterministic_modules(module: nn.Module) -> None:
             )
 
 
-def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str], list[str]]:
-    """Module, function, all named tensors, the trainable names, and the names of the last layer."""
+def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:
+    """Module, function, all named tensors, and the trainable names."""
     source = unwrapped(source)
     if isinstance(source, nn.Module):
         tensors: dict[str, Tensor] = dict(source.named_parameters())
         trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        owners = [name.rpartition(".")[0] for name in tensors]
-        last = [name for name, owner in zip(tensors, owners) if owner == owners[-1]]
-        return source, None, tensors, trainable, last
+        return source, None, tensors, trainable
     if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
         function, tensors = unwrapped(source[0]), dict(source[1])
         bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
         if bad:
             raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
-        return None, function, tensors, list(tensors), list(tensors)[-1:]
+        return None, function, tensors, list(tensors)
     raise TypeError(
         f"model must be an nn.Module or a pair (function(params, inputs), params mapping), got {type(source).__name__}."
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from curvops.network.autodiff import saved_bytes
 from curvops.network.data import as_batches, as_source, parts_of
 from curvops.network.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.last_layer import last_layer
 from curvops.network.layout import Layout
 from curvops.network.likelihood import Likelihood
 from curvops.network.likelihoods import Sequences, as_likelihood
@@ -52,8 +53,9 @@ def linearize(
         "regression". A loss of torch takes outputs and targets of its own shapes: `nn.CrossEntropyLoss` has the C
         classes at dimension 1, all else has them last. Its `reduction` is not used: likelihoods are sums. Whether its
         gradient is the likelihood's is tried on the first points.
-    parameters: None (all that require a gradient), "last_layer", a glob or a list of globs over names, a predicate
-        (name, tensor) -> bool, or positions (indices or a mask) in the flat vector: a subnetwork.
+    parameters: None (all that require a gradient), "last_layer" (the layer whose output is the model's, found by
+        running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions (indices or
+        a mask) in the flat vector: a subnetwork.
     memory_budget: bytes for cached linearisations and, beside them, the working vectors of every algorithm on the
         operators made from this (solvers, bases, sketches, predictions), where it is given no budget of its own; None
         is a quarter of the memory free on the device now. Where both want more, each has half. An algorithm takes what
@@ -79,7 +81,11 @@ def linearize(
             f"weights={type(weights).__name__}: it says whether data hold weights. Give them with the data, (X, y, w) "
             "and weights=True."
         )
-    network = Model(model, parameters)
+    by_running = isinstance(parameters, str) and parameters == "last_layer"
+    network = Model(model, None if by_running else parameters)
+    if by_running:
+        first, _, network.calls.mapping_type = _first_points(data, network.theta, weights)
+        network = Model(model, parameters, last_layer(network, first))
     theta = network.theta
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
     few, first_targets, kind = _first_points(data, theta, weights)

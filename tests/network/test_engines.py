@@ -68,7 +68,7 @@ def test_batches_may_be_of_any_size(name: str, way: str, sizes: tuple[int, ...])
         assert agree(pull(passes, U), J.mT @ U)
 
 
-SELECTIONS = {"weights": "*.weight", "biases": ["*.bias"], "last": "last_layer", "large": lambda _, p: p.numel() > 9}
+SELECTIONS = {"weights": "*.weight", "biases": ["*.bias"], "last": "head*", "large": lambda _, p: p.numel() > 9}
 
 
 @pytest.mark.parametrize("way", ["streamed", "layerwise"])

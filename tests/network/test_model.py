@@ -74,12 +74,6 @@ def test_modes_are_restored_after_an_exception() -> None:
     assert model.fc.weight is weight
 
 
-def test_the_last_layer_is_the_owner_of_the_last_parameter() -> None:
-    model, _ = ZOO["resnet_groupnorm"].build()
-    assert Model(model, "last_layer").selection.names == ("head.weight", "head.bias")
-    assert Model(ZOO["function_pair"].build()[0], "last_layer").selection.names == ("c",)
-
-
 def test_frozen_parameters_are_left_out_unless_named() -> None:
     model, _ = ZOO["bfloat16_base"].build()
     assert "base.weight" not in Model(model).selection.names
