@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from curvops.network.model import Model
 from curvops.network.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.plan import Choice, Kind, Plan
 from curvops.network.roots import Group, each_group
+from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
@@ -73,9 +75,11 @@ class Passes:
         memory_budget: int | Memory = 2**30,
         engines: Engines | None = None,
         points: int = 0,
+        progress: Progress = None,
     ) -> None:
         self.model, self._source, self._choice, self._points = model, source, engine, points
         self.memory = memory_budget if isinstance(memory_budget, Memory) else Memory(memory_budget)
+        self.progress = progress
         self._engines = engines
         self._fisher: OutputFisher | None = None
         self._whole: Passes | None = None  # what this walk was reduced from
@@ -115,7 +119,7 @@ class Passes:
 
         It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
         """
-        walk = Passes(self.model, self._source, self._choice, self.memory)
+        walk = Passes(self.model, self._source, self._choice, self.memory, progress=self.progress)
         walk._fisher, walk._whole = fisher, self
         return walk
 
@@ -157,11 +161,13 @@ class Passes:
             return
         count = 0
         try:
-            for index, (inputs, label) in enumerate(self._source):
-                with self.model.lock:
-                    engine = self._engine_for(index, inputs, label, asked, width)
-                yield label, BatchMap(engine, self.model)
-                count = index + 1
+            with self._steps("pass over the data") as steps:
+                for index, (inputs, label) in enumerate(self._source):
+                    with self.model.lock:
+                        engine = self._engine_for(index, inputs, label, asked, width)
+                    yield label, BatchMap(engine, self.model)
+                    count = index + 1
+                    steps.advance(num_points(inputs), engine.kind)
         except Exception:  # the data changed: what was kept of them cannot be trusted
             with self.model.lock:
                 self._kept.clear()
@@ -189,11 +195,13 @@ class Passes:
         held are at most a sixteenth of the memory budget (what is made of them is several times that), beyond what one
         column of one point needs.
         """
-        for inputs, batch in self._source:
-            owners, others = self.engines.checked_owners(inputs)
-            columns = fisher.num_columns(self.engines.plan.num_outputs)
-            for _, part, label in self._pieces(inputs, batch, columns):
-                yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
+        with self._steps("rows of the curvature's root") as steps:
+            for inputs, batch in self._source:
+                owners, others = self.engines.checked_owners(inputs)
+                columns = fisher.num_columns(self.engines.plan.num_outputs)
+                for _, part, label in self._pieces(inputs, batch, columns):
+                    yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
+                    steps.advance(label.num_points)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
         """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together.
@@ -201,15 +209,20 @@ class Passes:
         Pieces whose first row is below `least` are left out.
         """
         total = 0
-        for inputs, _ in self._source:
-            owners, others = self.engines.checked_owners(inputs)
-            columns = self.engines.plan.num_outputs
-            batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
-            for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
-                first = total + start * columns
-                if first >= least:
-                    yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
-            total += num_points(inputs) * columns
+        with self._steps("rows of the Jacobian") as steps:
+            for inputs, _ in self._source:
+                owners, others = self.engines.checked_owners(inputs)
+                columns = self.engines.plan.num_outputs
+                batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
+                for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
+                    first = total + start * columns
+                    if first >= least:
+                        yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
+                    steps.advance(label.num_points)
+                total += num_points(inputs) * columns
+
+    def _steps(self, what: str) -> AbstractContextManager[Steps]:
+        return shown(what, self._points or None, self.progress, " points")
 
     def _pieces(
         self, inputs: Any, batch: Batch, columns: int, of_others: bool = False
@@ -274,11 +287,13 @@ class Passes:
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """The same walk, unlabelled, with the model and the inputs converted."""
         parts = [(move(inputs, device, dtype), None) for inputs, _ in self._source]
-        return Passes(self.model.cast(dtype, device), parts, self._choice, self.memory.on(device))
+        walk = self.model.cast(dtype, device)
+        return Passes(walk, parts, self._choice, self.memory.on(device), progress=self.progress)
 
     def __getstate__(self) -> dict[str, Any]:
         """Caches stay behind when a linearisation is pickled or copied."""
-        return {key: value for key, value in self.__dict__.items() if key not in CACHES} | {"_engines": None}
+        kept = {key: value for key, value in self.__dict__.items() if key not in CACHES}
+        return kept | {"_engines": None, "progress": None}  # a function may not be picklable
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

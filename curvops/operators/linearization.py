@@ -25,6 +25,7 @@ from curvops.network.roots import Group
 from curvops.network.tangent_space import TangentSpace
 from curvops.operators.gradients import Gradients
 from curvops.operators.jacobian import Jacobian
+from curvops.progress import Progress
 
 
 class Linearization:
@@ -42,10 +43,11 @@ class Linearization:
         output_shape: torch.Size,
         engine: Choice,
         memory_budget: int | Memory,
+        progress: Progress = None,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, points=data.num_data)
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, points=data.num_data, progress=progress)
         self._theta = model.theta
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
 
@@ -99,7 +101,8 @@ class Linearization:
         inputs = copy(self._inputs(x))  # it is lazy: a later change of x must not change half of a predictive
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-        passes = Passes(self.model, parts, self.engine, self.memory, self.passes.engines)
+        walk = self.passes
+        passes = Passes(self.model, parts, self.engine, self.memory, walk.engines, progress=walk.progress)
         return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
 
     def predict(self, x: Any) -> Float[Tensor, "n C"]:
@@ -227,7 +230,8 @@ class Linearization:
         """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
-        return Linearization(model, data, likelihood, self.output_shape, self.engine, self.memory.on(device))
+        memory, progress = self.memory.on(device), self.passes.progress
+        return Linearization(model, data, likelihood, self.output_shape, self.engine, memory, progress)
 
     def __repr__(self) -> str:
         return (

@@ -23,6 +23,7 @@ from curvops.network.plan import Choice
 from curvops.network.randomness import items, own_randomness
 from curvops.network.torch_losses import Reading, reading_of, require_same_loss
 from curvops.operators.linearization import Linearization
+from curvops.progress import Progress, check_progress
 
 
 class NoCurvature(UserWarning):
@@ -38,6 +39,7 @@ def linearize(
     *,
     engine: Choice = "auto",
     weights: Any = False,
+    progress: Progress = None,
 ) -> Linearization:
     """Linearise a network at its present weights.
 
@@ -63,6 +65,8 @@ def linearize(
     engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
         that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
     weights: True says that the third items of data hold weights; without it a third item is refused.
+    progress: passes over the data that take longer than two seconds show a bar where standard error is a terminal
+        (None), never (False), or always (True); a function is told (what, points done, points in all) at each batch.
 
     Warns with `NoCurvature` of a likelihood under which every curvature is zero. The model's inputs and torch's random
     state stay as they are, whatever the model does with them.
@@ -74,6 +78,7 @@ def linearize(
     """
     if engine not in get_args(Choice):
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
+    check_progress(progress)
     if memory_budget is not None and memory_budget < 0:
         raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
     if not isinstance(weights, bool):
@@ -105,7 +110,8 @@ def linearize(
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
     # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
-    lin = Linearization(network, batches, probability, output_shape, engine, Memory(budget, theta.device))
+    memory = Memory(budget, theta.device)
+    lin = Linearization(network, batches, probability, output_shape, engine, memory, progress)
     _ = lin.plan  # the probe is part of the door, not of the first product
     return lin
 
