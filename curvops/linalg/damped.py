@@ -16,11 +16,10 @@ from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache
 from curvops.linalg.closed_form import ClosedForm
 from curvops.linalg.closed_forms import closed_form, row_of
-from curvops.linalg.gradients import carried, differentiated
-from curvops.linalg.logdet import logdet, paired_logdet
+from curvops.linalg.logdet import Shifted
 from curvops.linalg.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.nystrom import nystrom
-from curvops.linalg.results import Estimate, NotPositiveSemidefinite
+from curvops.linalg.results import NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
 from curvops.linalg.spaces import Spaces, spaces_of
 from curvops.linalg.structured import Diagonal, draw_dense, draw_together
@@ -174,13 +173,13 @@ class Damped(Operator):
         scale = shift.rsqrt()
         return Product(Diagonal(scale), self.base.detach(), Diagonal(scale)), 1.0, scale
 
-    def shifted_form(self) -> tuple[LinearOperator, float, Tensor] | None:
-        """B, λ and an offset with log det P = log det(B + λ I) + offset; None where the shift is not positive."""
+    def shifted_form(self) -> Shifted | None:
+        """B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None where d is not positive."""
         shift = self.shift.detach()
         if self.base.batch_shape or shift.ndim > 1 or not bool((shift > 0).all()):
             return None
         base, level, scale = self._whitened(shift)
-        return base, level, shift.new_zeros(()) if scale is None else shift.log().sum()
+        return Shifted(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
 
     def _closed_form(self) -> ClosedForm | None:
         """This operand's row, factorised once."""
@@ -201,17 +200,6 @@ class Damped(Operator):
     def _lower_bound(self) -> float | None:
         least = float(self.shift.detach().min())
         return least if least > 0 and is_psd(self.base) else None
-
-    def _logdet_estimate(self, **options: Any) -> Estimate:
-        parts = self.shifted_form()
-        if parts is None:
-            return logdet(self, **options)
-        base, level, offset = parts
-        found, pairs = paired_logdet(base, shift=level, keep=differentiated(self), **options)
-        if pairs is None:
-            return found + offset
-        scale = self.shift.detach().rsqrt().unsqueeze(-1) if self.shift.ndim else 1.0
-        return carried(found + offset, self, lambda _: ((scale * l, scale * r) for l, r in pairs(base)))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         form = self._closed_form()

@@ -16,25 +16,30 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.adaptive import check_budget
 from curvops.linalg.brackets import Multiply, single
 from curvops.linalg.dense_spectrum import EXACT_SIZE, DenseSpectrum, dense_spectrum
 from curvops.linalg.gradients import Pairs, carried, differentiated, solved_pairs
-from curvops.linalg.lanczos import LockStep
+from curvops.linalg.lanczos import LockStep, depth_within
 from curvops.linalg.memory import working
 from curvops.linalg.nystrom import grow
 from curvops.linalg.preconditioners import FactoredPreconditioner
-from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler
+from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, check_run
 from curvops.linalg.quadrature import LEAST, LEAST_VECTORS, run
-from curvops.linalg.results import Estimate
+from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 
 MOST_RANK = 400
+# An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
+MOST_STEPS = 400
+CLOSE = 0.9
 PILOT_RANK = 8
 SIZING = 4
 
@@ -43,7 +48,7 @@ def logdet(
     A: Matrix,
     *,
     shift: float | int | Shaped[Tensor, "*m"] | None = None,
-    lower_bound: float | int | None = None,
+    lower_bound: float | int | Literal["estimate"] | None = None,
     rtol: float = 0.01,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
@@ -58,7 +63,10 @@ def logdet(
         shift: added to the diagonal. Of ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
             A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
             Lanczos on A itself, so that no preconditioner but a control variate is used.
-        lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is trusted.
+        lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is trusted. Where
+            neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two. "estimate"
+            takes the smallest Ritz value less its residual, of as many steps of Lanczos as that takes: where an
+            eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
         rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
@@ -77,8 +85,9 @@ def logdet(
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
-        ValueError: A is not square, options are out of range, or a large A comes without shift or lower_bound: then no
-            bound exists, and a singular A could not be told from a regular one.
+        ValueError: A is not square, options are out of range, a large A that is no curvature plus a prior comes without
+            shift or lower_bound (then no bound exists, and a singular A could not be told from a regular one), or an
+            estimated bound is not positive.
     """
     estimate, pairs = paired_logdet(
         A,
@@ -98,7 +107,7 @@ def paired_logdet(
     A: Matrix,
     *,
     shift: float | int | Tensor | None = None,
-    lower_bound: float | int | None = None,
+    lower_bound: float | int | Literal["estimate"] | None = None,
     rtol: float = 0.01,
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
@@ -110,7 +119,10 @@ def paired_logdet(
     n = describe_square(A).rows
     check_budget(rtol, max_matvecs, min(LEAST, n), memory_budget)
     grid = isinstance(shift, Tensor) and shift.ndim > 0
-    bound, levels = _levels(shift, lower_bound)
+    estimated = lower_bound == "estimate"
+    if isinstance(lower_bound, str) and not estimated:
+        raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
+    bound, levels = _levels(shift, None if isinstance(lower_bound, str) else lower_bound)
     _check_preconditioner(preconditioner)
     exact = n <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
     if memory_budget is not None and 16 * n * n > memory_budget:
@@ -120,18 +132,107 @@ def paired_logdet(
             spectrum = dense_spectrum(product(A), describe_square(A), bound)
             found = spectrum.logdet(levels, float(rtol))
             return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
+        budget = UNLIMITED if max_matvecs is None else max_matvecs
+        split = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
+        if split is not None:
+            return _of_split(
+                A,
+                split,
+                rtol=rtol,
+                max_matvecs=max_matvecs,
+                generator=generator,
+                preconditioner=preconditioner,
+                memory_budget=memory_budget,
+                keep=keep,
+            )
+        spent = 0
+        if estimated:
+            bound, spent = _estimated_bound(A, min(levels) > 0, budget, generator, memory_budget)
+            levels = [bound + level for level in levels]
         if min(levels) == 0:
             raise ValueError(
-                "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. "
-                f"Give one, or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} bytes)."
+                "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. Give one, "
+                f'lower_bound="estimate", or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} '
+                "bytes)."
             )
-        budget = UNLIMITED if max_matvecs is None else max_matvecs
+        pairs = None
         with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
             excess = _excess(multiply, bound)
             if grid:
-                return _grid(A, excess, levels, float(rtol), budget, generator, room), None
-            options = float(rtol), budget, generator, preconditioner, room, keep
-            return _stochastic(describe_square(A), excess, bound, levels[0], *options)
+                found = _grid(A, excess, levels, float(rtol), budget - spent, generator, room)
+            else:
+                options = float(rtol), budget - spent, generator, preconditioner, room, keep
+                found, pairs = _stochastic(describe_square(A), excess, bound, levels[0], *options)
+        if estimated:
+            reason = Reason.UNVERIFIED if found.reason is Reason.CONVERGED else found.reason
+            found = replace(found, matvecs=found.matvecs + spent, reason=reason)
+        return found, pairs
+
+
+class Shifted(NamedTuple):
+    """Parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), log det P = log det(B + λ I) + offset."""
+
+    base: LinearOperator
+    level: float
+    offset: Tensor
+    scale: Tensor | None
+
+
+@runtime_checkable
+class Split(Protocol):
+    """A matrix that may know itself as a positive semidefinite one plus a positive diagonal."""
+
+    def shifted_form(self) -> Shifted | None:
+        """The parts, or None."""
+
+
+def _of_split(P: Matrix, split: Shifted, **options: Any) -> tuple[Estimate, Pairs | None]:
+    base, level, offset, scale = split
+    if scale is not None and isinstance(options["preconditioner"], FactoredPreconditioner):  # it is one of P, not of B
+        return paired_logdet(P, lower_bound=float(scale.max()) ** -2, **options)
+    found, pairs = paired_logdet(base, shift=level, **options)
+    if pairs is None or scale is None:
+        return found + offset, None if pairs is None else lambda _: pairs(base)
+    by_row = scale.unsqueeze(-1)
+    return found + offset, lambda _: ((by_row * l, by_row * r) for l, r in pairs(base))
+
+
+def _estimated_bound(
+    A: Matrix, shifted: bool, budget: int, generator: torch.Generator | None, memory_budget: int | None
+) -> tuple[float, int]:
+    """The smallest Ritz value of one start vector less its residual, and the products spent; 0 where a shift is there.
+
+    Raises:
+        NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
+        ValueError: it is not clearly positive, and no shift was given.
+    """
+    facts = describe_square(A)
+    most = min(facts.rows, max(1, budget // 4), MOST_STEPS)
+    most = depth_within(most, facts.rows, torch.finfo(facts.dtype).bits // 8, 1, memory_budget)
+    run = LockStep(product(A), random_block(facts, 1, generator=generator), min(most, LEAST))
+    while True:
+        run.extend(run.capacity)
+        check_run(run)
+        nodes, V = torch.linalg.eigh(run.tridiagonal(0))
+        lowest, noise = float(nodes[0]), 1e3 * run.eps * run.scale
+        if lowest < -noise:
+            raise NotPositiveSemidefinite(
+                f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
+                "Use the GGN in place of the Hessian, or add a larger prior."
+            )
+        bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
+        if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:
+            break
+        run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
+    if bound > noise:
+        return bound, run.matvecs
+    if shifted:
+        return 0.0, run.matvecs
+    raise ValueError(
+        f"{run.matvecs} products show no positive lower bound of the spectrum: the smallest Ritz value is {lowest:.3e} "
+        f"± {lowest - bound:.1e}. Give shift or lower_bound, add a prior (add_diagonal), or for the dense value "
+        f"max_matvecs >= {facts.rows}."
+    )
 
 
 def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:

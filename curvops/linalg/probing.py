@@ -202,11 +202,7 @@ class Sampler:
         return choice
 
     def rules_of(self, run: LockStep) -> list[Rules]:
-        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
-            raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
-        # What the products are formed from may be larger than they are, and so its rounding.
-        if run.skewed and run.skew > 1e3 * run.eps * self.scale:
-            raise ValueError(Reason.NOT_SYMMETRIC.value)
+        check_run(run, self.scale)
         return [rules(run, k, self.scale) for k in range(run.K)]
 
     def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
@@ -233,6 +229,20 @@ class Sampler:
             self.rtol if tolerance else None,
             self.known,
         )
+
+
+def check_run(run: LockStep, scale: float = 0.0) -> None:
+    """Whether the products were finite and those of a symmetric matrix.
+
+    ``scale`` is the size of what they were formed from, which may be larger than they are, and so its rounding.
+
+    Raises:
+        ValueError: they were not.
+    """
+    if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+        raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
+    if run.skewed and run.skew > 1e3 * run.eps * scale:
+        raise ValueError(Reason.NOT_SYMMETRIC.value)
 
 
 def _padded(rows: tuple[Tensor, ...]) -> Tensor:

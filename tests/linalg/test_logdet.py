@@ -5,6 +5,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
+from curvops.linalg.diagonal_preconditioner import diagonal_preconditioner
 from curvops.linalg.logdet import logdet
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.structured import Dense
@@ -272,3 +273,54 @@ def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
 def test_a_dense_value_without_room_says_how_much_it_needs():
     with pytest.raises(ValueError, match="memory_budget >= 1440000 bytes"):
         logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000)
+
+
+@pytest.mark.parametrize("prior", ["number", "vector"])
+def test_a_curvature_plus_a_prior_knows_its_own_bound(prior):
+    G = symmetric(torch.arange(1, 301).double() ** -2.0)
+    d = torch.tensor(0.05).double() if prior == "number" else torch.linspace(0.02, 0.4, 300).double()
+    P = Dense(G).add_diagonal(d)
+    exact = torch.logdet(G + d.expand(300).diag())
+    for e in (logdet(P, generator=generator(3)), P.stochastic_logdet(generator=generator(3))):
+        low, high = e.interval(0.999)
+        assert low <= exact <= high and e.reason is Reason.CONVERGED and e.samples > 0
+    # A preconditioner of one's own is one of P.
+    own = logdet(P, preconditioner=diagonal_preconditioner(P), generator=generator(3))
+    low, high = own.interval(0.999)
+    assert low <= exact <= high
+    by_shift = logdet(P.detach(), max_matvecs=60, generator=generator(1))
+    assert by_shift.matvecs <= 60
+
+
+def test_the_gradient_passes_through_the_parts_of_a_precision():
+    G, d = symmetric(torch.arange(1, 301).double() ** -2.0), torch.linspace(0.5, 2, 300).double().requires_grad_()
+    logdet(Dense(G).add_diagonal(d), rtol=0.05, generator=generator()).value.backward()
+    exact = (G + d.detach().diag()).inverse().diagonal()
+    assert (d.grad - exact).norm() <= 0.1 * exact.norm()
+
+
+def test_an_estimated_bound_is_right_and_says_that_it_is_no_more():
+    values = torch.linspace(0.1, 2, 300).double()
+    A, exact = symmetric(values), values.log().sum()
+    e = logdet(A, lower_bound="estimate", generator=generator())
+    low, high = e.interval(0.999)
+    assert low <= exact <= high and e.reason is Reason.UNVERIFIED
+    assert logdet(A, lower_bound="estimate", max_matvecs=60, generator=generator()).matvecs <= 60
+    grid = logdet(A, shift=torch.tensor([0.1, 1.0]), lower_bound="estimate", generator=generator())
+    low, high = grid.interval(0.999)
+    several = torch.stack([(values + mu).log().sum() for mu in (0.1, 1.0)])
+    assert ((low <= several) & (several <= high)).all() and grid.reason is Reason.UNVERIFIED
+    small = logdet(symmetric(values[:50]), lower_bound="estimate")
+    assert small.reason is Reason.CONVERGED and small.samples == 0
+
+
+def test_without_a_bound_the_error_says_what_to_do():
+    values = torch.linspace(0.1, 2, 300).double()
+    with pytest.raises(ValueError, match='lower_bound="estimate"'):
+        logdet(symmetric(values))
+    with pytest.raises(ValueError, match="no positive lower bound"):
+        logdet(symmetric(torch.cat([torch.zeros(50).double(), values[50:]])), lower_bound="estimate")
+    with pytest.raises(NotPSDError, match="GGN"):
+        logdet(symmetric(values - 0.5), lower_bound="estimate")
+    with pytest.raises(ValueError, match="'lanczos'"):
+        logdet(symmetric(values), lower_bound="lanczos")
