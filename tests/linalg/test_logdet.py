@@ -314,6 +314,7 @@ def test_an_estimated_bound_is_right_and_says_that_it_is_no_more():
     assert small.reason is Reason.CONVERGED and small.samples == 0
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_without_a_bound_the_error_says_what_to_do():
     values = torch.linspace(0.1, 2, 300).double()
     with pytest.raises(ValueError, match='lower_bound="estimate"'):
