@@ -87,4 +87,4 @@ def linearized(
         labels = (y[part],) if w is None else (y[part], w[part])
         batches.append((points(inputs, part), *labels))
         start += size
-    return co.linearize(model, batches, likelihood, parameters=parameters)
+    return co.linearize(model, batches, likelihood, parameters=parameters, weights=w is not None)

@@ -21,7 +21,7 @@ MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
 CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the posteriors that are compared with it
     "Laplace (KFAC)": (co.KFAC, None),
     "Laplace (diagonal)": (co.DiagonalGGN, None),
-    "Laplace (last layer)": (co.GGN, "last_layer"),
+    "Laplace (last layer)": (co.GGN, "8.correction.*"),
 }
 
 
