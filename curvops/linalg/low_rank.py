@@ -14,10 +14,11 @@ from torch import Tensor
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import Multiply, vector_bytes, working
-from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, is_known_psd, negligible
+from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
+from curvops.linalg.symmetry import is_known_psd
 from curvops.linalg.vectors import (
     CHUNK,
     Description,

@@ -16,7 +16,7 @@ from curvops.linalg.orthogonal import tall_qr
 from curvops.linalg.preconditioners import LowRankPreconditioner
 from curvops.linalg.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.summary import Summarised
-from curvops.linalg.symmetry import require_symmetric
+from curvops.linalg.symmetry import is_known_psd, require_symmetric
 from curvops.linalg.vectors import (
     Description,
     Matrix,
@@ -113,11 +113,6 @@ def nystrom(
         if room is not None:
             limit = min(limit, room // max(1, KEPT * n * dtype.itemsize))
         return grow(multiply, describe_square(A), rank, limit, float(shift), rhs, apart(generator), known_psd=known)
-
-
-def is_known_psd(A: Matrix) -> bool:
-    """Whether A is promised to be positive semidefinite; a tensor or a foreign operator promises nothing."""
-    return bool(getattr(A, "psd", False))
 
 
 def grow(

@@ -37,6 +37,7 @@ from curvops.linalg.limits import check_choice, check_limits
 from curvops.linalg.lsmr import lsmr
 from curvops.linalg.minres import minres
 from curvops.linalg.results import Reason, Solution, converged
+from curvops.linalg.symmetry import is_known_psd
 from curvops.linalg.systems import Preconditioner
 from curvops.linalg.vectors import (
     Matrix,
@@ -220,11 +221,6 @@ def solve(
     if operator.shape[-1] != operator.shape[-2]:
         return differentiable.least_squares(operator, B, options)
     return differentiable.solve(operator, B, options)
-
-
-def is_known_psd(A: Any) -> bool:
-    """Whether A itself vouches for having no negative eigenvalue."""
-    return bool(getattr(A, "psd", False))
 
 
 def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:

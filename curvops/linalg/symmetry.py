@@ -6,6 +6,8 @@ vectors it sees √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, all of it where A is f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,11 @@ from curvops.linalg.results import Reason
 
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
+
+
+def is_known_psd(A: Any) -> bool:
+    """Whether A is promised to be positive semidefinite; a tensor or a foreign operator promises nothing."""
+    return bool(getattr(A, "psd", False))
 
 
 def noticed_skew(eps: float) -> float:
