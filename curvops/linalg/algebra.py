@@ -11,6 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.base import Operator
+from curvops.linalg.sources import Sources, scaled, sources_of, sources_of_sum
 from curvops.linalg.spaces import Spaces, common, spaces_of, spaces_of_sum
 
 
@@ -28,6 +29,10 @@ class Transposed(Operator):
     @property
     def spaces(self) -> Spaces:
         return spaces_of(self.base)[::-1]
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
 
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
@@ -61,6 +66,10 @@ class Sum(Operator):
     @property
     def spaces(self) -> Spaces:
         return spaces_of_sum(self.terms)
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of_sum(self.terms)
 
     @property
     def symmetric(self) -> bool:
@@ -106,6 +115,10 @@ class Scaled(Operator):
     @property
     def spaces(self) -> Spaces:
         return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        return scaled(sources_of(self.base), self.factor) if self.factor.ndim == 0 else None
 
     @property
     def symmetric(self) -> bool:
@@ -209,6 +222,10 @@ class Sliced(Operator):
         return rows if self.rows is None else None, columns if self.columns is None else None
 
     @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
+
+    @property
     def symmetric(self) -> bool:
         return is_symmetric(self.base) and self._is_principal()
 
@@ -250,6 +267,10 @@ class Expanded(Operator):
     @property
     def spaces(self) -> Spaces:
         return self.base.spaces
+
+    @property
+    def sources(self) -> Sources | None:
+        return self.base.sources
 
     @property
     def symmetric(self) -> bool:

@@ -21,6 +21,7 @@ from curvops.linalg.cache import Cache
 from curvops.linalg.contract import SolverContract
 from curvops.linalg.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.partition import Partition
+from curvops.linalg.sources import Sources
 from curvops.linalg.spaces import Spaces, common, spaces_of
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
@@ -64,6 +65,11 @@ class Operator(SolverContract, LinearOperator):
         space = self._kwargs.get("space")
         return space, space
 
+    @property
+    def sources(self) -> Sources | None:
+        """Which data the operator sums over, from the keyword `sources`; None where it does not say."""
+        return self._kwargs.get("sources")
+
     def detached_from_weights(self) -> LinearOperator:
         """The same matrix as a constant: it may be added to operators linearised at other weights.
 
@@ -71,8 +77,10 @@ class Operator(SolverContract, LinearOperator):
         (yesterday's curvature as a prior, merged Fishers) this says so. Costs nothing; shares tensors and caches.
         """
         parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
-        space = self._kwargs.get("space")
-        return self.__class__(*parts, **self._kwargs | ({} if space is None else {"space": space.detached()}))
+        space, sources = self._kwargs.get("space"), self._kwargs.get("sources")
+        changed: dict[str, Any] = {} if space is None else {"space": space.detached()}
+        changed |= {} if sources is None else {"sources": sources.forgotten()}
+        return self.__class__(*parts, **self._kwargs | changed)
 
     @property
     def memories(self) -> Memories:
@@ -135,7 +143,7 @@ class Operator(SolverContract, LinearOperator):
             return self.add_diagonal(other._diagonal())
         if isinstance(other, structured.Diagonal):
             common(*spaces_of(self), *other.spaces)
-            return self.add_diagonal(other.entries)
+            return self._plus_diagonal(other)
         if isinstance(other, damped.Damped):
             return other + self
         if isinstance(other, Tensor):
@@ -149,6 +157,11 @@ class Operator(SolverContract, LinearOperator):
     def _plus(self, other: LinearOperator) -> LinearOperator:
         """A + B for an operator B that is not a diagonal."""
         return algebra.Sum(self, other)
+
+    def _plus_diagonal(self, other: structured.Diagonal) -> LinearOperator:
+        """A + D; of what data D is stays known."""
+        total = self.add_diagonal(other.entries)
+        return total.of_sources(other.sources) if isinstance(total, damped.Damped) else total
 
     def __radd__(self, other: Any) -> LinearOperator:
         return self + other

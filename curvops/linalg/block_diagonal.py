@@ -13,6 +13,7 @@ from curvops.linalg.algebra import is_psd, is_symmetric
 from curvops.linalg.base import Operator
 from curvops.linalg.cache import Cache, recorded
 from curvops.linalg.partition import Partition, partition
+from curvops.linalg.sources import Sources, scaled
 from curvops.linalg.spaces import Space
 from curvops.linalg.structured import draw
 
@@ -21,7 +22,7 @@ class BlockDiagonal(Operator):
     """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. `space` says what the rows stand for.
+    product costs one with each block. `space` says what the rows stand for, `sources` which data the matrix is of.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class BlockDiagonal(Operator):
         positions: Sequence[Tensor | range] | Partition,
         cache: Cache | None = None,
         space: Space | None = None,
+        sources: Sources | None = None,
     ) -> None:
-        self._store(blocks, positions, cache, space=space)
+        self._store(blocks, positions, cache, space=space, sources=sources)
 
     def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **kept: Any) -> None:
         """Keep the blocks, and a subclass's own keywords."""
@@ -68,7 +70,8 @@ class BlockDiagonal(Operator):
     def _transpose_nonbatch(self) -> LinearOperator:
         if self.symmetric and not recorded(self.representation()):
             return self
-        return BlockDiagonal(*(block.mT for block in self.blocks), positions=self.partition, space=self.spaces[0])
+        transposed = (block.mT for block in self.blocks)
+        return BlockDiagonal(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
         parts = self.partition.split(block.mT)
@@ -87,8 +90,8 @@ class BlockDiagonal(Operator):
     def _mul_constant(self, other: Any) -> LinearOperator:
         if torch.as_tensor(other).ndim:
             return super()._mul_constant(other)
-        scaled = (block._mul_constant(other) for block in self.blocks)
-        return BlockDiagonal(*scaled, positions=self.partition, space=self.spaces[0])
+        blocks, sources = (block._mul_constant(other) for block in self.blocks), scaled(self.sources, other)
+        return BlockDiagonal(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:
         return self.cache.kept("undamped", self.representation(), self._undamped)._closed_form()

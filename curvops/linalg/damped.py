@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from curvops.linalg.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.nystrom import nystrom
 from curvops.linalg.results import NotPositiveSemidefinite
 from curvops.linalg.solve import Promises
+from curvops.linalg.sources import Sources, merged, scaled, sources_of
 from curvops.linalg.spaces import Spaces, spaces_of
 from curvops.linalg.structured import Diagonal, draw_dense, draw_together
 from curvops.linalg.vectors import describe, require_precision
@@ -31,17 +32,25 @@ class Damped(Operator):
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
     operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella,
-    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve.
+    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` says
+    which data the shift is of, where it is no prior.
     """
 
-    def __init__(self, base: LinearOperator, shift: float | Tensor, cache: Cache | None = None) -> None:
+    def __init__(
+        self,
+        base: LinearOperator,
+        shift: float | Tensor,
+        cache: Cache | None = None,
+        *,
+        sources: Sources | None = None,
+    ) -> None:
         if not isinstance(base, LinearOperator):
             raise TypeError(f"Damped is made of an operator and a shift, got {type(base).__name__} for the operator.")
         if not isinstance(shift, float | int | Tensor):
             raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
         if not isinstance(shift, Tensor):
             shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
-        super().__init__(base, shift, cache=Cache() if cache is None else cache)
+        super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
 
     @property
     def base(self) -> LinearOperator:
@@ -56,6 +65,24 @@ class Damped(Operator):
     @property
     def spaces(self) -> Spaces:
         return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        of_base, of_shift = sources_of(self.base), self._of_shift
+        if of_base is None and of_shift is not None:
+            return replace(of_shift, partial=True)
+        return merged(of_base, of_shift)
+
+    @property
+    def _of_shift(self) -> Sources | None:
+        found: Sources | None = self._kwargs["sources"]
+        return found
+
+    def of_sources(self, sources: Sources | None) -> Damped:
+        """The same, whose shift is of these data, too."""
+        if sources is None:
+            return self
+        return Damped(self.base, self.shift, self._cache, sources=merged(self._of_shift, sources))
 
     @property
     def _cache(self) -> Cache:
@@ -75,7 +102,7 @@ class Damped(Operator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
-        return self if transposed is self.base else Damped(transposed, self.shift)
+        return self if transposed is self.base else Damped(transposed, self.shift, sources=self._of_shift)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
@@ -91,24 +118,26 @@ class Damped(Operator):
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         total = super().add_diagonal(diag)
-        return Damped(self.base, self.shift + total.shift)
+        return Damped(self.base, self.shift + total.shift, sources=self._of_shift)
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, Damped):
-            return Damped(self.base + other.base, self.shift + other.shift)
+            of_shift = merged(self._of_shift, other._of_shift)
+            return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
         return super().__add__(other)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
-        return Damped(self.base + other, self.shift)
+        return Damped(self.base + other, self.shift, sources=self._of_shift)
 
     def _mul_constant(self, other: Any) -> LinearOperator:
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim:
             return super()._mul_constant(other)
-        return Damped(self.base._mul_constant(factor), self.shift * factor)
+        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._of_shift, factor))
 
     def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
-        return Damped(base, change(self.shift) if self.shift.ndim > 1 else self.shift)
+        shift = change(self.shift) if self.shift.ndim > 1 else self.shift
+        return Damped(base, shift, sources=self._of_shift)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         operator = self

@@ -11,11 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvops.linalg.cache import recorded
 from curvops.linalg.lanczos import LockStep
 from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import Multiply, vector_bytes, working
 from curvops.linalg.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.sources import sources_of
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import LowRank
 from curvops.linalg.symmetry import is_known_psd
@@ -75,10 +77,12 @@ def low_rank(
     Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
 
     Raises:
-        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, or a budget below one vector.
+        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, or a tensor in A
+            that requires a gradient: Â has none.
         NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
+    _require_no_gradient(op)
     check_choice("method", method, ("nystrom", "lanczos"))
     if rank is not None and not 1 <= rank <= facts.rows:
         raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
@@ -104,7 +108,15 @@ def low_rank(
         found = approximate(multiply, is_known_psd(op), facts, limit, aim is None, generator, satisfied)
         error = check(found.vectors, found.values, found.matvecs)
     _warn(found, error, aim, rank, limit)
-    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0])
+    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
+
+
+def _require_no_gradient(op: Matrix) -> None:
+    if recorded((op,) if isinstance(op, Tensor) else op.representation()):
+        raise ValueError(
+            "low_rank has no gradient for the tensors that the matrix is made of, and one of them requires a gradient "
+            "(the likelihood's noise, say): detach it (noise.detach()), or call low_rank under torch.no_grad()."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from curvops.linalg.contract import DENSE_SIZE
 from curvops.linalg.memory import Memories, held_in, memories_of, solved_at_a_time
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite
 from curvops.linalg.roots import sqrt
+from curvops.linalg.sources import Sources, merged, scaled
 from curvops.linalg.spaces import Space, common, spaces_of
 from curvops.linalg.vectors import Description, empty_block, join, put, random_block, require_precision
 
@@ -25,12 +26,15 @@ DRAW_RTOL = 1e-5
 
 
 class Diagonal(Operator):
-    """diag(d) for a vector d (n,); every operation is elementwise. `space` says what its rows stand for."""
+    """diag(d) for a vector d (n,); every operation is elementwise.
 
-    def __init__(self, entries: Tensor, space: Space | None = None) -> None:
+    `space` says what its rows stand for, `sources` which data it is of.
+    """
+
+    def __init__(self, entries: Tensor, space: Space | None = None, *, sources: Sources | None = None) -> None:
         if entries.ndim != 1:
             raise ValueError(f"entries must be a vector (n,), got {tuple(entries.shape)}.")
-        super().__init__(entries, space=space)
+        super().__init__(entries, space=space, sources=sources)
 
     @property
     def entries(self) -> Tensor:
@@ -57,15 +61,18 @@ class Diagonal(Operator):
     def __add__(self, other: Any) -> LinearOperator:
         if not isinstance(other, Diagonal):
             return super().__add__(other)
-        return Diagonal(self.entries + other.entries, space=common(*self.spaces, *other.spaces))
+        space, sources = common(*self.spaces, *other.spaces), merged(self.sources, other.sources)
+        return Diagonal(self.entries + other.entries, space, sources=sources)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
         common(*self.spaces, *spaces_of(other))
-        return other.add_diagonal(self.entries) if isinstance(other, Operator) else super()._plus(other)
+        return other._plus_diagonal(self) if isinstance(other, Operator) else super()._plus(other)
 
     def _mul_constant(self, other: Any) -> LinearOperator:
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        return super()._mul_constant(other) if factor.ndim else Diagonal(self.entries * factor, self.spaces[0])
+        if factor.ndim:
+            return super()._mul_constant(other)
+        return Diagonal(self.entries * factor, self.spaces[0], sources=scaled(self.sources, factor))
 
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()
@@ -78,17 +85,23 @@ class Diagonal(Operator):
 class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for. A `rest`
-    of the same shape is what its dtype does not hold of the matrix: products leave it out, factorisations add it in
-    float64.
+    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for,
+    `sources` which data it is of. A `rest` of the same shape is what its dtype does not hold of the matrix: products
+    leave it out, factorisations add it in float64.
     """
 
     def __init__(
-        self, tensor: Tensor, psd: bool = False, space: Space | None = None, *, rest: Tensor | None = None
+        self,
+        tensor: Tensor,
+        psd: bool = False,
+        space: Space | None = None,
+        *,
+        rest: Tensor | None = None,
+        sources: Sources | None = None,
     ) -> None:
         if tensor.ndim < 2:
             raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
-        super().__init__(tensor, psd=psd, space=space, rest=rest)
+        super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
 
     @property
     def _is_formed(self) -> bool:
@@ -119,7 +132,7 @@ class Dense(Operator):
         return self.tensor.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return Dense(self.tensor.mT, psd=self.psd, space=self.spaces[0])
+        return Dense(self.tensor.mT, psd=self.psd, space=self.spaces[0], sources=self.sources)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.tensor @ rhs
@@ -165,14 +178,20 @@ class LowRank(Operator):
     """
 
     def __init__(
-        self, vectors: Tensor, values: Tensor, error: Estimate | None = None, space: Space | None = None
+        self,
+        vectors: Tensor,
+        values: Tensor,
+        error: Estimate | None = None,
+        space: Space | None = None,
+        *,
+        sources: Sources | None = None,
     ) -> None:
         if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
             raise ValueError(
                 f"LowRank is made of vectors (n, r) and values (r,), got {tuple(vectors.shape)} and "
                 f"{tuple(values.shape)}."
             )
-        super().__init__(vectors, values, error=error, space=space)
+        super().__init__(vectors, values, error=error, space=space, sources=sources)
 
     @property
     def vectors(self) -> Tensor:
@@ -215,7 +234,8 @@ class LowRank(Operator):
         factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
         if factor.ndim:
             return super()._mul_constant(other)
-        return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0])
+        sources = scaled(self.sources, factor)
+        return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
         """U diag(s) Uᵀ + diag(e) with e ≥ 0 such that its diagonal is the one given, that of the matrix approximated.

@@ -97,6 +97,8 @@ class Batches:
             raise ValueError(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
         self._signatures = signatures
         self._fingerprints = torch.stack(prints)
+        self.fingerprint = int(fingerprint([self._fingerprints]))
+        """That of all batches; data on another device or in another dtype keep it."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
 
@@ -142,9 +144,11 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """The same data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
-        return Batches(
+        converted = Batches(
             self._source, device or self._device, dtype or self._dtype, self._check, self._layout, self._weights, None
         )
+        converted.fingerprint = self.fingerprint
+        return converted
 
     def _read(self, item: object, index: int) -> Batch:
         """One item of the source as a batch on the device, its form checked but not its values."""

@@ -14,7 +14,7 @@ from curvops.operators.fisher import output_fisher
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import second_moments
-from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
 class DiagonalGGN(OfLinearization, Diagonal):
@@ -42,7 +42,7 @@ class DiagonalGGN(OfLinearization, Diagonal):
         generator: torch.Generator | None = None,
     ) -> Stored:
         entries = curvature_diagonal(lin, output_fisher(lin, fisher, mc_samples, generator))
-        return (entries,), {"space": lin.tangent_space}
+        return (entries,), made_of(lin)
 
 
 @torch.no_grad()

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal, Kronecker, Operator
 from curvops.linalg.cache import Cache
+from curvops.linalg.sources import Sources
 from curvops.linalg.spaces import Space
 from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
-from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
 class LayerBlocks(BlockDiagonal):
@@ -27,8 +28,9 @@ class LayerBlocks(BlockDiagonal):
         cache: Cache | None = None,
         space: Space | None = None,
         names: tuple[tuple[str, ...], ...] = (),
+        sources: Sources | None = None,
     ) -> None:
-        self._store(blocks, positions, cache, space=space, names=names)
+        self._store(blocks, positions, cache, space=space, names=names, sources=sources)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -96,7 +98,7 @@ class KFAC(OfLinearization, LayerBlocks):
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
             for block in self.blocks
         ]
-        return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0])
+        return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
 
 class EKFAC(OfLinearization, LayerBlocks):
@@ -130,5 +132,5 @@ class EKFAC(OfLinearization, LayerBlocks):
 
 def _stored(lin: Linearization, blocks: list[KroneckerBlock], operators: list[Operator]) -> Stored:
     positions = tuple(block.positions.to(lin.theta.device) for block in blocks)
-    layout = {"positions": positions, "names": tuple(block.names for block in blocks), "space": lin.tangent_space}
-    return tuple(operators), layout
+    names = tuple(block.names for block in blocks)
+    return tuple(operators), {"positions": positions, "names": names, **made_of(lin)}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from uuid import uuid4
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.cache import recorded
+from curvops.linalg.sources import Sources
 from curvops.network.data import Batch, Batches
 from curvops.network.inputs import Inputs, as_inputs, components, copy, num_points, take
 from curvops.network.likelihood import Likelihood
@@ -22,6 +24,7 @@ from curvops.network.output_fisher import Empirical, OutputFisher
 from curvops.network.passes import BatchMap, Passes
 from curvops.network.plan import Choice, Plan
 from curvops.network.roots import Group
+from curvops.network.source import Source, source_of
 from curvops.network.tangent_space import TangentSpace
 from curvops.operators.gradients import Gradients
 from curvops.operators.jacobian import Jacobian
@@ -44,11 +47,13 @@ class Linearization:
         engine: Choice,
         memory_budget: int | Memory,
         progress: Progress = None,
+        token: str | None = None,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
         self.passes = Passes(model, _Labelled(data), engine, memory_budget, points=data.num_data, progress=progress)
         self._theta = model.theta
+        self._token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
 
     @property
@@ -60,6 +65,16 @@ class Linearization:
     def tangent_space(self) -> TangentSpace:
         """Which parameters, at which values: operators of different ones are refused in a sum."""
         return self.model.tangent_space
+
+    @property
+    def source(self) -> Source:
+        """Which data and likelihood, at its present hyperparameters: told from fingerprints, without the data."""
+        return source_of(self.data, self.likelihood, self._token)
+
+    @property
+    def sources(self) -> Sources:
+        """The data of operators made of this linearisation, counted once."""
+        return Sources({self.source: 1.0})
 
     @property
     def memory_budget(self) -> int:
@@ -231,7 +246,7 @@ class Linearization:
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
         memory, progress = self.memory.on(device), self.passes.progress
-        return Linearization(model, data, likelihood, self.output_shape, self.engine, memory, progress)
+        return Linearization(model, data, likelihood, self.output_shape, self.engine, memory, progress, self._token)
 
     def __repr__(self) -> str:
         return (

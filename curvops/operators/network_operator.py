@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvops.linalg.base import Operator, convert
 from curvops.linalg.memory import Memories
+from curvops.linalg.sources import Sources
 from curvops.linalg.spaces import Spaces
 from curvops.network.tangent_space import TangentSpace
 
@@ -34,6 +35,13 @@ class NetworkOperator(Operator):
     @property
     def spaces(self) -> Spaces:
         return self.space, self.space
+
+    @property
+    def sources(self) -> Sources | None:
+        if not self.symmetric:  # J and the points' gradients: rows for each point, not a sum over them
+            return None
+        found: Sources = self._kwargs["lin"].sources
+        return found if self._kwargs.get("space") is None else found.forgotten()
 
     def detached_from_weights(self) -> LinearOperator:
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})

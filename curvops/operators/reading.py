@@ -64,6 +64,11 @@ class OfLinearization(LinearOperator):
         return stored
 
 
+def made_of(lin: Linearization) -> dict[str, Any]:
+    """The keywords by which an operator knows, without the linearisation, what it was made of: weights and data."""
+    return {"space": lin.tangent_space, "sources": lin.sources}
+
+
 def require_no_gradient(likelihood: Likelihood, what: str) -> None:
     """Raise ValueError where a gradient is asked for that `what` cannot have: it would silently be zero."""
     if recorded(likelihood.hyperparameters):

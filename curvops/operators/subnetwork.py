@@ -13,12 +13,13 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
+from curvops.linalg.sources import Sources, sources_of
 from curvops.linalg.spaces import spaces_of
 from curvops.linalg.structured import in_parts
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
-from curvops.operators.reading import OfLinearization, Stored, require_no_gradient
+from curvops.operators.reading import OfLinearization, Stored, made_of, require_no_gradient
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -44,6 +45,7 @@ class Subnetwork(Dense):
         psd: bool | None = None,
         space: Any = None,
         rest: Tensor | None = None,
+        sources: Sources | None = None,
     ) -> None:
         if isinstance(source, Linearization):
             raise TypeError(
@@ -59,11 +61,11 @@ class Subnetwork(Dense):
             indices = checked_indices(indices, source.shape[-1]).to(source.device)
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
-            psd = bool(getattr(source, "psd", False))
+            psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
             if isinstance(source, Curvature):
                 require_no_gradient(source.likelihood, "Subnetwork")
             source, rest = in_parts(principal_block(source, indices), source.dtype)
-        LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, indices=indices)
+        LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -90,7 +92,7 @@ class BlockDiagonal(OfLinearization, Blocks):
         exact = Exact(lin.likelihood)
         parts = (in_parts(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
-        return tuple(dense), {"positions": positions, "space": lin.tangent_space}
+        return tuple(dense), {"positions": positions, **made_of(lin)}
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

@@ -175,11 +175,13 @@ class Laplace:
         `co.linalg.logdet` to a relative accuracy `rtol`, or as near as 4,000 products come to it, for this prior
         alone (`co.evidence.grid` and `maximize` prepare for many); the estimate's reason says which.
 
-        The likelihood is that of the data which the curvature is of: of co.GGN(lin_a) + co.GGN(lin_b), both. KFAC,
-        low-rank and dense curvatures do not say, and are taken for those of `lin`. Gradients: in the prior precision,
-        and in the likelihood's hyperparameters for curvatures that have them (GGN, EmpiricalFisher), θ* held fixed.
-        Raises ValueError for another gradient, and where the data are counted otherwise than once (0.5 * GGN(lin),
-        GGN(lin) + GGN(lin)), or where a further operator in the sum does not say which data it is of.
+        The likelihood is that of the data which the curvature is of: of co.GGN(lin_a) + co.GGN(lin_b), both. A matrix
+        of the user's own (co.linalg.Dense, a product of operators) does not say, and is taken for that of `lin`.
+        Gradients: in the prior precision, and in the likelihood's hyperparameters for curvatures that have them (GGN,
+        EmpiricalFisher), θ* held fixed. Raises ValueError for another gradient; where the curvature is of other data
+        or another likelihood, or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); where data are
+        counted otherwise than once (0.5 * KFAC(lin), GGN(lin) + GGN(lin)); and where one operator in a sum does not
+        say which data it is of.
         """
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()

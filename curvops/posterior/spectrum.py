@@ -144,12 +144,12 @@ class Spectrum:
             return _exact(form.logdet() - reference, form.logdet_error(), rtol)
         spectrum = self._whole_spectrum(prior)
         if spectrum is not None:
-            return self._from_whole(spectrum, precision, rtol) + (-reference)
+            return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
         if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
             return known.logdet(float(prior.detach()))
         found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
         if self._may_be_whole(found, prior):
-            return self._from_whole(self._decomposed(), precision, rtol) + (-reference)
+            return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
         return found + (-reference)
 
     def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
@@ -230,9 +230,9 @@ class Spectrum:
                     self._whole = dense_spectrum(product(A), describe_square(A), 0.0)
             return self._whole
 
-    def _from_whole(self, spectrum: DenseSpectrum, precision: Damped, rtol: float) -> Estimate:
-        """log det(G + λ) with its gradient."""
-        shift = float(precision.shift.detach())
+    def _from_whole(self, spectrum: DenseSpectrum, prior: Tensor, precision: Damped, rtol: float) -> Estimate:
+        """log det(G + λ) with its gradient; P's own shift is more than λ where G is damped itself."""
+        shift = float(prior.detach())
         found = single(spectrum.logdet([shift], rtol))
         unit, dtype = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device), precision.dtype
         return carried(found, precision, lambda _: [(spectrum.inverse(shift, dtype), unit)])

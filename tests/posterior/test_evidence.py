@@ -52,6 +52,23 @@ def test_up_to_a_thousand_weights_it_is_exact_for_as_many_products_as_weights(li
     torch.testing.assert_close(post.effective_parameters(rtol=1e-3).value, count, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("own", [0.5, "vector"])
+def test_a_curvature_with_a_diagonal_of_its_own_counts_it_once(lin, dense, own):
+    own = torch.linspace(0.1, 1, len(dense), dtype=torch.float64) if own == "vector" else torch.tensor(own).double()
+    prior = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    whole = dense + own.expand(len(dense)).diag()
+    post = co.laplace(lin, co.GGN(lin).add_diagonal(own), prior_precision=prior, check_mode=False)
+    found, reference = post.log_evidence().value, expected(lin, whole, 2.0)
+    torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-8)
+    (slope,) = torch.autograd.grad(found, prior)
+    P = whole + 2.0 * torch.eye(len(dense)).double()
+    by_hand = -0.5 * (lin.theta.square().sum() + P.inverse().trace() - len(dense) / 2.0)
+    torch.testing.assert_close(slope, by_hand, rtol=1e-8, atol=1e-8)
+    with torch.no_grad():
+        effective = post.effective_parameters(rtol=1e-3).value
+    torch.testing.assert_close(effective, torch.linalg.solve(P, whole).trace(), rtol=1e-8, atol=1e-8)
+
+
 def test_the_eigenvalues_serve_every_further_prior_precision(lin, dense, monkeypatch):
     post = co.laplace(lin, prior_precision=1.0, check_mode=False)
     post.log_evidence()

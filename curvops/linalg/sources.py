@@ -1,0 +1,59 @@
+"""Which data an operator sums over, and how many times it counts them: what its numbers do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Data by name, and the factor before each; equal names are the same data.
+
+    `partial`: beside these there is a part that does not say what it is of. `detached`: a part was told to forget the
+    point it was made at.
+    """
+
+    counts: Mapping[Hashable, float] = field(default_factory=dict)
+    partial: bool = False
+    detached: bool = False
+
+    def times(self, factor: Any) -> Sources:
+        """Those of the operator times a number."""
+        scale = float(factor)
+        return replace(self, counts={name: scale * count for name, count in self.counts.items()})
+
+    def forgotten(self) -> Sources:
+        """Those of a copy that forgets the point it was made at."""
+        return replace(self, detached=True)
+
+
+def sources_of(operator: Any) -> Sources | None:
+    """The data of an operator; None for one that does not say, as tensors and foreign operators do not."""
+    found: Sources | None = getattr(operator, "sources", None)
+    return found
+
+
+def scaled(sources: Sources | None, factor: Any) -> Sources | None:
+    """Those of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
+    return None if sources is None else sources.times(factor.detach() if hasattr(factor, "detach") else factor)
+
+
+def merged(*sources: Sources | None) -> Sources | None:
+    """Those of a sum of terms, where a term that does not say adds no data: a prior, say."""
+    known = [found for found in sources if found is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    counts: dict[Hashable, float] = {}
+    for found in known:
+        for name, count in found.counts.items():
+            counts[name] = counts.get(name, 0.0) + count
+    return Sources(counts, any(found.partial for found in known), any(found.detached for found in known))
+
+
+def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
+    """Those of a sum of operators, any of which that does not say may be of further data."""
+    found = [sources_of(term) for term in terms]
+    total = merged(*found)
+    return total if total is None or None not in found else replace(total, partial=True)
