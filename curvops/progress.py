@@ -3,6 +3,10 @@
 What has taken two seconds shows a bar on standard error where that is a terminal, and the bar goes when the work ends.
 Every function that may take long has the keyword `progress`: None for that, False for silence, True for a bar wherever
 standard error leads, or a function (what, done, total), called at each step; total is None where it is not known.
+
+An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and `counting`
+makes a product count. Of algorithms inside one another the outermost is shown, and counts the products of all; what
+goes on inside one product, inside a preconditioner or inside a function that is told of a step counts for nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 from tqdm import tqdm
 
 PATIENCE = 2.0
 """Seconds of silence."""
 
+T = TypeVar("T")
+Options = ParamSpec("Options")
+Maker = TypeVar("Maker", bound=Callable[..., Any])
 Progress = bool | Callable[[str, int, int | None], None] | None
 
 
@@ -30,7 +39,7 @@ def check_progress(progress: Any) -> None:
 @contextmanager
 def shown(what: str, total: int | None = None, progress: Progress = None, unit: str = "step") -> Iterator[Steps]:
     """The steps of some work, to be counted by `advance`; what is shown of them goes at the end, also at an error."""
-    steps = Steps(what, total, progress, unit)
+    steps = Steps(what, total, False if _silenced.get() else progress, unit)
     try:
         yield steps
     finally:
@@ -47,12 +56,14 @@ class Steps:
         self._wanted = progress is True or (progress is None and sys.stderr is not None and sys.stderr.isatty())
         self._begin = time.monotonic()
         self._bar: Any = None
+        self._note = ""
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Count further steps; `note` stands behind the bar (a residual, an error bar)."""
         self.done += count
+        self._note = note or self._note
         if self._callback is not None:
-            self._callback(self.what, self.done, self.total)
+            as_step(0, self._callback, self.what, self.done, self.total)
         if not self._wanted:
             return
         if self._bar is None and time.monotonic() - self._begin >= PATIENCE:
@@ -60,11 +71,91 @@ class Steps:
             self._bar.start_t -= time.monotonic() - self._begin
         elif self._bar is not None:
             self._bar.update(count)
-        if self._bar is not None and note:
-            self._bar.set_postfix_str(note, refresh=False)
+            if self._note:
+                self._bar.set_postfix_str(self._note, refresh=False)
+
+    def remark(self, note: Callable[[], str]) -> None:
+        """What stands behind the bar (a residual, an error bar) from its next step on, asked for only then."""
+        if self._bar is not None:
+            self._note = note()
 
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+_current: ContextVar[Steps | None] = ContextVar("current", default=None)
+_silenced: ContextVar[bool] = ContextVar("silenced", default=False)
+_ASIDE = Steps("", None, False, "")
+"""The steps of what is none of the algorithm's: nobody is shown them."""
+
+
+@contextmanager
+def at_work(what: str, total: int | None, progress: Progress, A: Any) -> Iterator[None]:
+    """Products are counted as those of this algorithm on A, unless it works for another that is shown.
+
+    With `progress` None an operator of a linearised network shows them as the linearisation was asked to.
+
+    Raises:
+        TypeError: progress is neither None, a flag nor a function.
+    """
+    check_progress(progress)
+    if progress is None:
+        if _current.get() is not None:
+            yield
+            return
+        progress = progress_of(A)
+    with shown(what, total, progress, " products") as steps:
+        silence = _silenced.set(progress is False or _silenced.get())
+        current = _current.set(steps)
+        try:
+            yield
+        finally:
+            _current.reset(current)
+            _silenced.reset(silence)
+
+
+def progress_of(A: Any) -> Progress:
+    """How the networks in A show long work, None for a tensor or a foreign operator."""
+    found: Progress = getattr(A, "progress", None)
+    return found
+
+
+def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
+    """Do this work, which counts as so many products, whatever happens inside it."""
+    steps = _current.get()
+    if steps is None:
+        return work(*args, **options)
+    token = _current.set(_ASIDE)
+    try:
+        result = work(*args, **options)
+    finally:
+        _current.reset(token)
+    if count:
+        steps.advance(count)
+    return result
+
+
+def counting(make: Maker) -> Maker:
+    """Let what this makes, products with blocks (n, K), count: K products each."""
+
+    @wraps(make)
+    def made(*args: Any) -> Callable[[Any], Any]:
+        multiply = make(*args)
+        return lambda V: as_step(V.shape[1], multiply, V)
+
+    return cast(Maker, made)
+
+
+def aside(work: Callable[Options, T]) -> Callable[Options, T]:
+    """The same work, of which nothing counts."""
+    return partial(as_step, 0, work)
+
+
+def remark(note: Callable[[], str]) -> None:
+    """Put this behind the bar, where there is one."""
+    steps = _current.get()
+    if steps is not None:
+        steps.remark(note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,6 +15,7 @@ from curvops.linalg.limits import check_limits
 from curvops.linalg.memory import columns_at_a_time, vector_bytes
 from curvops.linalg.results import Estimate, Reason
 from curvops.linalg.vectors import Description, largest
+from curvops.progress import remark
 
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
@@ -75,6 +77,15 @@ def affordable(budget: int | None, facts: Description, held: float) -> int | Non
     return int(budget / (held * facts.rows * torch.finfo(facts.dtype).bits / 8))
 
 
+def products_allowed(method: str, rtol: float | None, max_matvecs: int | None, facts: Description) -> int | None:
+    """The most products that an estimate takes; None where only its tolerance ends it."""
+    if method == "exact":
+        return facts.columns
+    if rtol is None:
+        return min(DEFAULT_MATVECS if max_matvecs is None else max_matvecs, facts.columns)
+    return max_matvecs
+
+
 def estimated(
     estimator: Estimator,
     exact: Callable[[], Estimate],
@@ -114,6 +125,7 @@ def estimated(
         target = target if most is None else min(target, most)
         estimator.spend(target)
         found = estimator.estimate()
+        remark(partial(_error_bar, found))
         if found.within(rtol):
             return replace(found, reason=Reason.CONVERGED)
         following = _next(target, found, rtol)
@@ -134,3 +146,8 @@ def _next(target: int, found: Estimate, rtol: float) -> int:
     goal = rtol * float(torch.linalg.vector_norm(found.value))
     ratio = found.inflation * float(torch.linalg.vector_norm(found.stderr)) / goal if goal else math.inf
     return min(2 * target, max(target + 8, math.ceil(min(1.1 * target * ratio**2, 1e12))))
+
+
+def _error_bar(found: Estimate) -> str:
+    spread, size = torch.stack([torch.linalg.vector_norm(part) for part in (found.stderr, found.value)]).tolist()
+    return f"standard error {spread:.1e} of {size:.1e}"

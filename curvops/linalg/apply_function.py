@@ -21,6 +21,7 @@ from curvops.linalg.results import FunctionProduct, Reason
 from curvops.linalg.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.systems import Callback, check
 from curvops.linalg.vectors import Matrix, columns, describe_square, largest, norm, put, zero_block
+from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
@@ -37,6 +38,7 @@ def apply_function(
     lower_bound: float | int | None = None,
     memory_budget: int | None = None,
     callback: Callback | None = None,
+    progress: Progress = None,
 ) -> FunctionProduct:
     """f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
 
@@ -50,6 +52,7 @@ def apply_function(
             products, for f with a singularity at 0; it is trusted.
         memory_budget: bytes for the bases, which hold depth × n numbers a column.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
+        progress: as in `cg`.
 
     Returns:
         A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
@@ -71,7 +74,10 @@ def apply_function(
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
     wide = B.reshape(B.shape[0], -1)
     with torch.no_grad():
-        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+        with (
+            at_work("apply_function", max_matvecs, progress, A),
+            working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
+        ):
             job = _Run(multiply, f, wide, None if lower_bound is None else float(lower_bound), room, maxiter)
             job.solve(float(rtol), max_matvecs, callback)
         return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
@@ -138,6 +144,7 @@ class _Run:
             self.run.extend(target)
             self._judge(rtol)
             self.active = [k for k in self.active if not self.stopped[k]]
+            remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
                 callback(self.depth, self.errors.clone())
 

@@ -23,6 +23,7 @@ from curvops.linalg.memory import Memories, holding, memories_of, solved_at_a_ti
 from curvops.linalg.partition import Partition
 from curvops.linalg.sources import Sources
 from curvops.linalg.spaces import Spaces, common, spaces_of
+from curvops.progress import Progress, progress_of
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
 COLUMN_BLOCK = 64
@@ -86,6 +87,11 @@ class Operator(SolverContract, LinearOperator):
     def memories(self) -> Memories:
         """The memory budgets that vectors of algorithms on A come out of: those of the networks in A."""
         return frozenset().union(*(memories_of(part) for part in self._args))
+
+    @property
+    def progress(self) -> Progress:
+        """How algorithms on A show long work, as `linearize` was asked: by the first network in A that was asked."""
+        return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
 
     # Products
 

@@ -25,6 +25,7 @@ from curvops.linalg.preconditioners import Function
 from curvops.linalg.results import NotPositiveSemidefinite
 from curvops.linalg.symmetry import require_symmetric
 from curvops.linalg.vectors import Matrix, describe_square, entries, put_entries
+from curvops.progress import Progress, at_work
 
 Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64
@@ -87,6 +88,7 @@ def block_jacobi(
     shift: float | int = 0.0,
     *,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> BlockPreconditioner:
     """P = the diagonal blocks of A + shift I, each factorised.
 
@@ -94,6 +96,7 @@ def block_jacobi(
         A: (n, n), positive semidefinite.
         blocks: one size for all blocks (the last may be smaller), the size of each, a Partition, or sets of positions.
         memory_budget: bytes for the blocks, of which Σ s² numbers are kept.
+        progress: as in `cg`.
 
     Of a tensor the blocks are read off; any other A costs one product for each column, n in all, since what one block
     of a vector sends into another cannot be told apart. For the layers of a network
@@ -116,7 +119,7 @@ def block_jacobi(
     alike: dict[int, list[Tensor]] = {}
     for part in parts:
         alike.setdefault(len(part), []).append(part)
-    with torch.no_grad():
+    with torch.no_grad(), at_work("block_jacobi", n, progress, A):
         groups = tuple(_group(A, torch.stack(positions), float(shift)) for positions in alike.values())
     return BlockPreconditioner(groups, 0 if isinstance(A, Tensor) else n)
 

@@ -32,6 +32,7 @@ from curvops.linalg.vectors import (
     largest,
     random_block,
 )
+from curvops.progress import Progress, at_work
 
 # Blocks of vectors held beside the basis in a step.
 BESIDE = 4
@@ -62,11 +63,12 @@ def block_lanczos(
     block_size: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> BlockLanczosResult:
     """Project symmetric A on the block Krylov space of ``start``, or of ``block_size`` (4) random vectors.
 
     Dependent directions, of the start too, are dropped: the block then shrinks. Costs at most ``steps`` block products
-    and keeps steps × b vectors; ``memory_budget`` (bytes) caps them.
+    and keeps steps × b vectors; ``memory_budget`` (bytes) caps them. ``progress`` is as in `cg`.
 
     Raises:
         ValueError: A is not square, steps or block_size is not positive, or ``start`` does not fit, is zero or not
@@ -81,7 +83,7 @@ def block_lanczos(
     check_limits(memory_budget=memory_budget)
     block = start_block(facts, start, min(4, n) if block_size is None else block_size, generator)
     wanted = min(steps * block.shape[1], n)
-    with working(A, memory_budget) as (multiply, room):
+    with at_work("block_lanczos", wanted, progress, A), working(A, memory_budget) as (multiply, room):
         within = columns_within(room, n, n * facts.dtype.itemsize, block.shape[1])
         capacity = min(wanted, max(block.shape[1], within))
         run = BlockLanczos(Counted(multiply), block, capacity + block.shape[1], generator, inject=False)

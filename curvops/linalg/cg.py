@@ -30,6 +30,7 @@ from curvops.linalg.systems import (
     shaped_as,
 )
 from curvops.linalg.vectors import Matrix, Vectors, as_block, as_columns, describe_square, product
+from curvops.progress import Progress, at_work
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
@@ -49,6 +50,7 @@ def cg(
     block: bool = True,
     refine: bool | torch.dtype = False,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Solution:
     """Solve A x = b for every column b of B; failures come back as reasons, never as answers.
 
@@ -66,6 +68,8 @@ def cg(
             a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
             None is what the linearisation behind A has left of its own budget.
+        progress: None shows a bar of the products on a terminal after two seconds, True wherever standard error leads,
+            False nothing at all. A function (what, products so far, total or None) is called after each product.
 
     Returns:
         A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
@@ -97,7 +101,7 @@ def cg(
         return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    with torch.no_grad():
+    with torch.no_grad(), at_work("cg", None, progress, A):
         return shaped_as(in_groups(solve, A, as_columns(B), start, vectors, memory_budget), B)
 
 

@@ -38,6 +38,7 @@ from curvops.linalg.vectors import (
     join,
     square_sums,
 )
+from curvops.progress import Progress, at_work
 
 MOST_RANK = 1024
 BLOCK = 16
@@ -104,6 +105,7 @@ def cholesky(
     diagonal: Float[Tensor, " n"] | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> PivotedCholesky:
     """Approximate positive semidefinite A by F Fᵀ from its diagonal and ``rank`` of its columns.
 
@@ -117,6 +119,7 @@ def cholesky(
         diagonal: A's diagonal where it is known, as for a GGN ``co.DiagonalGGN(lin)``, which would take n products.
         memory_budget: bytes for F and its orthonormal basis, which caps the rank; None is what the linearisation behind
             A has left of its own budget.
+        progress: as in `cg`.
 
     Raises:
         ValueError: A is not square, an option is out of range, or an entry is not finite.
@@ -131,7 +134,7 @@ def cholesky(
     budget = room_for(A, memory_budget, LEAST_VECTORS * n * size)
     room = n if budget is None else budget // max(1, 2 * n * size)
     wanted = min(n, MOST_RANK if rank is None else rank)
-    with torch.no_grad():
+    with torch.no_grad(), at_work("cholesky", None, progress, A):
         left, spent = diagonal_of(A) if diagonal is None else (diagonal.detach().to(dtype), 0)
         if left.shape != (n,):
             raise ValueError(f"the diagonal must have shape ({n},), got {tuple(left.shape)}.")

@@ -14,6 +14,7 @@ from curvops.linalg.directions import Directions, Step
 from curvops.linalg.results import Reason
 from curvops.linalg.vectors import Vectors, as_block, columns, gram, norm, part, put, put_columns
 from curvops.linalg.verdicts import CHECK_EVERY
+from curvops.progress import remark
 
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
@@ -135,6 +136,7 @@ class Run:
         for column, value in zip(self.active, recursion):
             self.current[column] = value
         self.history.append(list(self.current))
+        remark(lambda: f"residual {max(self.current):.1e}")
         if self.callback is not None:
             self.callback(self.iteration, torch.tensor(self.current, dtype=torch.float64))
 

@@ -18,6 +18,7 @@ from curvops.linalg.results import FunctionProduct, NotPositiveSemidefinite, Rea
 from curvops.linalg.ritz import NEAR_ZERO, ROUNDING
 from curvops.linalg.systems import Callback, check, iterations_allowed
 from curvops.linalg.vectors import Matrix, columns, combine, describe_square, join, largest, norm, product, zero_block
+from curvops.progress import at_work, remark
 
 PILOT_DEPTH = 12
 CHECK_EVERY = 4
@@ -57,7 +58,7 @@ def contour(
     budget = math.inf if max_matvecs is None else max_matvecs
     # What a gradient multiplies with each other has to be known better than its sum.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
-    with torch.no_grad():
+    with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
         wide = B.reshape(n, -1)
         heights, live, found = usable_columns(wide)
         unit = columns(wide, live) / heights[live].to(wide)
@@ -184,6 +185,7 @@ class _Part:
                 truncation, quadrature = self._estimates()
                 self.errors = truncation + quadrature
                 run.active &= (truncation > aim / 2) | (quadrature > rtol / 2) & ~self.resolved
+                remark(lambda: f"error {float(self.errors.amax()):.1e}")
                 if callback is not None:
                     callback(run.iteration, self.errors.clone())
         truncation, quadrature = self._estimates()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
 from curvops.linalg.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch, probes
 from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import working
@@ -30,6 +30,7 @@ from curvops.linalg.vectors import (
     product,
     unit_blocks,
 )
+from curvops.progress import Progress, at_work
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # As for the traces (curvops.linalg.exchangeable), by the coverage of single entries in docs/estimators.md.
@@ -45,6 +46,7 @@ def diagonal(
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Estimate:
     """Estimate diag A from products with random signs; value, stderr and interval have shape (n,).
 
@@ -53,7 +55,7 @@ def diagonal(
         method: "xdiag" (any A, two products a probe), "xnysdiag" (positive semidefinite A, one product a probe),
             "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
         rtol: add probes until ‖stderr‖, inflated, is at most rtol ‖value‖; earlier products are kept.
-        max_matvecs, generator, memory_budget: as in `trace`. The intervals are for single entries.
+        max_matvecs, generator, memory_budget, progress: as in `trace`. The intervals are for single entries.
 
     Raises:
         ValueError, NotPositiveSemidefinite: as `trace`.
@@ -62,7 +64,12 @@ def diagonal(
     """
     facts = describe_square(A)
     check_choice("method", method, METHODS)
-    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+    total = products_allowed(method, rtol, max_matvecs, facts)
+    with (
+        torch.no_grad(),
+        at_work("diagonal", total, progress, A),
+        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
+    ):
         block = block_within(room, facts)
         if method == "exact":
             return _exact(multiply, facts, block)

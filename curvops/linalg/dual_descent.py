@@ -24,6 +24,7 @@ from curvops.linalg.results import Reason, Solution
 from curvops.linalg.systems import Callback, Columns, check, in_groups, shaped_as
 from curvops.linalg.vectors import Matrix, describe_square, norm, product, random_block
 from curvops.linalg.verdicts import Records, grown
+from curvops.progress import Progress, as_step, at_work
 
 EPOCHS = 200
 POWER_STEPS = 12
@@ -49,6 +50,7 @@ def dual_descent(
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Solution:
     """Solve (K + noise I) α = y for every column y of B by stochastic gradient steps on the dual objective.
 
@@ -69,6 +71,7 @@ def dual_descent(
         callback: called as ``callback(epoch, relative_residuals (K,))``.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
             None is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
 
     Returns:
         A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
@@ -99,7 +102,7 @@ def dual_descent(
         descent.solve()
         return system.solution(descent.records)
 
-    with torch.no_grad():
+    with torch.no_grad(), at_work("dual_descent", None, progress, K):
         start = None if x0 is None else x0.reshape(n, -1)
         return shaped_as(in_groups(solve, K, B.reshape(n, -1), start, VECTORS, memory_budget), B)
 
@@ -143,7 +146,7 @@ class Descent:
             self.beta = self.options.step_size or self.default_step()
         halvings, patience = 0, max(PATIENCE[0], PATIENCE[1] * self.options.batch // self.n)
         while k and finite and not self.done() and records.iteration < self.options.epochs:
-            self.epoch()
+            as_step(k, self.epoch)
             records.iteration += 1
             records.matvecs += k
             steady = self.inspect(self.average) and self.inspect(self.alpha)
@@ -206,6 +209,6 @@ class Descent:
             V = V / size if size > 0 else V
         self.records.matvecs += POWER_STEPS + 1
         probe = torch.arange(min(n, b), device=self.B.device)
-        height = float(self.rows(probe).diagonal().max()) + self.options.noise
+        height = float(as_step(1, self.rows, probe).diagonal().max()) + self.options.noise
         share = (n - b) / max(n - 1, 1)
         return 1 / (size + n / b * share * height) if size > 0 else 1.0

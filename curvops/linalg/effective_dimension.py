@@ -23,6 +23,7 @@ from curvops.linalg.probing import UNLIMITED
 from curvops.linalg.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Matrix, describe_square, product
+from curvops.progress import Progress, at_work
 
 
 def effective_dimension(
@@ -33,6 +34,7 @@ def effective_dimension(
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Estimate:
     """Tr (G + A)⁻¹G for positive semidefinite G and a prior precision A = prior · I or diag(prior).
 
@@ -43,6 +45,7 @@ def effective_dimension(
         max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
             a dense eigendecomposition, and so does n ≤ 256 without a limit.
         memory_budget: bytes for the Lanczos bases; None is what the linearisation behind G has left of its own budget.
+        progress: as in `cg`.
 
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus rounding. For a whole
@@ -66,7 +69,11 @@ def effective_dimension(
     if memory_budget is not None and 16 * facts.rows**2 > memory_budget:
         exact = False
     plain = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
-    with torch.no_grad(), working(G, memory_budget, LEAST_VECTORS, plain) as (multiply, room):
+    with (
+        torch.no_grad(),
+        at_work("effective_dimension", facts.rows if exact else max_matvecs, progress, G),
+        working(G, memory_budget, LEAST_VECTORS, plain) as (multiply, room),
+    ):
         if exact:
             return known_spectrum(multiply, facts, rtol).effective_dimension(mu)
         budget = UNLIMITED if max_matvecs is None else max_matvecs

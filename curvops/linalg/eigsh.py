@@ -37,6 +37,7 @@ from curvops.linalg.vectors import (
     part,
     zero_block,
 )
+from curvops.progress import Progress, at_work
 
 # A basis of up to so many bytes and columns is used without asking: more room means fewer products.
 FREE_BYTES = 1 << 26
@@ -60,6 +61,7 @@ def eigsh(
     memory_budget: int | None = None,
     solver: Solver | None = None,
     callback: Callback | None = None,
+    progress: Progress = None,
 ) -> Eigenpairs:
     """The k eigenpairs of symmetric A that are wanted, multiple ones as often as they occur.
 
@@ -86,6 +88,7 @@ def eigsh(
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
+        progress: as in `cg`.
 
     Returns:
         Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each.
@@ -103,7 +106,11 @@ def eigsh(
     _check(n, k, which, sigma)
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
-    with torch.no_grad(), working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room):
+    with (
+        torch.no_grad(),
+        at_work("eigsh", max_matvecs, progress, A),
+        working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room),
+    ):
         capacity, b, capped = basis_columns(facts, n, n, k, wide, narrow, room)
         block = start_block(facts, start, b, generator)
         most = math.inf if max_matvecs is None else max_matvecs - k

@@ -18,13 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
 from curvops.linalg.exchangeable import LeaveOneOut, Multiply, RangeSketch, TwoLeftOut, leave_one_out, probes, spared
 from curvops.linalg.hutchinson import mean_of
 from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import working
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
+from curvops.progress import Progress, at_work
 
 METHODS = ("xtrace", "hutchinson", "exact")
 
@@ -37,6 +38,7 @@ def frobenius_norm(
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Estimate:
     """Estimate ‖A‖_F from products with A alone (never Aᵀ).
 
@@ -48,7 +50,7 @@ def frobenius_norm(
         method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from
             the range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
             "hutchinson", the default for others: mean of ‖Az‖² over random signs, streamed. "exact": n products.
-        rtol, max_matvecs, generator, memory_budget: as in `trace`.
+        rtol, max_matvecs, generator, memory_budget, progress: as in `trace`.
 
     Raises:
         ValueError: an unknown method, xtrace of a rectangular A, a product that is not finite, or a budget too small.
@@ -59,7 +61,12 @@ def frobenius_norm(
     check_choice("method", method, METHODS)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
-    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+    total = products_allowed(method, rtol, max_matvecs, facts)
+    with (
+        torch.no_grad(),
+        at_work("frobenius_norm", total, progress, A),
+        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
+    ):
         block = block_within(room, facts)
         if method == "exact":
             return _exact(multiply, facts, block)

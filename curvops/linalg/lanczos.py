@@ -31,6 +31,7 @@ from curvops.linalg.vectors import (
     put_columns,
     random_block,
 )
+from curvops.progress import Progress, at_work
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,11 +84,12 @@ def lanczos(
     start: Float[Vectors, " n"] | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> LanczosResult:
     """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
 
     Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, or what the
-    linearisation behind A has left of its own.
+    linearisation behind A has left of its own. ``progress`` is as in `cg`.
 
     Raises:
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
@@ -109,7 +111,7 @@ def lanczos(
     size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with at_work("lanczos", min(steps, n), progress, A), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, dtype.itemsize, 1, room)
         run = LockStep(multiply, block / size, depth)
         run.extend(depth)

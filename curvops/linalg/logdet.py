@@ -35,6 +35,7 @@ from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, check_run
 from curvops.linalg.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.vectors import Description, Matrix, Vectors, describe_square, product, random_block
+from curvops.progress import Progress, at_work
 
 MOST_RANK = 400
 # An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
@@ -54,6 +55,7 @@ def logdet(
     generator: torch.Generator | None = None,
     preconditioner: FactoredPreconditioner | str | None = "auto",
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Estimate:
     """Log det(A + shift I) in nats, for symmetric A.
 
@@ -77,6 +79,7 @@ def logdet(
             it is. The bracket stays a bound: a low-rank one says Â ≤ A, others only ‖P‖, which makes it wider.
         memory_budget: bytes for the bases and the sketch; None is what the linearisation behind A has left of its own
             budget.
+        progress: as in `cg`.
 
     Returns:
         An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus what rounding of the
@@ -89,17 +92,18 @@ def logdet(
             shift or lower_bound (then no bound exists, and a singular A could not be told from a regular one), or an
             estimated bound is not positive.
     """
-    estimate, pairs = paired_logdet(
-        A,
-        shift=shift,
-        lower_bound=lower_bound,
-        rtol=rtol,
-        max_matvecs=max_matvecs,
-        generator=generator,
-        preconditioner=preconditioner,
-        memory_budget=memory_budget,
-        keep=differentiated(A),
-    )
+    with at_work("logdet", max_matvecs, progress, A):
+        estimate, pairs = paired_logdet(
+            A,
+            shift=shift,
+            lower_bound=lower_bound,
+            rtol=rtol,
+            max_matvecs=max_matvecs,
+            generator=generator,
+            preconditioner=preconditioner,
+            memory_budget=memory_budget,
+            keep=differentiated(A),
+        )
     return estimate if pairs is None else carried(estimate, A, pairs)
 
 

@@ -33,6 +33,7 @@ from curvops.linalg.vectors import (
     part,
     random_block,
 )
+from curvops.progress import Progress, at_work
 
 # Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
@@ -56,6 +57,7 @@ def low_rank(
     method: str = "nystrom",
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> LowRank:
     """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
 
@@ -73,6 +75,7 @@ def low_rank(
         memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
             of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
             cap where nothing is given.
+        progress: as in `cg`.
 
     Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
 
@@ -98,7 +101,7 @@ def low_rank(
         return aim is not None and check.passes(U, values, aim)
 
     approximate = _by_nystrom if method == "nystrom" else _by_lanczos
-    with working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
         probes = PROBES
         if memory_budget is None and room is not None:  # what is given is for the vectors kept, the network's for all
             probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))

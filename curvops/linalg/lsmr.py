@@ -19,6 +19,7 @@ from curvops.linalg.results import Solution
 from curvops.linalg.stacked import Augmented
 from curvops.linalg.systems import Callback, Columns, check, in_groups, iterations_allowed, shaped_as
 from curvops.linalg.vectors import Matrix, describe, product, transposed_product
+from curvops.progress import Progress, at_work
 
 VECTORS = 14
 """Working vectors per right-hand side, temporaries included."""
@@ -35,6 +36,7 @@ def lsmr(
     x0: Tensor | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Solution:
     """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; of all minimisers, the one nearest to x0.
 
@@ -50,6 +52,7 @@ def lsmr(
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
             None is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
 
     Returns:
         A Solution. ``relative_residuals`` tells whether a converged column solves Ax = b, ``normal_residuals`` how
@@ -76,6 +79,6 @@ def lsmr(
         run.solve()
         return system.solution(run.records)
 
-    with torch.no_grad():
+    with torch.no_grad(), at_work("lsmr", None, progress, A):
         start = None if x0 is None else x0.reshape(n, -1)
         return shaped_as(in_groups(solve, A, B.reshape(m, -1), start, VECTORS, memory_budget), B)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.vectors import Matrix, columns, product
+from curvops.progress import as_step
 
 
 def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
@@ -33,10 +34,10 @@ def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
 def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
     """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
     if isinstance(A, Tensor):
-        return columns(A.detach(), index)
+        return as_step(len(index), columns, A.detach(), index)
     if hasattr(A, "_columns"):
         with torch.no_grad():
-            own: Tensor = A._columns(index)
+            own: Tensor = as_step(len(index), A._columns, index)
         return own.detach()
     units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
     return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
@@ -47,5 +48,5 @@ def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
     if isinstance(A, Tensor):
         return A.detach().diagonal(), 0
     with torch.no_grad():
-        diagonal: Tensor = A._diagonal()
-    return diagonal.detach(), getattr(A, "diagonal_matvecs", 0)
+        diagonal: Tensor = as_step(spent := getattr(A, "diagonal_matvecs", 0), A._diagonal)
+    return diagonal.detach(), spent

@@ -26,6 +26,7 @@ from curvops.linalg.systems import (
     shaped_as,
 )
 from curvops.linalg.vectors import Matrix, describe_square, product
+from curvops.progress import Progress, at_work
 
 VECTORS = 16
 """Working vectors per right-hand side, temporaries included."""
@@ -42,6 +43,7 @@ def minres(
     x0: Tensor | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Solution:
     """Solve (A + shift I) x = b for every column b of B, and in the least-squares sense where there is no solution.
 
@@ -56,6 +58,7 @@ def minres(
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
             None is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
 
     Returns:
         A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b leaves the range), x
@@ -86,6 +89,6 @@ def minres(
         run.solve()
         return system.solution(run.records)
 
-    with torch.no_grad():
+    with torch.no_grad(), at_work("minres", None, progress, A):
         start = None if x0 is None else x0.reshape(n, -1)
         return shaped_as(in_groups(solve, A, B.reshape(n, -1), start, VECTORS, memory_budget), B)

@@ -35,6 +35,7 @@ from curvops.linalg.vectors import (
     random_block,
     rotate,
 )
+from curvops.progress import Progress, at_work
 
 FIRST_RANK = 8
 MOST_RANK = 1024
@@ -88,13 +89,14 @@ def nystrom(
     memory_budget: int | None = None,
     rhs: int = 1,
     max_rank: int | None = None,
+    progress: Progress = None,
 ) -> Nystrom:
     """Approximate positive semidefinite A from ``rank`` products with random vectors.
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
     products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
     earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, or what
-    the linearisation behind A has left of its own.
+    the linearisation behind A has left of its own. ``progress`` is as in `cg`.
 
     Raises:
         ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative.
@@ -109,7 +111,10 @@ def nystrom(
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     known = is_known_psd(A)
-    with working(A, memory_budget) as (multiply, room):
+    with (
+        at_work("nystrom", None if rank is None else limit, progress, A),
+        working(A, memory_budget) as (multiply, room),
+    ):
         if room is not None:
             limit = min(limit, room // max(1, KEPT * n * dtype.itemsize))
         return grow(multiply, describe_square(A), rank, limit, float(shift), rhs, apart(generator), known_psd=known)

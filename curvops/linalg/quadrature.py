@@ -12,6 +12,7 @@ from curvops.linalg.dense_spectrum import EXACT_SIZE, known_spectrum
 from curvops.linalg.memory import working
 from curvops.linalg.probing import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.linalg.vectors import Description, Matrix, describe_square, product
+from curvops.progress import Progress, at_work
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 
@@ -30,6 +31,7 @@ def spectral_quadrature(
     rank: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> SpectralQuadrature:
     """Run Lanczos on positive semidefinite G for log det(I + G/μ) and the like, at every μ.
 
@@ -42,6 +44,7 @@ def spectral_quadrature(
         rank: of the Nyström control variate; None takes one where it is expected to save products.
         memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None is what
             the linearisation behind G has left of its own budget.
+        progress: as in `cg`.
 
     The depth grows until the bracket at ``shift`` is half as wide as the error expected of the probes, then probes are
     added. Costs one block product a step.
@@ -57,9 +60,12 @@ def spectral_quadrature(
         raise ValueError(f"probes must be at least 1, got {probes}.")
     facts = describe_square(G)
     if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, budget) and memory_budget is None:
-        with torch.no_grad():
+        with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
             return known_spectrum(product(G), facts, rtol)
-    with working(G, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with (
+        at_work("spectral_quadrature", max_matvecs, progress, G),
+        working(G, memory_budget, LEAST_VECTORS) as (multiply, room),
+    ):
         return run(multiply, facts, [mu], rtol, budget, generator, room, probes, rank)
 
 

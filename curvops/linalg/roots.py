@@ -23,6 +23,7 @@ from curvops.linalg.limits import check_choice
 from curvops.linalg.results import FunctionProduct
 from curvops.linalg.systems import Callback
 from curvops.linalg.vectors import Matrix
+from curvops.progress import Progress, at_work
 
 
 def inverse_sqrt(
@@ -36,6 +37,7 @@ def inverse_sqrt(
     max_matvecs: int | None = None,
     memory_budget: int | None = None,
     callback: Callback | None = None,
+    progress: Progress = None,
 ) -> FunctionProduct:
     """A^-½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive definite A.
 
@@ -64,6 +66,7 @@ def inverse_sqrt(
         max_matvecs=max_matvecs,
         memory_budget=memory_budget,
         callback=callback,
+        progress=progress,
     )
 
 
@@ -78,6 +81,7 @@ def sqrt(
     max_matvecs: int | None = None,
     memory_budget: int | None = None,
     callback: Callback | None = None,
+    progress: Progress = None,
 ) -> FunctionProduct:
     """A^½ b, with the symmetric root, for every column b of B (n,) or (n, K) and positive semidefinite A.
 
@@ -94,16 +98,24 @@ def sqrt(
         max_matvecs=max_matvecs,
         memory_budget=memory_budget,
         callback=callback,
+        progress=progress,
     )
 
 
 def _root(
-    A: Matrix, B: Tensor, method: str, inverse: bool, lower_bound: float | int | None, **options: Any
+    A: Matrix,
+    B: Tensor,
+    method: str,
+    inverse: bool,
+    lower_bound: float | int | None,
+    progress: Progress,
+    **options: Any,
 ) -> FunctionProduct:
     check_choice("method", method, ("lanczos", "contour"))
     if lower_bound is not None and not 0 <= lower_bound < torch.inf:
         raise ValueError(f"lower_bound must be finite and not negative, got {lower_bound}.")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)
-    if method == "contour":
-        return contour(A, B, inverse=inverse, lower_bound=bound, **options).product
-    return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)
+    with at_work("inverse_sqrt" if inverse else "sqrt", options["max_matvecs"], progress, A):
+        if method == "contour":
+            return contour(A, B, inverse=inverse, lower_bound=bound, **options).product
+        return apply_function(A, torch.rsqrt if inverse else torch.sqrt, B, lower_bound=bound, **options)

@@ -50,6 +50,7 @@ from curvops.linalg.vectors import (
     random_block,
     require_precision,
 )
+from curvops.progress import Progress, at_work, check_progress
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 DENSE_TENSOR = 2048
@@ -129,9 +130,14 @@ class Options:
     maxiter: int | None = None
     preconditioner: Preconditioner | None = None
     memory_budget: int | None = None
+    progress: Progress = None
 
     def __call__(self, operator: LinearOperator, block: Tensor) -> Tensor:
         """A⁻¹ B for one operator and a vector or block, NotConverged where a column failed. Records no graph."""
+        with at_work("solve", None, self.progress, operator):
+            return self._solve(operator, block)
+
+    def _solve(self, operator: LinearOperator, block: Tensor) -> Tensor:
         columns = block.unsqueeze(-1) if block.ndim == 1 else block
         method = method_for(operator) if self.method is None else self.method
         rtol = default_rtol(operator.dtype) if self.rtol is None else self.rtol
@@ -174,6 +180,7 @@ def solve(
     maxiter: int | None = None,
     preconditioner: Preconditioner | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Tensor:
     """A⁻¹ B for B (n,), (n, K) or (..., n, K), or the least-squares solution of least norm where A is rectangular.
 
@@ -190,6 +197,7 @@ def solve(
         memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that operators
             of ours bring as a preconditioner; one that was kept from an earlier solve is used whatever its size. None
             is what the linearisation behind A has left of its own budget, for both together.
+        progress: as in `cg`.
 
     Raises:
         TypeError: A and B are not of one real dtype, float32 or float64.
@@ -205,6 +213,7 @@ def solve(
     if not A.shape.numel():
         raise ValueError(f"A must have at least one row and one column, got {tuple(A.shape)}.")
     check_limits(rtol, maxiter, memory_budget=memory_budget)
+    check_progress(progress)
     if B.shape[-1 if B.ndim == 1 else -2] != A.shape[-2]:
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
@@ -217,7 +226,7 @@ def solve(
         promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
         found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
-    options = Options(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget)
+    options = Options(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     if operator.shape[-1] != operator.shape[-2]:
         return differentiable.least_squares(operator, B, options)
     return differentiable.solve(operator, B, options)

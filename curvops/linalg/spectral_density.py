@@ -25,6 +25,7 @@ from curvops.linalg.results import Reason
 from curvops.linalg.ritz import NEAR_ZERO
 from curvops.linalg.summary import Summarised
 from curvops.linalg.vectors import Description, Matrix, describe_square, random_block
+from curvops.progress import Progress, at_work
 
 Scale: TypeAlias = Literal["linear", "log"]
 
@@ -79,6 +80,7 @@ def spectral_density(
     level: float = 0.95,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> SpectralDensity:
     """The density of the eigenvalues of symmetric A by stochastic Lanczos quadrature.
 
@@ -93,6 +95,7 @@ def spectral_density(
         level: of the pointwise band.
         memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped. None
             is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
 
     Costs at most probes × steps products and keeps as many vectors.
 
@@ -104,7 +107,11 @@ def spectral_density(
     """
     _check(scale, probes, steps, grid_size, bandwidth, level)
     check_limits(memory_budget=memory_budget)
-    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with (
+        torch.no_grad(),
+        at_work("spectral_density", probes * min(steps, describe_square(A).rows), progress, A),
+        working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
+    ):
         runs = _Probes(describe_square(A), multiply, probes, steps, generator, room)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
         zero = threshold if threshold is not None else NEAR_ZERO * runs.eps * size

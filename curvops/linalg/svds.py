@@ -26,6 +26,7 @@ from curvops.linalg.results import Reason, SingularTriplets
 from curvops.linalg.systems import iterations_allowed
 from curvops.linalg.thick_restart import Callback, Search, Which
 from curvops.linalg.vectors import CHUNK, Matrix, columns, describe, inner, norm, part, product, random_block
+from curvops.progress import Progress, at_work
 
 
 def svds(
@@ -40,6 +41,7 @@ def svds(
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
     callback: Callback | None = None,
+    progress: Progress = None,
 ) -> SingularTriplets:
     """The k largest (or smallest) singular triplets of A (m, n), multiple ones as often as they occur.
 
@@ -64,7 +66,11 @@ def svds(
     numbers = facts.rows + facts.columns
     least = math.ceil((k + 2 + BESIDE) * numbers / max(facts.rows, facts.columns))
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
-    with torch.no_grad(), working(A, memory_budget, least, product(tall)) as (forward, room):
+    with (
+        torch.no_grad(),
+        at_work("svds", max_matvecs, progress, A),
+        working(A, memory_budget, least, product(tall)) as (forward, room),
+    ):
         capacity, b, capped = basis_columns(facts, n, numbers, k, min(n, block_size), 1, room)
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):

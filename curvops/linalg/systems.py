@@ -31,6 +31,7 @@ from curvops.linalg.vectors import (
     put_columns,
     zero_block,
 )
+from curvops.progress import aside
 
 MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
@@ -99,12 +100,12 @@ def applied(preconditioner: Preconditioner | None) -> Block:
     if preconditioner is None:
         return lambda V: V
     if isinstance(preconditioner, (Tensor, LinearOperator)):
-        return product(preconditioner)
+        return aside(product(preconditioner))
     if isinstance(preconditioner, Multiplies):
         known = preconditioner
-        return lambda V: known @ V
+        return aside(lambda V: known @ V)
     if callable(preconditioner):
-        return preconditioner
+        return aside(preconditioner)
     kind = type(preconditioner).__name__
     raise TypeError(f"preconditioner must be a matrix, have __matmul__, or be a function on blocks, got {kind}.")
 

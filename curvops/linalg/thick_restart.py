@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvops.linalg.projection import Projection
 from curvops.linalg.results import Reason
+from curvops.progress import remark
 
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 Callback: TypeAlias = Callable[[int, Tensor], None]
@@ -127,10 +128,15 @@ class Search:
             if not process.complete and process.width < self.seen + self.seen // 16:
                 continue
             self._look()
+            remark(lambda: f"residual {float(self._of_wanted().amax()):.1e}")
             if self.callback is not None:
-                self.callback(self.iteration, self.residuals[wanted(self.values, self.which, self.k)] * process.scale)
+                self.callback(self.iteration, self._of_wanted())
             if process.complete or done():
                 return Reason.CONVERGED
+
+    def _of_wanted(self) -> Tensor:
+        """The recursion's residuals of the pairs that are wanted."""
+        return self.residuals[wanted(self.values, self.which, self.k)] * self.process.scale
 
     def _look(self) -> None:
         if self.seen != self.process.width:

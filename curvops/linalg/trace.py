@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated
+from curvops.linalg.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
 from curvops.linalg.exchangeable import XNysTrace, XTrace
 from curvops.linalg.gradients import carried, differentiated
 from curvops.linalg.hutchinson import Hutchinson, HutchPlusPlus
@@ -25,6 +25,7 @@ from curvops.linalg.limits import check_choice
 from curvops.linalg.memory import working
 from curvops.linalg.results import Estimate
 from curvops.linalg.vectors import Description, Matrix, describe_square, inner, product, unit_blocks
+from curvops.progress import Progress, at_work
 
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
 Family: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
@@ -38,6 +39,7 @@ def trace(
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
+    progress: Progress = None,
 ) -> Estimate:
     """Estimate tr A from products.
 
@@ -51,6 +53,7 @@ def trace(
             rtol it is a limit, none by default, and the exact trace is taken where growth comes to n products.
         generator: source of the probes.
         memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says where it was felt.
+        progress: as in `cg`.
 
     Raises:
         ValueError: an unknown method, A not square, a product that is not finite, or a budget too small for an error
@@ -62,7 +65,12 @@ def trace(
     facts = describe_square(A)
     check_choice("method", method, METHODS)
     keep = differentiated(A)
-    with torch.no_grad(), working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room):
+    total = products_allowed(method, rtol, max_matvecs, facts)
+    with (
+        torch.no_grad(),
+        at_work("trace", total, progress, A),
+        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
+    ):
         block = block_within(room, facts)
         family = _family(method, multiply, facts, generator, keep, block)
         if method == "exact":

@@ -23,6 +23,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.limits import check_generator
+from curvops.progress import counting
 
 Matrix: TypeAlias = Tensor | LinearOperator
 CHUNK = 1 << 20
@@ -88,6 +89,7 @@ def describe_square(A: Matrix) -> Description:
     return facts
 
 
+@counting
 @singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """The map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
@@ -106,10 +108,12 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+@counting
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """The map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
     if isinstance(A, Tensor):
-        return product(A.mT)
+        dense = A.detach().mT
+        return lambda U: dense @ U
     multiply = A._t_matmul
 
     def apply(U: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.results import Reason
+from curvops.progress import remark
 
 CHECK_EVERY = 50
 """Iterations between two looks at the true residual."""
@@ -120,6 +121,7 @@ class Records:
         for column, value in zip(active, estimates):
             self.current[column] = value
         self.history.append(list(self.current))
+        remark(lambda: f"residual {max(self.current):.1e}")
         return torch.tensor(self.current, dtype=torch.float64)
 
 

@@ -15,6 +15,7 @@ from curvops.linalg.spaces import Spaces
 from curvops.network.passes import Passes, accumulate
 from curvops.network.tangent_space import TangentSpace
 from curvops.operators.network_operator import NetworkOperator
+from curvops.progress import Progress
 
 
 class Jacobian(NetworkOperator):
@@ -41,6 +42,10 @@ class Jacobian(NetworkOperator):
     @property
     def memories(self) -> Memories:
         return frozenset((self.passes.memory,))
+
+    @property
+    def progress(self) -> Progress:
+        return self.passes.progress
 
     def by_points(self, count: int) -> Iterator[Jacobian]:
         """The Jacobians of so many points at a time, and of fewer at the end of a batch."""

@@ -65,8 +65,9 @@ def linearize(
     engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
         that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
     weights: True says that the third items of data hold weights; without it a third item is refused.
-    progress: passes over the data that take longer than two seconds show a bar where standard error is a terminal
-        (None), never (False), or always (True); a function is told (what, points done, points in all) at each batch.
+    progress: passes over the data, and algorithms on the operators made from this that are not told otherwise, show a
+        bar after two seconds where standard error is a terminal (None), never (False), or always (True); a function is
+        told (what, points or products done, how many in all or None) at each batch and each product.
 
     Warns with `NoCurvature` of a likelihood under which every curvature is zero. The model's inputs and torch's random
     state stay as they are, whatever the model does with them.

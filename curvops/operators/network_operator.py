@@ -13,6 +13,7 @@ from curvops.linalg.memory import Memories
 from curvops.linalg.sources import Sources
 from curvops.linalg.spaces import Spaces
 from curvops.network.tangent_space import TangentSpace
+from curvops.progress import Progress
 
 
 class NetworkOperator(Operator):
@@ -49,6 +50,10 @@ class NetworkOperator(Operator):
     @property
     def memories(self) -> Memories:
         return frozenset((self._kwargs["lin"].memory,))
+
+    @property
+    def progress(self) -> Progress:
+        return self._kwargs["lin"].passes.progress
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._attached(super()._matmul(rhs))
