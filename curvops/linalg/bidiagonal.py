@@ -50,9 +50,11 @@ class Run(Recurrence):
             self.norm_A = grown(0.0, moved, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), torch.zeros_like(self.x)
-        self.slopes = [math.inf] * K
-        """The least ‖Aᵀr‖ of each column, by true products: its answer is the best."""
-        self.records.reference = self.scalars.zetabar.tolist()
+        self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
+        """‖Aᵀr‖ and ‖r‖ of each column's best answer, by true products, damping included; the rounding of ‖Aᵀr‖."""
+        self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
+        self.within: set[int] = set()
+        """Positions whose estimates, by the recurrence, are within the tolerance."""
 
     def begin(self, r: Stacked) -> tuple[Stacked, Tensor, Bidiagonal]:
         """The first pair of vectors from a residual: one transposed product."""
@@ -75,7 +77,8 @@ class Run(Recurrence):
         small = s.normr <= rtol
         if not self.consistent:
             small |= s.zetabar.abs() <= rtol * self.norm_A * s.normr
-        return set(small.nonzero().squeeze(1).tolist())
+        self.within = set(small.nonzero().squeeze(1).tolist())
+        return self.within
 
     def step(self) -> tuple[set[int], set[int]]:
         """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
@@ -119,12 +122,14 @@ class Run(Recurrence):
         for i, j in enumerate(positions):
             column = self.active[j]
             residual, total, slope, size = (row[i] for row in facts)
-            self.keep(column, x[:, i], residual, total, slope, residual / (self.norm_A * size + 1))
+            self.keep(column, x[:, i], residual, total, slope, self.norm_A * size + 1)
             if forced is not None or self.solved(column):
                 stopped[i] = forced or Reason.CONVERGED
                 continue
+            # A recurrence that drifts by rounding still gains, until its own estimates are within the tolerance.
             drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
-            verdict = self.records.judge(column, slope, drifted or j in ended)
+            over = j in ended or (drifted and j in self.within)
+            verdict = self.records.judge(column, slope * total, over, self.null(column))
             if verdict is Verdict.RESTART:
                 again.append(i)
             elif verdict is Verdict.STOP:
@@ -136,13 +141,19 @@ class Run(Recurrence):
         if stopped:
             self.shrink()
 
-    def keep(self, column: int, x: Tensor, residual: float, total: float, slope: float, backward: float) -> None:
+    def keep(self, column: int, x: Tensor, residual: float, total: float, slope: float, height: float) -> None:
+        """Remember the answer if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, of which residuals are differences.
+
+        The residual decides. Of answers whose residuals agree, as near a minimum that is not zero, the least ‖Aᵀr‖.
+        """
         records = self.records
-        records.measure(column, slope)
-        if slope <= self.slopes[column] or residual <= records.rtol:
-            self.slopes[column] = min(slope, self.slopes[column])
+        records.measure(column, slope * total)
+        closer = slope <= self.slopes[column] and total <= 1.1 * self.totals[column]
+        if closer or total < 0.9 * self.totals[column] or (residual <= records.rtol and not self.operator.damp):
+            self.slopes[column], self.totals[column] = slope, total
             records.normal[column] = slope / max(self.norm_A * total, slope) if slope else 0.0
-            records.best[column], records.backward[column] = residual, backward
+            records.best[column], records.backward[column] = residual, residual / height
+            self.noise[column] = 0.1 * records.level * self.norm_A * height
             records.X[:, column] = x
 
     def solved(self, column: int) -> bool:
@@ -152,6 +163,17 @@ class Run(Recurrence):
             return True
         return records.normal[column] <= records.rtol and not self.consistent
 
+    def flat(self, column: int) -> bool:
+        """Whether ‖Aᵀr‖ is no more than the rounding in r and in the product, or than in A: nothing lowers it."""
+        return self.slopes[column] <= self.noise[column] or self.records.normal[column] <= self.records.level
+
+    def null(self, column: int) -> bool:
+        """Whether r is a null vector of Aᵀ: flat, and by half the digits at least.
+
+        A residual in directions of small singular values is flat long before it is all that can be reached.
+        """
+        return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
+
     def classify(self, column: int, reason: Reason) -> Reason:
         """The honest name of a stop, from the best answer."""
         records = self.records
@@ -160,8 +182,10 @@ class Run(Recurrence):
         failed = reason in (Reason.STAGNATION, Reason.ITERATION_LIMIT)
         if failed and records.backward[column] <= records.level and records.best[column] <= 0.1:
             return Reason.PRECISION_LIMIT
-        if reason is Reason.STAGNATION and records.normal[column] <= records.vanishing:
-            return Reason.SINGULAR if self.consistent else Reason.PRECISION_LIMIT
+        if reason is Reason.STAGNATION and self.consistent and self.null(column):
+            return Reason.SINGULAR
+        if reason is Reason.STAGNATION and not self.consistent and self.flat(column):
+            return Reason.PRECISION_LIMIT
         return reason
 
     def restart(self, index: Tensor, r: Stacked) -> None:

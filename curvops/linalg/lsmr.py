@@ -44,7 +44,8 @@ def lsmr(
         A: (m, n), any shape and rank; its transposed product is needed too.
         B: (m,) or (m, K). The columns share the block products and nothing else.
         damp: the square root of a ridge. Not negative.
-        consistent: a solution of Ax = b is wanted: a minimum with a residual above rtol counts as SINGULAR.
+        consistent: a solution of Ax = b is wanted: a minimum with a residual above rtol counts as SINGULAR (as
+            STAGNATION where rounding hides that it is one: float32, b less than some 1e-4 ‖b‖ outside the range).
         rtol: a column has converged when ‖b − Ax‖ ≤ rtol ‖b‖ (damp = 0) or ‖Aᵀr − damp² x‖ ≤ rtol ‖A‖ ‖(r, damp x)‖,
             by true products.
         maxiter: most iterations; by default 10 min(m, n), at least 100, at most 10 000.

@@ -175,7 +175,8 @@ class Run(Recurrence):
             if forced is not None or residual <= self.records.rtol:
                 stopped[i] = forced or Reason.CONVERGED
                 continue
-            verdict = self.records.judge(column, residual, drifted or j in ended)
+            null = self.records.normal[column] <= self.records.vanishing
+            verdict = self.records.judge(column, residual, drifted or j in ended, null)
             if verdict is Verdict.RESTART:
                 again.append(i)
             elif verdict is Verdict.STOP:

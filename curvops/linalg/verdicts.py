@@ -90,13 +90,13 @@ class Records:
         if size < 0.99 * self.mark[column]:
             self.mark[column], self.gained[column] = size, self.iteration
 
-    def judge(self, column: int, residual: float, ended: bool) -> Verdict:
-        """``ended`` says that the recurrence itself has no more to give."""
-        if ended and residual < 0.5 * self.reference[column]:
-            self.reference[column] = residual
+    def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
+        """``size`` is what should fall; ``ended``: the recurrence has no more to give; ``null``: r is a null vector."""
+        if ended and size < 0.5 * self.reference[column]:
+            self.reference[column] = size
             return Verdict.RESTART
-        most = 3 * CHECK_EVERY if self.normal[column] <= self.vanishing else self.patience
-        if ended or not math.isfinite(residual) or self.idle(column) > most:
+        most = 3 * CHECK_EVERY if null else self.patience
+        if ended or not math.isfinite(size) or self.idle(column) > most:
             return Verdict.STOP
         return Verdict.CONTINUE
 

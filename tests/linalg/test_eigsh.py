@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,6 +144,27 @@ def test_tiny_and_huge_operators(size, dtype):
     torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
     assert set(pairs.reasons) <= EXACT
     assert (pairs.residuals <= 20 * eps * 2 * size + 1e-6 * expected).all()
+
+
+@pytest.mark.parametrize("columns", [50, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("ring", [False, True])
+def test_the_smallest_of_a_singular_laplacian_at_any_scale(ring, scale, dtype, columns):
+    """Zero and its neighbours, of a path and of a cycle, against cosines; with restarts and without."""
+    n, k, eps = 100, 3, torch.finfo(dtype).eps
+    neighbours = torch.ones(n - 1, dtype=torch.float64).diag(1)
+    neighbours[0, -1] = float(ring)
+    neighbours = neighbours + neighbours.mT
+    A = ((neighbours.sum(0).diag() - neighbours) * scale).to(dtype)
+    step = torch.tensor([0, 1, 1] if ring else [0, 0.5, 1], dtype=torch.float64)
+    exact = (2 - 2 * torch.cos(2 * math.pi * step / n)) * -float(A[0, 1])
+    memory = budget(columns, n, itemsize=A.element_size())
+    pairs = eigsh(A, k, "smallest", generator=generator(), memory_budget=memory)
+    assert set(pairs.reasons) <= EXACT and pairs.accepted
+    assert dtype == torch.float32 or pairs.reasons[1:] == (Reason.CONVERGED,) * (k - 1)
+    torch.testing.assert_close(pairs.values, exact, rtol=0, atol=4 * eps * 4 * scale)
+    assert_honest(A / scale, replace(pairs, values=pairs.values / scale, residuals=pairs.residuals / scale), 1e-6)
 
 
 @pytest.mark.parametrize("A", [torch.zeros(9, 9), torch.eye(9), 3 * torch.eye(1)], ids=["zero", "identity", "n = 1"])

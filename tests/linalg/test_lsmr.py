@@ -1,12 +1,13 @@
 import math
 
 import pytest
+import scipy.sparse.linalg
 import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import lsmr
 from curvops.linalg.results import Reason
-from tests.linalg.spectra import log_spaced, symmetric
+from tests.linalg.spectra import log_spaced, rotation, symmetric
 from tests.linalg.test_cg import right_hand_sides
 
 SHAPES = [(80, 30), (30, 80), (50, 50)]
@@ -147,3 +148,42 @@ def test_the_iteration_limit_at_rounding_level_is_a_precision_limit():
     A, b = symmetric(log_spaced(60, 1e3)), right_hand_sides(60, 2)
     solution = lsmr(A, b, rtol=0)
     assert set(solution.reasons) == {Reason.PRECISION_LIMIT} and (solution.backward_errors < 1e-14).all()
+
+
+SMALL = {
+    "k^-2": torch.arange(1, 41, dtype=torch.float64) ** -2,
+    "k^-3": torch.arange(1, 41, dtype=torch.float64) ** -3,
+    "five small": torch.cat([torch.linspace(1, 2, 35), torch.logspace(-3, -5, 5)]).double(),
+}
+
+
+def with_singular_values(m, s):
+    return (rotation(m, 0)[:, : len(s)] * s) @ rotation(len(s), 1)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # in SciPy's condition number
+@pytest.mark.parametrize("scale", [1.0, 2.0**40])
+@pytest.mark.parametrize("name", SMALL)
+def test_consistent_float32_systems_come_as_far_as_scipy(name, scale):
+    s = SMALL[name]
+    A = with_singular_values(60, s).float()
+    b = (A.double() @ right_hand_sides(len(s), 1)).float()
+    ours = lsmr(A * scale, b, consistent=True, maxiter=400)
+    theirs = scipy.sparse.linalg.lsmr(A.numpy(), b[:, 0].numpy(), atol=1e-7, btol=1e-7, conlim=0, maxiter=400)
+    answers = torch.cat([ours.x * scale, torch.from_numpy(theirs[0])[:, None]], 1).double()
+    reached, level = measured(A.double(), answers, b.double())[0].tolist()
+    assert reached <= max(1.1e-6, 1.5 * level)
+    assert ours.reasons[0] in (Reason.CONVERGED, Reason.PRECISION_LIMIT, Reason.ITERATION_LIMIT)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", [1e-2, 1.0])
+def test_a_part_outside_the_range_is_told_at_any_scale(part, dtype, scale):
+    A = with_singular_values(60, torch.linspace(1, 2, 40).double())
+    outside = rotation(60, 0)[:, 50:51]
+    inside = A @ right_hand_sides(40, 1)
+    b = inside / inside.norm() + part * outside
+    s = lsmr((A * scale).to(dtype), b.to(dtype), consistent=True)
+    assert s.reasons == (Reason.SINGULAR,)
+    assert abs(float(s.relative_residuals[0]) - part / math.hypot(1, part)) < 1e-3 * part
