@@ -235,5 +235,5 @@ def test_mismatches_names_nothing_for_right_rules() -> None:
         model, inputs = ZOO[name].build()
         network = Model(model)
         engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
-        reference = layerwise.Streamed(network, inputs, network.selection.names, True)
+        reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
         assert mismatches(engine, reference) == set()

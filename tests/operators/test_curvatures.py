@@ -88,7 +88,7 @@ LIKELIHOODS: list[Callable[[int], tuple[Any, Tensor, Tensor | None]]] = [
     _counts,
     _heteroscedastic,
 ]
-SELECTIONS = ["all", "last_layer", "biases", "half"]
+SELECTIONS = ["all", "last_registered", "biases", "half"]
 BATCHINGS = [(5,), (3, 2), (1, 1, 1, 1, 1)]
 
 
@@ -125,10 +125,11 @@ def selected(name: str, selection: str) -> tuple[Any, Tensor]:
         index = torch.randperm(total, generator=torch.Generator().manual_seed(0))[: total // 2]
         return index, index
     last = list(sizes)[-1].rpartition(".")[0]
-    chosen = [k for k in sizes if (k.rpartition(".")[0] == last if selection == "last_layer" else k.endswith("bias"))]
+    registered = selection == "last_registered"
+    chosen = [name for name in sizes if (name.rpartition(".")[0] == last if registered else name.endswith("bias"))]
     chosen = chosen or [list(sizes)[-1]]
     mask = torch.cat([torch.full((size,), key in chosen) for key, size in sizes.items()])
-    return "last_layer" if selection == "last_layer" else chosen, mask.nonzero().squeeze(1)
+    return chosen, mask.nonzero().squeeze(1)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def weighted(engine: Any = "auto") -> tuple[co.Linearization, Tensor]:
     loss = nn.CrossEntropyLoss(weight=w)
     data = [(x[:3], LABELS[:3], WEIGHTS[:3]), (x[3:], LABELS[3:], WEIGHTS[3:])]
     losses = WEIGHTS * nn.functional.cross_entropy(model(x), LABELS, w, reduction="none")
-    return co.linearize(model, data, loss, engine=engine), by_points(model, losses)
+    return co.linearize(model, data, loss, engine=engine, weights=True), by_points(model, losses)
 
 
 @pytest.mark.parametrize("engine", ["auto", "streamed", "autodiff", "layerwise"])
