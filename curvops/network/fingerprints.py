@@ -32,6 +32,13 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
         return (sums * weights[CHUNK : CHUNK + len(sums)]).sum()
 
 
+def in_single(tensor: Tensor) -> Tensor:
+    """The tensor in single precision, of whose fingerprint a copy in double precision has the same; others as is."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex64)
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+
 def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of each chunk, for a CPU: one small buffer, where a fresh large one takes five times as long."""
     wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)

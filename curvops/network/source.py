@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.network.data import Batches
-from curvops.network.fingerprints import fingerprint
+from curvops.network.fingerprints import fingerprint, in_single
 from curvops.network.likelihood import Likelihood
 
 
@@ -46,8 +46,7 @@ def _is_plain(value: Any) -> bool:
 def _value(value: Any, token: str) -> Hashable:
     if isinstance(value, Likelihood):
         return _state(value, token)
-    if isinstance(value, Tensor):  # in float32, so that a copy in float64 is the same
-        rounded = value.detach().to(torch.float32) if value.is_floating_point() else value.detach()
-        return value.shape, int(fingerprint([rounded])) if value.numel() else 0
+    if isinstance(value, Tensor):
+        return value.shape, int(fingerprint([in_single(value.detach())])) if value.numel() else 0
     found: Hashable = value
     return found

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from curvops.network.fingerprints import fingerprint
+from curvops.network.fingerprints import fingerprint, in_single
 from curvops.network.parameters import Selection
 
 
@@ -83,15 +83,9 @@ def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> Tangent
     Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
     """
     filled = {name: value for name, value in values.items() if value.numel()}
-    found = torch.stack([fingerprint([_rounded(value)]) for value in filled.values()]).tolist()
+    found = torch.stack([fingerprint([in_single(value)]) for value in filled.values()]).tolist()
     index = None if selection.index is None else _unless_all(selection.index, selection.size)
     return TangentSpace(selection.names, selection.shapes, dict(zip(filled, found)), index)
-
-
-def _rounded(value: Tensor) -> Tensor:
-    if value.is_complex():
-        return value.to(torch.complex64)
-    return value.to(torch.float32) if value.is_floating_point() else value
 
 
 def _unless_all(index: Tensor, size: int) -> Tensor | None:
