@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def second_moments(
     if len(matrices) == 1 and right.shape[2] == 1:
         return torch.einsum("ngp,ngq->gpq", _sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
     pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
-    return _squares_by_blocks(pairs, most_bytes if left.is_cuda else min(most_bytes, CACHE_BYTES))
+    return _squares_by_blocks(pairs, block_bytes(most_bytes, left))
 
 
 def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"]:
@@ -58,29 +58,44 @@ def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"
 
 
 def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Tensor:
-    left, right = pairs[0]
-    (n, r, g, _, p), q = left.shape, right.shape[-1]
-    line = r * g * q * left.element_size()  # of one point and one of p
-    points, rows = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
-    total = left.new_zeros(g, p, q)
-    memory = left.new_empty(min(points, n) * rows * r * g * q)  # the same for all blocks: new pages cost more than sums
-    for start in range(0, n, points):
-        for first in range(0, p, rows):
-            total[:, first : first + rows] += _block_squares(
-                [(a[start : start + points, ..., first : first + rows], b[start : start + points]) for a, b in pairs],
-                memory,
-            )
+    g, p, q = pairs[0][0].shape[2], pairs[0][0].shape[4], pairs[0][1].shape[-1]
+    total = pairs[0][0].new_zeros(g, p, q)
+    for _, lines, block in row_blocks(pairs, most_bytes):
+        total[:, lines] += block.square_().sum((0, 2))
     return total
 
 
-def _block_squares(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tensor, "g w q"]:
+def row_blocks(
+    pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int
+) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
+    """The rows Σ_t left ⊗ right, summed over all calls, in blocks of at most `most_bytes`: (points, lines of p, block).
+
+    One point's and line's R·q numbers at least. Each block is written over by the next.
+    """
+    left, right = pairs[0]
+    (n, r, g, _, p), q = left.shape, right.shape[-1]
+    line = r * g * q * left.element_size()  # of one point and one of p
+    points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
+    memory = left.new_empty(min(points, n) * lines * r * g * q)  # the same for all: new pages cost more than sums
+    for start in range(0, n, points):
+        for first in range(0, p, lines):
+            some, part = slice(start, start + points), slice(first, first + lines)
+            yield some, part, _block([(a[some, ..., part], b[some]) for a, b in pairs], memory)
+
+
+def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tensor, "n g r w q"]:
     (n, r, g, _, w), q = pairs[0][0].shape, pairs[0][1].shape[-1]
     block = memory[: n * g * r * w * q].view(n * g, r * w, q)
     for i, (a, b) in enumerate(pairs):
         t = a.shape[3]
         sides = a.permute(0, 2, 1, 4, 3).reshape(n * g, r * w, t), b.reshape(n * g, t, q)
         torch.baddbmm(block, *sides, beta=min(i, 1), out=block)
-    return block.square_().view(n, g, r, w, q).sum((0, 2))
+    return block.view(n, g, r, w, q)
+
+
+def block_bytes(most_bytes: int, like: Tensor) -> int:
+    """What a block of rows may take: on a CPU no more than stays in its cache."""
+    return most_bytes if like.is_cuda else min(most_bytes, CACHE_BYTES)
 
 
 def embedding_squares(

@@ -16,6 +16,7 @@ from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kfac import EKFAC, KFAC
 from curvops.operators.kfac_factors import Sides, kept_entries, members, rotate
+from curvops.operators.moments import block_bytes, row_blocks
 
 
 @torch.no_grad()
@@ -23,8 +24,8 @@ def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs
     """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = KFAC or EKFAC plus a prior.
 
     A forward pass, C backward passes and, for each layer, two rotations; where it is applied at one position
-    Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, elsewhere the layer's own Jacobian, in chunks. None for other operators, and where
-    parameters have no layer rule.
+    Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at few the same for each pair of them, elsewhere the layer's own Jacobian, in chunks.
+    None for other operators, and where parameters have no layer rule.
     """
     precision = inverse.base if isinstance(inverse, Inverse) else None
     if not (isinstance(precision, Damped) and isinstance(precision.base, KFAC | EKFAC)):
@@ -59,23 +60,19 @@ def _add(target: Float[Tensor, "m C C"], matrices: list[Sides], row: OfEigenKron
     if len(sides) == 1 and not sides[0][1].is_floating_point():
         _add_embedded(target, *sides[0], weights)
         return
-    pairs = [(left, _rotated(right, base).to(left.dtype)) for left, right in sides]
-    if len(pairs) == 1 and pairs[0][1].shape[2] == 1:
-        _add_separable(target, *pairs[0], weights)
+    # Calls that share weights add up their rows: to a sum over the positions of all of them.
+    left = torch.cat([left for left, _ in sides], 3)
+    right = torch.cat([_rotated(right, base).to(left.dtype) for _, right in sides], 2)
+    columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
+    if positions * (positions + 1) // 2 <= columns * (positions + outputs):
+        _add_pairs(target, left, right, weights, most_bytes)
     else:
-        _add_rows(target, pairs, weights.sqrt(), most_bytes)
+        _add_rows(target, left, right, weights.sqrt(), block_bytes(most_bytes, left))
 
 
 def _rotated(right: Tensor, base: EigenKronecker) -> Tensor:
     right = right if right.is_floating_point() else F.one_hot(right, base.values.shape[2]).to(base.dtype)
     return rotate(right, base.right_vectors)
-
-
-def _add_separable(target: Tensor, left: Tensor, right: Tensor, weights: Float[Tensor, "g p q"]) -> None:
-    """δ̃ (n, R, g, 1, p) and ã (n, g, 1, q)."""
-    variances = torch.einsum("ngq,gpq->ngp", right[:, :, 0].square(), weights)
-    delta = left[:, :, :, 0]
-    _add_products(target, (delta * variances.unsqueeze(1)).flatten(2), delta.flatten(2))
 
 
 def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
@@ -86,18 +83,47 @@ def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[
     _add_products(target, (summed * weights[0].mT[tokens].unsqueeze(1)).flatten(2), delta.flatten(2))
 
 
-def _add_rows(
-    target: Tensor, pairs: list[tuple[Tensor, Tensor]], roots: Float[Tensor, "g p q"], most_bytes: int
+def _add_pairs(
+    target: Tensor,
+    left: Float[Tensor, "n R g t p"],
+    right: Float[Tensor, "n g t q"],
+    weights: Float[Tensor, "g p q"],
+    most_bytes: int,
 ) -> None:
-    """The layer's own Jacobian in the eigenbasis, (n, R, g, p, q), some points at a time."""
-    n, columns = pairs[0][0].shape[:2]
+    """δ̃ K δ̃ᵀ with K_ts = Σ_j ã_tj ã_sj / p_ij for each i, of few positions: one product for all pairs t ≤ s."""
+    n, t = left.shape[0], left.shape[3]
+    by_group = right.transpose(0, 1)
+    first, second = torch.triu_indices(t, t, device=right.device)
+    step = max(1, most_bytes // (by_group[:, :, 0].numel() * right.element_size()))
+    found = []
+    for some, others in zip(first.split(step), second.split(step)):
+        products = by_group[:, :, some].mul_(by_group[:, :, others])
+        found.append((products.flatten(1, 2) @ weights.mT).unflatten(1, (n, -1)))
+    kernel = torch.cat(found, 2).transpose(0, 1)  # (n, g, pairs, p)
+    if t == 1:
+        weighted = left * kernel.unsqueeze(1)
+    else:
+        pair = torch.empty(t, t, dtype=torch.long, device=right.device)
+        pair[first, second] = pair[second, first] = torch.arange(len(first), device=right.device)
+        weighted = torch.einsum("nrgtp,ngtsp->nrgsp", left, kernel[:, :, pair])
+    _add_products(target, weighted.flatten(2), left.flatten(2))
+
+
+def _add_rows(
+    target: Tensor,
+    left: Float[Tensor, "n R g t p"],
+    right: Float[Tensor, "n g t q"],
+    roots: Float[Tensor, "g p q"],
+    most_bytes: int,
+) -> None:
+    """The layer's own Jacobian in the eigenbasis, divided by √p: few lines of it at a time, which stay in a cache."""
+    n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
-    step = max(1, most_bytes // (2 * columns * roots.numel() * roots.element_size()))
-    for start in range(0, n, step):
-        points = slice(start, start + step)
-        rows = sum(torch.einsum("nrgtp,ngtq->nrgpq", left[points], right[points]) for left, right in pairs)
-        rows = (rows * roots).flatten(2)
-        _add_products(target[start * blocks : (start + len(rows)) * blocks], rows, rows)
+    for points, lines, rows in row_blocks([(left, right)], most_bytes):
+        rows.mul_(roots[:, lines].unsqueeze(1))
+        flat = rows.flatten(3).unflatten(2, (blocks, outputs)).flatten(0, 2)
+        products = (flat @ flat.mT).unflatten(0, (-1, roots.shape[0], blocks)).sum(1)
+        target.unflatten(0, (n, blocks))[points] += products
 
 
 def _add_solved(target: Tensor, group: Group, row: Any, kept: Tensor, most_bytes: int) -> None:
