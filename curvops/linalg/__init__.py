@@ -1,33 +1,11 @@
 """Linear algebra with matrices known by their products: any LinearOperator or tensor, and nothing of networks."""
 
-from curvops.linalg.base import Operator  # first: importing it closes the cycle of operators and their algebra
+from curvops.linalg.operators.base import (
+    Operator,  # first: importing it closes the cycle of operators and their algebra
+)
 
 # isort: split
-from curvops.linalg.algebra import Product, Scaled, Sliced, Sum, Transposed
-from curvops.linalg.apply_function import apply_function
-from curvops.linalg.block_diagonal import BlockDiagonal
-from curvops.linalg.block_jacobi import BlockPreconditioner, block_jacobi
-from curvops.linalg.block_lanczos import block_lanczos
-from curvops.linalg.cg import cg
-from curvops.linalg.cholesky import PivotedCholesky, cholesky
-from curvops.linalg.damped import Damped, Inverse
-from curvops.linalg.diagonal import diagonal
-from curvops.linalg.diagonal_preconditioner import DiagonalPreconditioner, diagonal_preconditioner
-from curvops.linalg.dual_descent import dual_descent
-from curvops.linalg.effective_dimension import effective_dimension
-from curvops.linalg.eigsh import eigsh
-from curvops.linalg.frobenius import frobenius_norm
-from curvops.linalg.kronecker import EigenKronecker, Kronecker
-from curvops.linalg.lanczos import lanczos
-from curvops.linalg.logdet import logdet
-from curvops.linalg.low_rank import RankTooLow, low_rank
-from curvops.linalg.lsmr import lsmr
-from curvops.linalg.minres import minres
-from curvops.linalg.nystrom import Nystrom, nystrom
-from curvops.linalg.operator_preconditioner import ClosedFormPreconditioner, as_preconditioner
-from curvops.linalg.preconditioners import FactoredPreconditioner, LowRankPreconditioner
-from curvops.linalg.quadrature import SpectralQuadrature, spectral_quadrature
-from curvops.linalg.results import (
+from curvops.linalg.core.results import (
     Eigenpairs,
     Estimate,
     FunctionNotConverged,
@@ -39,12 +17,36 @@ from curvops.linalg.results import (
     SingularTriplets,
     Solution,
 )
-from curvops.linalg.roots import inverse_sqrt, sqrt
-from curvops.linalg.solve import method_for, solve
-from curvops.linalg.spectral_density import SpectralDensity, spectral_density
-from curvops.linalg.structured import Dense, Diagonal, LowRank, draw
-from curvops.linalg.svds import svds
-from curvops.linalg.trace import trace
+from curvops.linalg.estimators.diagonal import diagonal
+from curvops.linalg.estimators.effective_dimension import effective_dimension
+from curvops.linalg.estimators.frobenius import frobenius_norm
+from curvops.linalg.estimators.logdet import logdet
+from curvops.linalg.estimators.quadrature import SpectralQuadrature, spectral_quadrature
+from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
+from curvops.linalg.estimators.trace import trace
+from curvops.linalg.functions.apply_function import apply_function
+from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
+from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.operators.block_diagonal import BlockDiagonal
+from curvops.linalg.operators.damped import Damped, Inverse
+from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
+from curvops.linalg.operators.low_rank import RankTooLow, low_rank
+from curvops.linalg.operators.structured import Dense, Diagonal, LowRank, draw
+from curvops.linalg.preconditioners.block_jacobi import BlockPreconditioner, block_jacobi
+from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
+from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
+from curvops.linalg.preconditioners.jacobi import DiagonalPreconditioner, diagonal_preconditioner
+from curvops.linalg.preconditioners.nystrom import Nystrom, nystrom
+from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
+from curvops.linalg.solvers.cg import cg
+from curvops.linalg.solvers.dual_descent import dual_descent
+from curvops.linalg.solvers.lsmr import lsmr
+from curvops.linalg.solvers.minres import minres
+from curvops.linalg.solvers.solve import method_for, solve
+from curvops.linalg.spectra.block_lanczos import block_lanczos
+from curvops.linalg.spectra.eigsh import eigsh
+from curvops.linalg.spectra.lanczos import lanczos
+from curvops.linalg.spectra.svds import svds
 
 __all__ = [
     "BlockDiagonal",

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.limits import check_flag, check_generator
+from curvops.linalg.core.limits import check_flag, check_generator
 from curvops.network.data import Batch
 from curvops.network.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
 from curvops.network.passes import Passes

@@ -6,7 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.base import convert
+from curvops.linalg.operators.base import convert
 from curvops.network.output_fisher import Exact, OutputFisher, Sampled
 from curvops.network.passes import Passes
 from curvops.operators.curvature import Curvature

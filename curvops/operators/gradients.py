@@ -10,7 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.spaces import Spaces
+from curvops.linalg.core.spaces import Spaces
 from curvops.network.data import Batch
 from curvops.network.likelihood import Likelihood
 from curvops.network.output_fisher import Empirical, Root

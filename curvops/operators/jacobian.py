@@ -10,8 +10,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.memory import Memories
-from curvops.linalg.spaces import Spaces
+from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.spaces import Spaces
 from curvops.network.passes import Passes, accumulate
 from curvops.network.tangent_space import TangentSpace
 from curvops.operators.network_operator import NetworkOperator

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.base import COLUMN_BLOCK, Operator, convert
-from curvops.linalg.cache import recorded
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import height_of

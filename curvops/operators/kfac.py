@@ -9,9 +9,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import BlockDiagonal, Kronecker, Operator
-from curvops.linalg.cache import Cache
-from curvops.linalg.sources import Sources
-from curvops.linalg.spaces import Space
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.spaces import Space
 from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
-from curvops.linalg.kronecker import Details
-from curvops.linalg.structured import in_parts
+from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.structured import in_parts
 from curvops.network.layerwise import Layer
 from curvops.network.output_fisher import OutputFisher
 from curvops.network.parameters import Blocks

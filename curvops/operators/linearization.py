@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.cache import recorded
-from curvops.linalg.sources import Sources
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.sources import Sources
 from curvops.network.data import Batch, Batches
 from curvops.network.inputs import Inputs, as_inputs, components, copy, num_points, take
 from curvops.network.likelihood import Likelihood

@@ -8,10 +8,10 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.base import Operator, convert
-from curvops.linalg.memory import Memories
-from curvops.linalg.sources import Sources
-from curvops.linalg.spaces import Spaces
+from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.operators.base import Operator, convert
 from curvops.network.tangent_space import TangentSpace
 from curvops.progress import Progress
 

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, EigenKronecker, Inverse
-from curvops.linalg.closed_forms import OfBlocks, OfEigenKronecker
+from curvops.linalg.operators.closed_forms import OfBlocks, OfEigenKronecker
 from curvops.network.roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kfac import EKFAC, KFAC

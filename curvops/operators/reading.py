@@ -8,7 +8,7 @@ from typing import Any
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.cache import recorded
+from curvops.linalg.core.cache import recorded
 from curvops.network.likelihood import Likelihood
 from curvops.operators.linearization import Linearization
 

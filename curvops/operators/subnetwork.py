@@ -13,9 +13,9 @@ from torch import Tensor
 
 from curvops.linalg import BlockDiagonal as Blocks
 from curvops.linalg import Dense
-from curvops.linalg.sources import Sources, sources_of
-from curvops.linalg.spaces import spaces_of
-from curvops.linalg.structured import in_parts
+from curvops.linalg.core.sources import Sources, sources_of
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.operators.structured import in_parts
 from curvops.network.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization

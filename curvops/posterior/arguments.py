@@ -11,9 +11,9 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.algebra import is_symmetric
-from curvops.linalg.limits import check_generator
-from curvops.linalg.spaces import common, spaces_of
+from curvops.linalg.core.limits import check_generator
+from curvops.linalg.core.spaces import common, spaces_of
+from curvops.linalg.operators.algebra import is_symmetric
 from curvops.operators import Linearization
 
 

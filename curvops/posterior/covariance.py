@@ -12,9 +12,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Operator
-from curvops.linalg.cache import recorded
-from curvops.linalg.memory import holding, solved_at_a_time
-from curvops.linalg.vectors import unit_block
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.memory import holding, solved_at_a_time
+from curvops.linalg.core.vectors import unit_block
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.point_covariance import point_covariances
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from linear_operator.operators import LinearOperator
 
-from curvops.linalg.sources import sources_of
+from curvops.linalg.core.sources import sources_of
 from curvops.operators import Linearization
 
 

@@ -19,7 +19,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
-from curvops.linalg.limits import check_flag, check_generator
+from curvops.linalg.core.limits import check_flag, check_generator
 from curvops.network.likelihoods import Categorical, Sequences
 from curvops.network.passes import accumulate
 from curvops.operators import GGN, Linearization

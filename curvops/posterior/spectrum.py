@@ -12,13 +12,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, SpectralQuadrature, effective_dimension, lanczos, spectral_quadrature
-from curvops.linalg.algebra import is_psd
-from curvops.linalg.brackets import single
-from curvops.linalg.cache import recorded
-from curvops.linalg.dense_spectrum import DenseSpectrum, dense_spectrum
-from curvops.linalg.gradients import carried
-from curvops.linalg.results import NotPositiveSemidefinite, Reason
-from curvops.linalg.vectors import describe_square, product
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.vectors import describe_square, product
+from curvops.linalg.estimators.brackets import single
+from curvops.linalg.estimators.carried_gradients import carried
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
+from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms

@@ -11,8 +11,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import vectors
-from curvops.linalg.vectors import Description
+from curvops.linalg.core import vectors
+from curvops.linalg.core.vectors import Description
 
 
 class Split:

@@ -32,8 +32,8 @@ from curvops.linalg import (
     svds,
     trace,
 )
-from curvops.linalg.results import Reason
-from tests.linalg.spectra import log_spaced, rotation, symmetric
+from curvops.linalg.core.results import Reason
+from tests.linalg.matrices import log_spaced, rotation, symmetric
 
 N = 60
 FLAT = symmetric(torch.linspace(1, 3, N).double())

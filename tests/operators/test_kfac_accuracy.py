@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg import Dense, Kronecker
-from curvops.linalg.kronecker import Details
-from curvops.linalg.results import PrecisionLimit, Reason
+from curvops.linalg.core.results import PrecisionLimit, Reason
+from curvops.linalg.operators.kronecker import Details
 from curvops.operators import moments
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -137,7 +137,7 @@ def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: py
 
 def test_a_large_dense_matrix_in_single_precision_warns() -> None:
     A = Dense(torch.diag(torch.tensor([1e6, 1.0, 0.0])), psd=True)
-    with patch("curvops.linalg.closed_forms.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
+    with patch("curvops.linalg.operators.closed_forms.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
         A.add_diagonal(1e-3).solve(torch.ones(3))
 
 

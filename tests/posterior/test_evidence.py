@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.results import Reason
+from curvops.linalg.core.results import Reason
 from curvops.posterior import spectrum
 
 

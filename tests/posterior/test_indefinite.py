@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.results import NotPositiveDefinite, NotPositiveSemidefinite
-from tests.posterior.test_laplace import problem
+from curvops.linalg.core.results import NotPositiveDefinite, NotPositiveSemidefinite
+from tests.posterior.trained import problem
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import curvops as co
-from tests.posterior.test_laplace import problem
+from tests.posterior.trained import problem
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 
@@ -67,7 +67,10 @@ def test_predictive_and_evidence_equal_the_dense_definition(lin, name):
 @pytest.mark.parametrize("name", sorted(EXACT))
 def test_tuning_and_samples_iterate_nowhere(lin, name):
     curvature = CURVATURES[name](lin)
-    solving, quadrature = import_module("curvops.linalg.solve"), "curvops.posterior.spectrum.spectral_quadrature"
+    solving, quadrature = (
+        import_module("curvops.linalg.solvers.solve"),
+        "curvops.posterior.spectrum.spectral_quadrature",
+    )
     with patch.object(solving, "cg", side_effect=AssertionError), patch(quadrature, side_effect=AssertionError):
         post = co.evidence.maximize(co.laplace(lin, curvature, prior_precision=1.0, check_mode=False))
         curve = co.evidence.grid(post, [0.5 * float(post.prior_precision), 2 * float(post.prior_precision)])

@@ -9,7 +9,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Operator
-from curvops.linalg.solve import seems_symmetric
+from curvops.linalg.solvers.solve import seems_symmetric
 
 
 @dataclass

@@ -31,9 +31,9 @@ from curvops.linalg import (
     nystrom,
     trace,
 )
-from curvops.linalg.diagonal import METHODS as DIAGONALS
-from curvops.linalg.dual_descent import EPOCHS
-from curvops.linalg.trace import METHODS as TRACES
+from curvops.linalg.estimators.diagonal import METHODS as DIAGONALS
+from curvops.linalg.estimators.trace import METHODS as TRACES
+from curvops.linalg.solvers.dual_descent import EPOCHS
 
 Made = FactoredPreconditioner | None
 

@@ -1,0 +1,1 @@
+"""What every algorithm shares: vectors, results, limits, memory."""

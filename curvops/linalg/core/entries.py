@@ -1,0 +1,52 @@
+"""Rows, columns and the diagonal of a matrix, where there is a cheaper way to them than products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.linalg.core.vectors import Matrix, columns, product
+from curvops.progress import as_step
+
+
+def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
+    """The map index -> A[index, :], dense (b, n).
+
+    A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
+    one transposed product each.
+    """
+    if isinstance(A, Tensor):
+        dense = A.detach()
+        return lambda index: dense[index]
+
+    def take(index: Tensor) -> Tensor:
+        with torch.no_grad():
+            part = A[index, :]
+            result: Tensor = part if isinstance(part, Tensor) else part.to_dense()
+        return result.detach()
+
+    return take
+
+
+def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
+    """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
+    if isinstance(A, Tensor):
+        return as_step(len(index), columns, A.detach(), index)
+    if hasattr(A, "_columns"):
+        with torch.no_grad():
+            own: Tensor = as_step(len(index), A._columns, index)
+        return own.detach()
+    units = torch.zeros(len(index), A.shape[-1], dtype=A.dtype, device=index.device)
+    return product(A)(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
+
+
+def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
+    """The diagonal of a square A, and the products it took (0 where they cannot be counted)."""
+    if isinstance(A, Tensor):
+        return A.detach().diagonal(), 0
+    with torch.no_grad():
+        diagonal: Tensor = as_step(spent := getattr(A, "diagonal_matvecs", 0), A._diagonal)
+    return diagonal.detach(), spent

@@ -1,0 +1,53 @@
+"""Tolerances and budgets that a caller gives, checked at the door in one way; levels of rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+NEAR_ZERO = 100.0
+"""Eigenvalues within this many eps ‖A‖ of zero count as zero."""
+
+
+def check_limits(
+    rtol: float | int | None = None,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    *,
+    sampled: bool = False,
+) -> None:
+    """None stands for no limit. ``sampled`` is for estimators, whose error bar no budget brings down to 0.
+
+    Raises:
+        ValueError: a limit is negative, rtol not finite, or an estimator's rtol 0.
+    """
+    if rtol is not None and not (0 < rtol < math.inf if sampled else 0 <= rtol < math.inf):
+        wanted = "positive and finite" if sampled else "finite and not negative"
+        raise ValueError(f"rtol must be {wanted}, got {rtol}.")
+    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}.")
+
+
+def check_generator(generator: object) -> None:
+    """TypeError for what is neither a torch.Generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}; for a seed write "
+            "torch.Generator().manual_seed(0)."
+        )
+
+
+def check_flag(name: str, given: object) -> None:
+    """TypeError unless ``given`` is True or False."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r}.")
+
+
+def check_choice(name: str, given: object, known: Sequence[str]) -> None:
+    """ValueError, naming what there is, unless ``given`` is one of them."""
+    if given not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")

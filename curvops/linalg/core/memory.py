@@ -1,0 +1,145 @@
+"""How many bytes the vectors of an algorithm may take: what its caller gives, or what the networks behind A have left.
+
+An operator says in `memories` whose budgets its products are made within; operators that know no network say nothing,
+and without a `memory_budget` nothing limits an algorithm on them. What an operator says never refuses what was asked
+for: an algorithm takes what it needs at least, and less of what it could do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from linear_operator import LinearOperator
+
+from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
+
+Multiply: TypeAlias = Callable[[Vectors], Vectors]
+
+SOLVED = 16
+"""Vectors a column of what ends in a block solve: the right-hand side, the solution, and the solver's."""
+BESIDE = 3
+"""Those of them that are not the solver's."""
+OF_PRODUCT = 4
+"""Vectors a column that a product works with, its own argument and result left out."""
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """A budget of bytes that several share."""
+
+    def room(self) -> int:
+        """Bytes that are left for vectors."""
+
+    def holding(self, nbytes: int) -> AbstractContextManager[None]:
+        """So many bytes are in use."""
+
+    def keep(self, owner: object, nbytes: int) -> None:
+        """So many bytes are in use for as long as the owner exists."""
+
+
+Memories = frozenset[Memory]
+
+
+def memories_of(A: Any) -> Memories:
+    """The budgets of the networks in A; none for a tensor or a foreign operator."""
+    found: Memories = getattr(A, "memories", frozenset())
+    return found
+
+
+def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
+    """The bytes given, else those that A's networks have left, but at least ``least``; None where nothing limits."""
+    return room_in(memories_of(A), least) if memory_budget is None else memory_budget
+
+
+def room_in(memories: Memories, least: int) -> int | None:
+    """What these have left, at least ``least``."""
+    return max(least, min(memory.room() for memory in memories)) if memories else None
+
+
+@contextmanager
+def working(
+    A: Any, memory_budget: int | None, least: int = 0, multiply: Multiply | None = None
+) -> Iterator[tuple[Multiply, int | None]]:
+    """A's product and the bytes that vectors may take beside it: those given, else what A's networks have left.
+
+    In the second case the bytes are held meanwhile, at least ``least`` vectors' are given, and blocks are multiplied in
+    parts, whose own vectors take at most a quarter of what was left.
+    """
+    multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
+    if memory_budget is not None or not memories:
+        yield multiply, memory_budget
+        return
+    vector = vector_bytes(describe(A))
+    room = room_in(memories, 0) or 0
+    width = max(1, room // (4 * OF_PRODUCT * vector))
+    budget = max(least * vector, room - OF_PRODUCT * width * vector)
+    with held_in(memories, budget):
+        yield in_parts(multiply, width), budget
+
+
+def in_parts(multiply: Multiply, width: int) -> Multiply:
+    """The same product, of blocks with more columns than ``width`` one part after the other."""
+
+    def apply(V: Vectors) -> Vectors:
+        K = V.shape[1]
+        if width >= K:
+            return multiply(V)
+        first = multiply(part(V, 0, width))
+        result = empty_block(first, K)
+        put(result, 0, first)
+        del first
+        for start in range(width, K, width):
+            put(result, start, multiply(part(V, start, start + width)))
+        return result
+
+    return apply
+
+
+@contextmanager
+def holding(A: Any, nbytes: int) -> Iterator[None]:
+    """So many bytes of A's budgets are in use."""
+    with held_in(memories_of(A), nbytes):
+        yield
+
+
+@contextmanager
+def held_in(memories: Memories, nbytes: int) -> Iterator[None]:
+    """So many bytes of these budgets are in use."""
+    with ExitStack() as stack:
+        for memory in memories:
+            stack.enter_context(memory.holding(nbytes))
+        yield
+
+
+def keep(A: Any, owner: object, nbytes: int) -> None:
+    """So many bytes of A's budgets are in use for as long as the owner exists."""
+    for memory in memories_of(A):
+        memory.keep(owner, nbytes)
+
+
+def vector_bytes(facts: Description) -> int:
+    """Bytes of a vector on the longer side of a matrix."""
+    return max(facts.rows, facts.columns) * facts.dtype.itemsize
+
+
+def longest(A: Any) -> int:
+    """The longest side of A and of the operators that it is made of: products with it hold vectors of that length."""
+    parts = (part for part in getattr(A, "_args", ()) if isinstance(part, LinearOperator))
+    return max([*A.shape[-2:], *map(longest, parts)])
+
+
+def solved_at_a_time(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
+    """How many of ``count`` columns that end in block solves run together, and the bytes to hold beside the solves."""
+    memories = memories_of(A) if memories is None else memories
+    if not memories:
+        return max(1, count), 0
+    column = longest(A) * A.dtype.itemsize
+    width = columns_at_a_time(count, SOLVED * column, room_in(memories, 0))
+    return width, BESIDE * width * column
+
+
+def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
+    """How many of ``count`` columns of so many bytes run together; at least one."""
+    return max(1, count if room is None else min(count, room // max(1, column_bytes)))

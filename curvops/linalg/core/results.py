@@ -1,0 +1,338 @@
+"""What an algorithm hands back: answers with their reasons, residuals and error bars."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool, Float
+from linear_operator.utils.errors import NotPSDError
+from scipy.special import stdtrit
+from torch import Tensor
+
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.vectors import Vectors
+
+
+class Reason(Enum):
+    """Why an algorithm stopped. The value is the remedy, in plain sentences."""
+
+    CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
+    ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
+    PRECISION_LIMIT = (
+        "The result is at the rounding level of this dtype, which has no more to give. "
+        "Compute in float64, accept a larger rtol, or take residuals in float64: refine=True (cg)."
+    )
+    ITERATION_LIMIT = (
+        "The iteration limit was reached before the tolerance. "
+        "Raise maxiter, or steps (spectral_density), or accept what was reached; solves converge faster with a larger "
+        "prior (add_diagonal) or a preconditioner (cg, minres), as curvops.linalg.nystrom."
+    )
+    STAGNATION = (
+        "The residual stopped shrinking far above the rounding level. "
+        "Check that the operator is deterministic and symmetric; lsmr and svds need a transposed product that is the "
+        "adjoint instead. A larger prior (add_diagonal) or a preconditioner (cg, minres) makes it better conditioned."
+    )
+    NOT_POSITIVE_DEFINITE = (
+        "The operator is not positive definite: a direction p with p'Ap <= 0 was met. "
+        "Use minres, or add a prior (add_diagonal) larger than the most negative eigenvalue."
+    )
+    NOT_SYMMETRIC = (
+        "The operator is not symmetric: u'Av and v'Au differ by more than rounding explains. "
+        "Use lsmr, or symmetrise the operator."
+    )
+    SINGULAR = (
+        "The operator is singular to working precision and the right-hand side leaves its range. "
+        "Add a prior (add_diagonal) or project the right-hand side; of minres and lsmr, x is a least-squares solution."
+    )
+    NON_FINITE = (
+        "A right-hand side, a product or a solution holds NaN or Inf, or lies below the dtype's smallest numbers. "
+        "Check the parameters and the data, or use a dtype with a wider range."
+    )
+    BREAKDOWN = (
+        "The Krylov space became invariant: the basis is complete for this start vector and results from it are exact. "
+        "For more directions, use another start vector."
+    )
+    RANK_CAPPED = (
+        "The rank or depth was capped by the memory or product budget before the aim was reached. "
+        "Raise memory_budget, max_rank (nystrom) or max_matvecs (eigsh, svds, apply_function, trace, diagonal, logdet) "
+        "where they were set; or accept the smaller basis."
+    )
+    UNVERIFIED = (
+        "The error estimate is within the tolerance, but what it rests on was not confirmed: that no better pair was "
+        "missed (eigsh, svds), how f runs between Ritz values (apply_function), or an estimated bound (logdet). Raise "
+        "max_matvecs or maxiter (eigsh, svds, apply_function), or give a known lower_bound (apply_function, logdet)."
+    )
+    MATVEC_LIMIT = (
+        "The products of max_matvecs were spent before the error bar met rtol. "
+        "Raise max_matvecs, or accept the error bar as it is."
+    )
+    BUDGET_SPENT = (
+        "The products of the budget were spent as asked; no tolerance was set, and the error bar says what they gave. "
+        "For a given accuracy, set rtol."
+    )
+
+
+class PrecisionLimit(UserWarning):
+    """A result in closed form that the dtype of its operand may have too few digits for."""
+
+
+ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})
+
+
+def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
+    """Which columns have converged."""
+    return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
+
+
+class Reasoned:
+    """A result of several columns, each with its reason."""
+
+    reasons: tuple[Reason, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether each column either converged or gave all that the dtype can give."""
+        return all(reason in ACCEPTED for reason in self.reasons)
+
+    def failures(self, kind: str, measure: str, errors: Tensor) -> str:
+        """A line on how many columns failed and the worst of their errors, and the remedy of each reason."""
+        failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
+        worst = max((float(errors[j].nan_to_num(math.inf, math.inf)) for j in failed), default=0.0)
+        counts = Counter(self.reasons[j] for j in failed)
+        return "\n".join(
+            [f"{len(failed)} of {len(self.reasons)} {kind} did not converge; worst {measure.format(f'{worst:.2e}')}."]
+            + [f"{reason.name} ({count} {kind}): {reason.value}" for reason, count in counts.items()]
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution(Summarised, Reasoned):
+    """Solution of A x = b, one reason, flag and residual per column of b.
+
+    ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
+    ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products seen.
+    ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
+    ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
+    ``exact_matvecs`` says how many of them iterative refinement took in float64.
+    ``groups`` is 1, or into how many groups of columns, solved one after another, the memory budget split them.
+    ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products where a solver answers least-squares problems (lsmr; minres
+    for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
+    """
+
+    x: Vectors
+    reasons: tuple[Reason, ...]
+    converged: Bool[Tensor, " K"]
+    relative_residuals: Float[Tensor, " K"]
+    backward_errors: Float[Tensor, " K"]
+    iterations: int
+    matvecs: int
+    history: Float[Tensor, "steps K"]
+    normal_residuals: Float[Tensor, " K"] | None = None
+    exact_matvecs: int = 0
+    groups: int = 1
+
+    def raise_if_failed(self, rtol: float) -> Solution:
+        """Return self if every column is accepted.
+
+        Raises:
+            NotPositiveDefinite: a column failed because the operator is not positive definite.
+            NotConverged: a column failed for any other reason.
+        """
+        if self.accepted:
+            return self
+        indefinite = Reason.NOT_POSITIVE_DEFINITE in self.reasons
+        raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol)
+
+
+class NotConverged(RuntimeError):
+    """A solve failed; ``solution`` holds what was reached."""
+
+    def __init__(self, solution: Solution, rtol: float) -> None:
+        self.solution = solution
+        self.rtol = rtol
+        measure = f"true relative residual {{}} at iteration {solution.iterations}, asked for {rtol:.2e}"
+        super().__init__(solution.failures("columns", measure, solution.relative_residuals))
+
+
+class NotPositiveDefinite(NotConverged, NotPSDError):
+    """A solve met a direction of non-positive curvature."""
+
+
+class NotPositiveSemidefinite(NotPSDError, ValueError):
+    """A matrix that must be positive semidefinite, or positive definite, is not."""
+
+
+def caution(samples: int) -> float:
+    """By how much Student's t is widened for so few probes, whose zᵀAz are skewed.
+
+    In the worst case, one dominant direction, zᵀAz is χ² with one degree of freedom. Student's t of K such samples
+    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and the error falls as 1/K; so widened it covers 93 % at every K.
+    Probes that end at a tolerance need as much again: few samples meet it sooner where they came out small, and of
+    such samples the mean and the spread are small together.
+    """
+    return 1 + 6 / max(samples, 1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate(Summarised):
+    """A stochastic number, or an array of them, with its error bar.
+
+    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means an exact value. ``bias_bound``
+    bounds what more probes would not remove. ``inflation`` is by how much the interval widens a standard error that
+    is known to run low, as that of leave-one-out estimates of diagonals does; ``widening`` by how much it widens
+    Student's t for few, skewed samples (`caution`). Value, stderr and bias_bound share units and shape.
+    ``matvecs`` counts products of the operator with one vector. ``reason``: CONVERGED where rtol was met or the value
+    is exact; else what ended the sampling, with its remedy.
+    """
+
+    value: Float[Tensor, "*shape"]
+    stderr: Float[Tensor, "*shape"]
+    samples: int
+    matvecs: int
+    bias_bound: Float[Tensor, "*shape"] | float = 0.0
+    reason: Reason = Reason.CONVERGED
+    inflation: float = 1.0
+    widening: float = 1.0
+
+    @classmethod
+    def exact(
+        cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
+    ) -> Estimate:
+        """A value that no probe had a part in."""
+        return cls(value, torch.zeros_like(value), 0, matvecs, bias_bound, reason)
+
+    def __float__(self) -> float:
+        """The value of a single number; ValueError for an array of them."""
+        if self.value.ndim:
+            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is no single number; take its value.")
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        if self.value.ndim:
+            return super().__repr__()
+        low, high = self.interval()
+        return (
+            f"Estimate({float(self.value):.6g} ± {float(self.stderr):.2g}, 95 % in [{float(low):.6g}, "
+            f"{float(high):.6g}], samples={self.samples}, matvecs={self.matvecs}, {self.reason.name})"
+        )
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        """Interval from Student's t with samples − 1 degrees of freedom, inflated and widened, plus the bias bound.
+
+        One sample knows nothing of its spread, so its interval is the whole line.
+
+        Raises:
+            ValueError: ``level`` is not strictly between 0 and 1.
+        """
+        if not 0.0 < level < 1.0:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
+        if self.samples == 1:
+            half = torch.full_like(self.value, math.inf)
+        elif self.samples > 1:
+            quantile = float(stdtrit(self.samples - 1, 0.5 + level / 2))
+            half = half + self.widening * self.inflation * quantile * self.stderr
+        return self.value - half, self.value + half
+
+    def within(self, rtol: float) -> bool:
+        """Whether inflated standard error and bias bound are each at most rtol of the value (2-norms of arrays)."""
+        goal = rtol * float(torch.linalg.vector_norm(self.value))
+        bias = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
+        spread = self.inflation * float(torch.linalg.vector_norm(self.stderr))
+        return spread <= goal and float(torch.linalg.vector_norm(bias.expand_as(self.value))) <= goal
+
+    def __add__(self, constant: float | Tensor) -> Estimate:
+        """The estimate moved by a known constant; the error bar stays."""
+        return replace(self, value=self.value + constant)
+
+    def __mul__(self, factor: float) -> Estimate:
+        """The estimate and its error bar times a known factor."""
+        size = abs(factor)
+        moved = replace(self, value=self.value * factor, stderr=self.stderr * size)
+        return replace(moved, bias_bound=self.bias_bound * size)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+Found = TypeVar("Found", bound="Pairs")
+
+
+class Pairs(Reasoned):
+    """Vectors found in pairs, each with its true residual."""
+
+    residuals: Float[Tensor, " k"]
+
+    def raise_if_failed(self: Found) -> Found:
+        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
+        if self.accepted:
+            return self
+        raise RuntimeError(self.failures("pairs", "true residual {}", self.residuals))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Eigenpairs(Summarised, Pairs):
+    """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
+
+    values: Float[Tensor, " k"]
+    vectors: Float[Vectors, "n k"]
+    residuals: Float[Tensor, " k"]
+    reasons: tuple[Reason, ...]
+    matvecs: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SingularTriplets(Summarised, Pairs):
+    """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
+
+    ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
+    """
+
+    U: Float[Tensor, "m k"]
+    values: Float[Tensor, " k"]
+    V: Float[Tensor, "n k"]
+    residuals: Float[Tensor, " k"]
+    reasons: tuple[Reason, ...]
+    matvecs: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionProduct(Summarised, Reasoned):
+    """f(A) b for each column b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖.
+
+    ``error_estimates`` holds what the method left out and what rounding in A's dtype may have done; ``inf`` where
+    nothing can be said. ``reasons`` is one a column; ``matvecs`` counts products of A with one vector.
+    """
+
+    value: Tensor
+    error_estimates: Float[Tensor, " K"]
+    reasons: tuple[Reason, ...]
+    iterations: int
+    matvecs: int
+
+    @property
+    def converged(self) -> Bool[Tensor, " K"]:
+        """Which columns reached the tolerance."""
+        return converged(self.reasons)
+
+    def raise_if_failed(self, rtol: float) -> FunctionProduct:
+        """Return self if every column is accepted, else raise FunctionNotConverged."""
+        if self.accepted:
+            return self
+        raise FunctionNotConverged(self, rtol)
+
+
+class FunctionNotConverged(RuntimeError):
+    """A function of a matrix was not reached; ``product`` holds what was."""
+
+    def __init__(self, product: FunctionProduct, rtol: float) -> None:
+        self.product = product
+        self.rtol = rtol
+        measure = f"estimate of the relative error {{}} at iteration {product.iterations}, asked for {rtol:.2e}"
+        super().__init__(product.failures("columns", measure, product.error_estimates))

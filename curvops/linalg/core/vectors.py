@@ -1,0 +1,350 @@
+"""The few primitives through which every algorithm touches long vectors.
+
+A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``, so that a column is contiguous.
+Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
+
+Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
+function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); what
+creates blocks (``like``) for a subclass of `Description` too; and `describe`, which returns that, and `product` for
+your operators. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a block, a number, or
+a tensor of K numbers, one a column. `Vectors` annotates what may be such a block. `tests/linalg/split.py` is an
+example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import singledispatch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_generator
+from curvops.progress import counting
+
+Matrix: TypeAlias = Tensor | LinearOperator
+CHUNK = 1 << 20
+LEAST_CHUNK = 1 << 12
+
+if TYPE_CHECKING:
+    Vectors: TypeAlias = Tensor
+else:
+
+    @runtime_checkable
+    class Vectors(Protocol):
+        """A block of long vectors, or one: a tensor, or any type that the primitives are registered for."""
+
+        shape: Any
+        dtype: torch.dtype
+        device: torch.device
+
+
+class Description(NamedTuple):
+    """What an algorithm must know of a matrix before it multiplies by it."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@singledispatch
+def describe(A: Matrix) -> Description:
+    """Size, dtype and device of a dense or lazy matrix.
+
+    Raises:
+        TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype of 32 bits or more.
+        ValueError: A is not a matrix (batches are not supported), or is empty.
+    """
+    if not isinstance(A, (Tensor, LinearOperator)):
+        raise TypeError(f"A must be a tensor or a linear_operator.LinearOperator, got {type(A).__name__}.")
+    if len(A.shape) != 2:
+        raise ValueError(f"A must be a single matrix, got shape {tuple(A.shape)}.")
+    if not A.shape.numel():
+        raise ValueError(f"A must have at least one row and one column, got {A.shape[0]} x {A.shape[1]}.")
+    if not A.dtype.is_floating_point:
+        raise TypeError(f"A must have a real floating dtype, got {A.dtype}.")
+    require_precision(A.dtype)
+    return Description(int(A.shape[0]), int(A.shape[1]), A.dtype, torch.device(A.device))
+
+
+def require_precision(dtype: torch.dtype) -> None:
+    """Raise TypeError for half precision: it is only multiplied."""
+    if torch.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
+            "convert the operator with op.to(torch.float32), or linearise a model in single precision (model.float()). "
+            "Its products work as it is."
+        )
+
+
+def describe_square(A: Matrix) -> Description:
+    """As ``describe``, and a ValueError when A is not square."""
+    facts = describe(A)
+    if facts.rows != facts.columns:
+        raise ValueError(f"A must be square, got {facts.rows} x {facts.columns}.")
+    return facts
+
+
+@counting
+@singledispatch
+def product(A: Matrix) -> Callable[[Tensor], Tensor]:
+    """The map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
+    if isinstance(A, Tensor):
+        dense = A.detach()
+        return lambda V: dense @ V
+    multiply = A._matmul
+
+    def apply(V: Tensor) -> Tensor:
+        if not V.shape[1]:
+            return V.new_empty(A.shape[0], 0)
+        with torch.no_grad():
+            result: Tensor = multiply(V)
+        return result.detach()
+
+    return apply
+
+
+@counting
+def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
+    """The map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
+    if isinstance(A, Tensor):
+        dense = A.detach().mT
+        return lambda U: dense @ U
+    multiply = A._t_matmul
+
+    def apply(U: Tensor) -> Tensor:
+        if not U.shape[1]:
+            return U.new_empty(A.shape[1], 0)
+        with torch.no_grad():
+            result: Tensor = multiply(U)
+        return result.detach()
+
+    return apply
+
+
+def as_columns(B: Vectors) -> Vectors:
+    """A vector (n,) as a block of one column; a block as it is."""
+    return B.unsqueeze(1) if B.ndim == 1 else B
+
+
+def _length(like: Vectors | Description) -> int:
+    return like.columns if isinstance(like, Description) else like.shape[0]
+
+
+@singledispatch
+def empty_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
+    """An uninitialised block of k columns, each contiguous: like those of a block, or as a matrix takes them."""
+    return torch.empty(k, _length(like), dtype=like.dtype, device=like.device).mT
+
+
+@singledispatch
+def zero_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
+    """A block of k zero columns; ``like`` as for `empty_block`."""
+    return torch.zeros(k, _length(like), dtype=like.dtype, device=like.device).mT
+
+
+@singledispatch
+def part(X: Float[Tensor, "n k"], start: int, stop: int) -> Float[Tensor, "n j"]:
+    """Columns start..stop of X, sharing its memory."""
+    return X[:, start:stop]
+
+
+@singledispatch
+def put(X: Float[Tensor, "n k"], start: int, V: Float[Tensor, "n j"]) -> None:
+    """Write V over the columns of X that begin at start."""
+    X[:, start : start + V.shape[1]] = V
+
+
+@singledispatch
+def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
+    """Write X C over the first k ≤ j columns of X, with little memory of its own."""
+    small = C.to(X)
+    rows = max(1, CHUNK // max(1, X.shape[1]))
+    for i in range(0, len(X), rows):
+        X[i : i + rows, : C.shape[1]] = combine(X[i : i + rows], small)
+
+
+@singledispatch
+def as_block(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """A copy of X with contiguous columns."""
+    return empty_block(X, X.shape[1]).copy_(X)
+
+
+@singledispatch
+def random_block(
+    like: Vectors | Description,
+    k: int,
+    kind: Literal["rademacher", "gaussian"] = "rademacher",
+    generator: torch.Generator | None = None,
+) -> Float[Vectors, "n k"]:
+    """Independent random vectors with independent entries of mean 0 and variance 1; ``like`` as for `empty_block`."""
+    check_generator(generator)
+    home = like.device if generator is None else generator.device
+    rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
+    if kind == "rademacher":
+        rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    else:
+        rows.normal_(generator=generator)
+    return rows.to(like.device).mT
+
+
+def apart(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator that is seeded by the given one and shares no numbers with another of the same seed.
+
+    Probes correlated with a sketch are biased, and a caller may well give both the same seed.
+    """
+    check_generator(generator)
+    if generator is None:
+        return None
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(generator.device).manual_seed(int(seed))
+
+
+@singledispatch
+def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
+    """The chosen columns of X, contiguous; the index may stay on the host."""
+    return X.mT[index.to(X.device)].mT
+
+
+@singledispatch
+def put_columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"], V: Float[Tensor, "n j"]) -> None:
+    """Write V over the chosen columns of X; the index may stay on the host."""
+    X.mT[index.to(X.device)] = V.mT
+
+
+@singledispatch
+def join(first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
+    """The blocks side by side, contiguous by columns."""
+    return torch.cat([block.mT for block in (first, *others)]).mT
+
+
+def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
+    """The unit vectors e_first … e_(first + k − 1) as columns."""
+    rows = torch.zeros(k, n, dtype=dtype, device=device)
+    rows.diagonal(offset=first).fill_(1)
+    return rows.mT
+
+
+def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
+    """The identity that A of these facts multiplies, ``width`` columns at a time."""
+    n, dtype, device = facts.columns, facts.dtype, facts.device
+    for first in range(0, n, width):
+        yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
+
+
+def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
+    """The rows of X at the given positions."""
+    return X[index]
+
+
+def put_entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[Tensor, "*i k"]) -> None:
+    """Write rows of X at the given positions, in place."""
+    X[index] = rows
+
+
+def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """Squared length of each row."""
+    return X.square().sum(1)
+
+
+def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
+    """At most k distinct positions out of k drawn in proportion to non-negative weights, not all zero."""
+    check_generator(generator)
+    home = weights.device if generator is None else generator.device
+    cumulative = weights.double().cumsum(0)
+    levels = torch.rand(k, dtype=torch.float64, device=home, generator=generator).to(weights.device) * cumulative[-1]
+    return torch.searchsorted(cumulative, levels, right=True).clamp_max(len(weights) - 1).unique()
+
+
+def _chunks(X: Tensor) -> Iterator[slice]:
+    """Rows of X, some at a time: what is made of them stays small beside a vector, however many columns there are."""
+    step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
+    for start in range(0, max(len(X), 1), step):
+        yield slice(start, start + step)
+
+
+@singledispatch
+def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """X with zero in place of NaN and Inf."""
+    return torch.where(torch.isfinite(X), X, 0.0)
+
+
+@singledispatch
+def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
+    """xᵀy column by column, accumulated in float64."""
+    pairs = ((X[rows].double(), Y[rows].double()) for rows in _chunks(X))
+    return torch.stack([torch.linalg.vecdot(*pair, dim=0) for pair in pairs]).sum(0)
+
+
+@singledispatch
+def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
+    """2-norm of each column, accumulated in float64."""
+    sizes: Tensor = torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
+    return sizes
+
+
+@singledispatch
+def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
+    """Largest absolute entry of each column."""
+    sizes: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=0)
+    return sizes.double()
+
+
+@singledispatch
+def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
+    """XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
+    total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
+    for rows in _chunks(X if X.shape[1] >= Y.shape[1] else Y):
+        left = X[rows].double()
+        right = left if Y is X else Y[rows].double()
+        total.addmm_(left.mT, right)
+    return total
+
+
+@singledispatch
+def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
+    """X C, stored with contiguous columns."""
+    return (C.to(X).mT @ X.mT).mT
+
+
+@singledispatch
+def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "*j k"]) -> Float[Tensor, "n k"]:
+    """Y ← Y + X C, in place; a C (k,) holds one number for each column."""
+    return Y.addcmul_(X, C.to(X)) if C.ndim == 1 else Y.addmm_(X, C.to(X))
+
+
+@singledispatch
+def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
+    """Thin QR of a block however ill conditioned, r = min(n, k). R is float64."""
+    Q, R = torch.linalg.qr(X)
+    return as_block(Q), R.double()
+
+
+@singledispatch
+def project_out(
+    W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
+) -> tuple[Float[Tensor, "n j"], Float[Tensor, "j used"]]:
+    """Column i of W minus its projection on orthonormal basis ``which[i]``: classical Gram–Schmidt, twice.
+
+    ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count. The components of W
+    along them come with it.
+    """
+    bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
+    if len(which) == len(bases):
+        found, along = _projected_out(rows, bases[:, :used])
+        return found.mT, along
+    # One after the other: the bases of some vectors are no part of the store without a copy.
+    parts = [_projected_out(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
+    found, along = (torch.cat(part) for part in zip(*parts))
+    return found.mT, along
+
+
+def _projected_out(rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    along = torch.bmm(bases, rows.unsqueeze(2))
+    rows = rows - torch.bmm(along.mT, bases).squeeze(1)
+    again = torch.bmm(bases, rows.unsqueeze(2))
+    return rows - torch.bmm(again.mT, bases).squeeze(1), along.squeeze(2)

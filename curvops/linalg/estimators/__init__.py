@@ -1,0 +1,1 @@
+"""Stochastic estimates with error bars."""

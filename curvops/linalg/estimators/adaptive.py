@@ -1,0 +1,153 @@
+"""How many products an estimator is given: a budget at once, or more and more until its error bar meets a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_limits
+from curvops.linalg.core.memory import columns_at_a_time, vector_bytes
+from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.vectors import Description, largest
+from curvops.progress import remark
+
+DEFAULT_MATVECS = 128
+FIRST_MATVECS = 16
+BLOCK = 32
+"""Streamed probes that run together where memory has room for them."""
+STREAMED = 6
+"""Vectors that each of them takes."""
+LEAST_VECTORS = 12
+"""What the fewest products that give an error bar keep, of the estimator that keeps most."""
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """An estimator that can be given more products and keeps what it has.
+
+    ``least`` products are needed for an error bar; ``first`` are spent before a tolerance is asked for; ``held`` is how
+    many vectors of length n it keeps per product.
+    """
+
+    least: int
+    first: int
+    held: float
+
+    def spend(self, matvecs: int) -> None:
+        """Go on until at most ``matvecs`` products have been spent in all."""
+
+    def estimate(self) -> Estimate:
+        """The estimate from what was spent, its reason left open."""
+
+
+def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same product, with a ValueError where a result is not finite. One small transfer a block."""
+
+    def apply(V: Tensor) -> Tensor:
+        result = multiply(V)
+        if not bool(torch.isfinite(largest(result)).all()):
+            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        return result
+
+    return apply
+
+
+def check_budget(rtol: float | None, max_matvecs: int | None, least: int, memory_budget: int | None = None) -> None:
+    """ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
+    check_limits(rtol, None, max_matvecs, memory_budget, sampled=True)
+    if max_matvecs is not None and max_matvecs < least:
+        raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {max_matvecs}.")
+
+
+def block_within(budget: int | None, facts: Description) -> int:
+    """How many streamed probes run together."""
+    return columns_at_a_time(BLOCK, STREAMED * vector_bytes(facts), budget)
+
+
+def affordable(budget: int | None, facts: Description, held: float) -> int | None:
+    """How many products' vectors fit in ``budget`` bytes; None for any number."""
+    if budget is None or not held:
+        return None
+    return int(budget / (held * facts.rows * torch.finfo(facts.dtype).bits / 8))
+
+
+def products_allowed(method: str, rtol: float | None, max_matvecs: int | None, facts: Description) -> int | None:
+    """The most products that an estimate takes; None where only its tolerance ends it."""
+    if method == "exact":
+        return facts.columns
+    if rtol is None:
+        return min(DEFAULT_MATVECS if max_matvecs is None else max_matvecs, facts.columns)
+    return max_matvecs
+
+
+def estimated(
+    estimator: Estimator,
+    exact: Callable[[], Estimate],
+    facts: Description,
+    *,
+    rtol: float | None,
+    max_matvecs: int | None,
+    memory_budget: int | None,
+) -> Estimate:
+    """Spend the budget (128 products by default), or with ``rtol`` grow until the error bar meets it.
+
+    The exact value is taken where it costs no more: by a budget of ``facts.columns`` products, or where growth comes
+    to that many. With rtol and no max_matvecs there is no other limit.
+
+    Raises:
+        ValueError: rtol is not positive, or the budget or the memory is too small for an error bar.
+    """
+    whole = facts.columns
+    if rtol is None and max_matvecs is None:
+        max_matvecs = DEFAULT_MATVECS
+    check_budget(rtol, max_matvecs, min(estimator.least, whole), memory_budget)
+    if max_matvecs is not None and max_matvecs >= whole and (rtol is None or whole <= FIRST_MATVECS):
+        return exact()
+    if max_matvecs is None and whole <= FIRST_MATVECS:
+        return exact()
+    room = affordable(memory_budget, facts, estimator.held)
+    if room is not None and room < estimator.least:
+        raise ValueError(f"memory_budget has room for {room} products' vectors, {estimator.least} are needed.")
+    if rtol is None:
+        assert max_matvecs is not None
+        budget = max_matvecs if room is None else min(max_matvecs, room)
+        estimator.spend(budget)
+        return replace(estimator.estimate(), reason=_ended(budget, room, max_matvecs, Reason.BUDGET_SPENT))
+    most = min((m for m in (max_matvecs, room) if m is not None), default=None)
+    target = estimator.first
+    while True:
+        target = target if most is None else min(target, most)
+        estimator.spend(target)
+        found = estimator.estimate()
+        remark(partial(_error_bar, found))
+        if found.within(rtol):
+            return replace(found, reason=Reason.CONVERGED)
+        following = _next(target, found, rtol)
+        if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
+            return replace(known := exact(), matvecs=known.matvecs + found.matvecs)
+        if most is not None and target >= most:
+            return replace(found, reason=_ended(target, room, max_matvecs, Reason.MATVEC_LIMIT))
+        target = following
+
+
+def _ended(spent: int, room: int | None, max_matvecs: int | None, otherwise: Reason) -> Reason:
+    capped = room is not None and spent >= room and (max_matvecs is None or room < max_matvecs)
+    return Reason.RANK_CAPPED if capped else otherwise
+
+
+def _next(target: int, found: Estimate, rtol: float) -> int:
+    """At most twice as many: what the slowest rate, one over the square root, asks for."""
+    goal = rtol * float(torch.linalg.vector_norm(found.value))
+    ratio = found.inflation * float(torch.linalg.vector_norm(found.stderr)) / goal if goal else math.inf
+    return min(2 * target, max(target + 8, math.ceil(min(1.1 * target * ratio**2, 1e12))))
+
+
+def _error_bar(found: Estimate) -> str:
+    spread, size = torch.stack([torch.linalg.vector_norm(part) for part in (found.stderr, found.value)]).tolist()
+    return f"standard error {spread:.1e} of {size:.1e}"

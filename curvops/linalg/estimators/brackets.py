@@ -1,0 +1,186 @@
+"""Sums of functions of eigenvalues by stochastic Lanczos quadrature: one run serves every scalar shift.
+
+For positive semidefinite G and a random probe z, Lanczos turns zᵀf(G)z into an integral with m nodes. Two rules
+bracket it where the even derivatives of f are negative and the odd ones positive, as for log(1 + x/μ) and x/(x + μ):
+Gauss is an upper bound, Gauss–Radau with a node at the lower end of the spectrum, 0, is a lower bound (Golub & Meurant
+2010, theorem 6.4).
+
+Probes are random signs. Their variance is 2 (‖F‖_F² − Σ F_ii²) for F = f(G); that of Gaussian probes of norm √n is
+about 2 (‖F‖_F² − (tr F)²/n), which is never smaller, by Cauchy–Schwarz. For the log-determinant of digits networks'
+GGN, signs have 0.1 to 0.9 of the variance of Gaussian probes: a curvature matrix has a strong and uneven diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason, caution
+from curvops.linalg.core.vectors import Vectors
+from curvops.linalg.spectra.lanczos import LockStep
+
+Function: TypeAlias = Callable[[Tensor], Tensor]
+Multiply: TypeAlias = Callable[[Vectors], Vectors]
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralQuadrature:
+    """Nodes and weights of both rules, one row per probe; padding has weight 0.
+
+    ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own sum is known exactly
+    and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without a sketch.
+    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim; that
+    of an estimate is judged anew, by ``rtol`` of the value plus ``known``, where a tolerance was set. ``rounding`` is
+    the size of the errors that the products' dtype leaves in the eigenvalues.
+    """
+
+    gauss_nodes: Float[Tensor, "K m"]
+    gauss_weights: Float[Tensor, "K m"]
+    radau_nodes: Float[Tensor, "K l"]
+    radau_weights: Float[Tensor, "K l"]
+    control_nodes: Float[Tensor, " r"]
+    control_weights: Float[Tensor, "K r"]
+    matvecs: int
+    reason: Reason
+    rounding: float = 0.0
+    rtol: float | None = None
+    known: float = 0.0
+
+    def logdet(self, shift: float | int | Tensor) -> Estimate:
+        """Log det(I + G/shift) in nats, for any positive shift, or for each of a tensor (m,) of them."""
+        return self._each(log_ratio, shift)
+
+    def effective_dimension(self, shift: float | int | Tensor) -> Estimate:
+        """Tr G (G + shift I)⁻¹ for any positive shift, or for each of a tensor (m,) of them."""
+        return self._each(share, shift)
+
+    def _each(self, of_shift: Callable[[float], Function], shift: float | int | Tensor) -> Estimate:
+        if not (isinstance(shift, Tensor) and shift.ndim):
+            return self.trace_of(of_shift(float(positive(shift))))
+        return stacked([self.trace_of(of_shift(float(positive(mu)))) for mu in shift.tolist()])
+
+    def trace_of(self, f: Function) -> Estimate:
+        """Tr f(G) for f with f(0) = 0 and derivatives of alternating sign, the first positive.
+
+        The value is the middle of the bracket. ``bias_bound`` is half its mean width plus what rounding of the products
+        can have changed: each eigenvalue by ``rounding``, as many of them as the weights say. The control variate is
+        used where it lowers the variance between probes.
+        """
+        upper, lower = self.bracket(f)
+        middle, half = (upper + lower) / 2, ((upper - lower) / 2).clamp_min(0).mean()
+        known = f(self.control_nodes)
+        corrected = middle - self.control_weights @ known + known.sum()
+        count = len(middle)
+        samples = corrected if len(known) and count > 1 and corrected.var() < middle.var() else middle
+        stderr = samples.std() / math.sqrt(count) if count > 1 else torch.full_like(half, math.inf)
+        rounded = self._rounded(f)
+        found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded, widening=caution(count))
+        return replace(found, reason=self._judged(found, float(rounded)))
+
+    def _rounded(self, f: Function) -> Tensor:
+        x, delta = self.gauss_nodes, self.rounding
+        change = torch.maximum(f(x + delta) - f(x), f(x) - f((x - delta).clamp_min(0)))
+        return (self.gauss_weights * change).sum(1).mean()
+
+    def _judged(self, found: Estimate, rounded: float) -> Reason:
+        if self.rtol is None:
+            return Reason.BUDGET_SPENT if self.reason is Reason.CONVERGED else self.reason
+        goal = self.rtol * abs(self.known + float(found.value))
+        if float(found.stderr) <= goal and float(found.bias_bound) <= goal:
+            return Reason.CONVERGED
+        if rounded > goal:
+            return Reason.PRECISION_LIMIT
+        return Reason.MATVEC_LIMIT if self.reason is Reason.CONVERGED else self.reason
+
+    def bracket(self, f: Function) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
+        """Upper and lower bound of zᵀf(G)z for each probe."""
+        upper = (self.gauss_weights * f(self.gauss_nodes)).sum(1)
+        return upper, (self.radau_weights * f(self.radau_nodes)).sum(1)
+
+
+def log_ratio(mu: float) -> Function:
+    """x ↦ log(1 + x/μ)."""
+    return lambda x: torch.log1p(x / mu)
+
+
+def share(mu: float) -> Function:
+    """x ↦ x/(x + μ)."""
+    return lambda x: x / (x + mu)
+
+
+def stacked(estimates: list[Estimate]) -> Estimate:
+    """Estimates from the same probes as one of shape (m,); the reason is the first that is not CONVERGED."""
+    first = estimates[0]
+    failed = [e.reason for e in estimates if e.reason is not Reason.CONVERGED]
+    value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
+    bias = torch.stack([torch.as_tensor(e.bias_bound).to(value) for e in estimates])
+    reason = failed[0] if failed else Reason.CONVERGED
+    return Estimate(value, stderr, first.samples, first.matvecs, bias, reason, widening=first.widening)
+
+
+def single(estimate: Estimate) -> Estimate:
+    """An estimate of shape (1,) as a number."""
+    bias = torch.as_tensor(estimate.bias_bound).squeeze()
+    return replace(estimate, value=estimate.value[0], stderr=estimate.stderr[0], bias_bound=bias)
+
+
+def positive(shift: float | int | Tensor) -> float | int | Tensor:
+    """The shift, or a ValueError that says what is wrong with it."""
+    if not bool(shift > 0):
+        raise ValueError(f"shift must be positive, got {float(shift)}.")
+    return shift
+
+
+class Rules(NamedTuple):
+    """Both rules of one probe, nodes clamped at 0, and the least and greatest Ritz value before that."""
+
+    gauss: Tensor
+    gauss_weights: Tensor
+    radau: Tensor
+    radau_weights: Tensor
+    lowest: float
+    highest: float
+
+
+def rules(run: LockStep, k: int, scale: float) -> Rules:
+    """Nodes and weights of Gauss and of Gauss–Radau with a node at 0, for start vector k.
+
+    ``scale`` is the size of what the products were formed from, whose rounding may look like a negative eigenvalue.
+
+    Raises:
+        NotPositiveSemidefinite: a Ritz value is clearly below zero.
+    """
+    T, size = run.tridiagonal(k), float(run.sizes[k]) ** 2
+    nodes, V = torch.linalg.eigh(T)
+    lowest, highest = float(nodes[0]), float(nodes.abs().amax())
+    if lowest < -1e3 * run.eps * max(scale, highest):
+        raise NotPositiveSemidefinite(
+            f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
+            "Use the GGN in place of the Hessian, add a larger prior, or lower lower_bound."
+        )
+    gauss = nodes.clamp_min(0), size * V[0].square()
+    m = len(T)
+    beta = float(run.betas[k, m - 1])
+    if beta == 0:
+        return Rules(*gauss, *gauss, lowest, highest)
+    # A node a hair below 0 is as good a lower bound, and T minus it stays regular when 0 is itself a Ritz value.
+    below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())
+    last = torch.zeros(m, dtype=torch.float64)
+    last[-1] = beta**2
+    found, info = torch.linalg.solve_ex(T - below * torch.eye(m, dtype=torch.float64), last)
+    if int(info) or not math.isfinite(float(found[-1])):
+        # The rounding of T itself put a Ritz value there, as that of steps within an exact null space: go past it.
+        below -= m * run.eps * highest
+        found = torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)
+    corner = below + float(found[-1])
+    extended = torch.zeros(m + 1, m + 1, dtype=torch.float64)
+    extended[:m, :m], extended[m, m] = T, corner
+    extended[m, m - 1] = extended[m - 1, m] = beta
+    nodes, V = torch.linalg.eigh(extended)
+    return Rules(*gauss, nodes.clamp_min(0), size * V[0].square(), lowest, highest)

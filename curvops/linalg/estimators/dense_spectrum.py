@@ -1,0 +1,136 @@
+"""The spectrum of a matrix that is small enough to be formed: one eigendecomposition for every shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.symmetry import require_symmetric
+from curvops.linalg.core.vectors import Description
+from curvops.linalg.estimators.brackets import Function, SpectralQuadrature, stacked
+from curvops.linalg.estimators.sampler import ROUNDING_UNITS
+
+EXACT_SIZE = 256
+"""A matrix up to this size is formed and decomposed where no budget forbids it."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseSpectrum:
+    """Eigenvalues of A − bound I and eigenvectors, float64; ``eps`` is the rounding of A's dtype."""
+
+    values: Float[Tensor, " n"]
+    vectors: Float[Tensor, "n n"]
+    bound: float
+    eps: float
+
+    def logdet(self, shifts: list[float], rtol: float) -> Estimate:
+        """Log det(A + μ − bound) for each μ, of shape (m,). The bias bound is what rounding can have changed.
+
+        Raises:
+            NotPositiveSemidefinite: an eigenvalue is not positive to working precision.
+        """
+        return stacked([self._logdet(mu, rtol) for mu in shifts])
+
+    def _logdet(self, mu: float, rtol: float) -> Estimate:
+        values, n = self.values, len(self.values)
+        lowest, size = float(values[0]), float(values.abs().amax())
+        delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
+        # With a shift, an eigenvalue within rounding of zero counts as zero; without one nothing can vouch for it.
+        if mu > 0 and lowest >= -n * self.eps * size:
+            delta, values = max(delta, -lowest), values.clamp_min(0)
+        elif lowest + mu <= n * self.eps * size:
+            raise NotPositiveSemidefinite(
+                f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}. "
+                "Give a shift (the prior precision), or use the GGN in place of the Hessian."
+            )
+        total = values + mu
+        least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
+        bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
+        value = total.log().sum()
+        goal = rtol * float(torch.log1p(values / mu).abs().sum() if mu > 0 else torch.tensor(float(n)))
+        reason = Reason.CONVERGED if float(bias) <= goal else Reason.PRECISION_LIMIT
+        return Estimate.exact(value, n, bias, reason)
+
+    def effective_dimension(self, mu: float, rtol: float) -> Estimate:
+        """Tr (A − bound) (A − bound + μ)⁻¹ for μ > 0. The bias bound is what rounding can have changed.
+
+        Raises:
+            NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
+        """
+        _ = self._logdet(mu, rtol)  # refuses an indefinite matrix
+        size = float(self.values.abs().amax())
+        values = torch.where(
+            self.values.abs() <= len(self.values) * self.eps * size, self.values.clamp_min(0), self.values
+        )
+        delta, total = max(ROUNDING_UNITS * self.eps * size, 0.0), values + mu
+        value, bias = (values / total).sum(), (delta * mu / total**2).clamp_max(1.0).sum()
+        reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
+        return Estimate.exact(value, len(values), bias, reason)
+
+    def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
+        """(A + μ − bound)⁻¹."""
+        return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
+
+
+def dense_spectrum(multiply: Function, facts: Description, bound: float) -> DenseSpectrum:
+    """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""
+    n, _, dtype, device = facts
+    dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
+    if not bool(torch.isfinite(dense).all()):
+        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    require_symmetric(dense, torch.finfo(dtype).eps)
+    values, vectors = torch.linalg.eigh((dense + dense.mT) / 2)
+    return DenseSpectrum(values - bound, vectors, bound, torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownSpectrum(SpectralQuadrature):
+    """All eigenvalues of a positive semidefinite matrix as one quadrature: sums over them are exact to rounding."""
+
+    def trace_of(self, f: Function) -> Estimate:
+        """Tr f(G); the bias bound is what rounding of the products can have changed."""
+        value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
+        reason = Reason.CONVERGED if float(bias) <= (self.rtol or 0.0) * abs(float(value)) else Reason.PRECISION_LIMIT
+        return Estimate.exact(value, self.matvecs, bias, reason)
+
+
+def known_spectrum(multiply: Function, facts: Description, rtol: float) -> KnownSpectrum:
+    """The eigenvalues of positive semidefinite G by n products; those within rounding of zero count as zero.
+
+    Raises:
+        NotPositiveSemidefinite: an eigenvalue is clearly below zero.
+        ValueError: G is not finite or not symmetric.
+    """
+    dense, n = dense_spectrum(multiply, facts, 0.0), facts.rows
+    lowest, size = float(dense.values[0]), float(dense.values.abs().amax())
+    if lowest < -n * dense.eps * size:
+        raise NotPositiveSemidefinite(
+            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. Use the GGN in place of the Hessian."
+        )
+    nodes = dense.values.clamp_min(0)[None]
+    nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
+    rounding, weights = max(ROUNDING_UNITS * dense.eps * size, -lowest), torch.ones_like(nodes)
+    return KnownSpectrum(nodes, weights, nodes, weights, nothing, none, n, Reason.CONVERGED, rounding, float(rtol))
+
+
+def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """Log det of symmetric positive definite matrices by Cholesky, with gradients.
+
+    Raises:
+        NotPositiveSemidefinite: a matrix is not positive definite to working precision (it is also a ValueError).
+    """
+    factor, info = torch.linalg.cholesky_ex(dense)
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    with torch.no_grad():
+        scale = dense.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+        noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * scale
+        if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
+            raise NotPositiveSemidefinite(
+                "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
+                "that is rounding or less. Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+            )
+    return 2 * pivots.log().sum(-1)

@@ -1,0 +1,85 @@
+"""The effective dimension tr (G + A)⁻¹G: how many directions the data determine.
+
+>>> import torch
+>>> from curvops.linalg.estimators.effective_dimension import effective_dimension
+>>> G = torch.diag(torch.arange(1.0, 501.0) ** -2)
+>>> estimate = effective_dimension(G, 1e-3, generator=torch.Generator().manual_seed(0))
+>>> low, high = estimate.interval()
+>>> bool(low <= (G.diagonal() / (G.diagonal() + 1e-3)).sum() <= high)
+True
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.vectors import Matrix, describe_square, product
+from curvops.linalg.estimators.adaptive import check_budget
+from curvops.linalg.estimators.brackets import Function, share
+from curvops.linalg.estimators.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
+from curvops.linalg.estimators.sampler import UNLIMITED
+from curvops.progress import Progress, at_work
+
+
+def effective_dimension(
+    G: Matrix,
+    prior: float | int | Float[Tensor, ""] | Float[Tensor, " n"],
+    *,
+    rtol: float = 0.01,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> Estimate:
+    """Tr (G + A)⁻¹G for positive semidefinite G and a prior precision A = prior · I or diag(prior).
+
+    A vector prior is whitened: tr (G' + I)⁻¹G' with G' = A^-½GA^-½.
+
+    Args:
+        rtol: aim for standard error and bias bound, each relative to the value.
+        max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
+            a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        memory_budget: bytes for the Lanczos bases; None is what the linearisation behind G has left of its own budget.
+        progress: as in `cg`.
+
+    Returns:
+        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus rounding. For a whole
+        grid of scalar priors from one run use ``spectral_quadrature(G, shift=smallest).effective_dimension(grid)``.
+
+    Raises:
+        NotPositiveSemidefinite: an eigenvalue below zero was met (it is also a ValueError).
+        ValueError: G is not square, a product is not finite, or an option is out of range.
+
+    Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.
+    """
+    facts = describe_square(G)
+    check_budget(rtol, max_matvecs, min(LEAST, facts.rows), memory_budget)
+    precision = torch.as_tensor(prior, dtype=facts.dtype, device=facts.device).detach()
+    if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != facts.rows):
+        raise ValueError(f"prior must be a number or a vector ({facts.rows},), got shape {tuple(precision.shape)}.")
+    if not bool(((precision > 0) & torch.isfinite(precision)).all()):
+        raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
+    mu = 1.0 if precision.ndim else float(prior)
+    exact = facts.rows <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
+    if memory_budget is not None and 16 * facts.rows**2 > memory_budget:
+        exact = False
+    plain = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
+    with (
+        torch.no_grad(),
+        at_work("effective_dimension", facts.rows if exact else max_matvecs, progress, G),
+        working(G, memory_budget, LEAST_VECTORS, plain) as (multiply, room),
+    ):
+        if exact:
+            return known_spectrum(multiply, facts, rtol).effective_dimension(mu)
+        budget = UNLIMITED if max_matvecs is None else max_matvecs
+        quadrature = run(multiply, facts, [mu], rtol, budget, generator, room, of_shift=share)
+        return quadrature.effective_dimension(mu)
+
+
+def _whitened(multiply: Function, scale: Tensor) -> Function:
+    return lambda V: scale * multiply(scale * V)

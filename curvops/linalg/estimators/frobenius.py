@@ -1,0 +1,158 @@
+"""The Frobenius norm of a matrix known by its products.
+
+>>> import torch
+>>> from curvops.linalg.estimators.frobenius import frobenius_norm
+>>> A = torch.diag(torch.arange(1.0, 501.0) ** -1)
+>>> estimate = frobenius_norm(A, rtol=0.01, generator=torch.Generator().manual_seed(0))
+>>> low, high = estimate.interval()
+>>> bool(low <= A.norm() <= high)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
+from curvops.linalg.estimators.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
+from curvops.linalg.estimators.exchangeable import (
+    LeaveOneOut,
+    Multiply,
+    RangeSketch,
+    TwoLeftOut,
+    leave_one_out,
+    probes,
+    spared,
+)
+from curvops.linalg.estimators.hutchinson import mean_of
+from curvops.progress import Progress, at_work
+
+METHODS = ("xtrace", "hutchinson", "exact")
+
+
+def frobenius_norm(
+    A: Matrix,
+    *,
+    method: str | None = None,
+    rtol: float | None = None,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> Estimate:
+    """Estimate ‖A‖_F from products with A alone (never Aᵀ).
+
+    ‖A‖_F² = tr AᵀA is estimated and its root taken, with the standard error of the delta method; the bias bound holds
+    the curvature of the root, stderr²/(2 ‖A‖_F), and rounding.
+
+    Args:
+        A: (m, n).
+        method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from
+            the range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
+            "hutchinson", the default for others: mean of ‖Az‖² over random signs, streamed. "exact": n products.
+        rtol, max_matvecs, generator, memory_budget, progress: as in `trace`.
+
+    Raises:
+        ValueError: an unknown method, xtrace of a rectangular A, a product that is not finite, or a budget too small.
+    """
+    facts = describe(A)
+    square = facts.rows == facts.columns
+    method = ("xtrace" if square else "hutchinson") if method is None else method
+    check_choice("method", method, METHODS)
+    if method == "xtrace" and not square:
+        raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
+    total = products_allowed(method, rtol, max_matvecs, facts)
+    with (
+        torch.no_grad(),
+        at_work("frobenius_norm", total, progress, A),
+        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
+    ):
+        block = block_within(room, facts)
+        if method == "exact":
+            return _exact(multiply, facts, block)
+        return estimated(
+            XNorm(multiply, facts, generator) if method == "xtrace" else Norms(multiply, facts, generator, block),
+            lambda: _exact(multiply, facts, block),
+            facts,
+            rtol=rtol,
+            max_matvecs=max_matvecs,
+            memory_budget=room,
+        )
+
+
+def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
+    total = torch.zeros((), dtype=torch.float64, device=facts.device)
+    for E in unit_blocks(facts, block):
+        total = total + norm(multiply(E)).square().sum()
+    return Estimate.exact(total.sqrt(), facts.columns)
+
+
+def rooted(square: Estimate, eps: float) -> Estimate:
+    """The root of an estimate of a square, by the delta method."""
+    value = square.value.clamp_min(0).sqrt()
+    if not bool(value > 0):
+        # A square that came out as zero or less says only that it is below its own error.
+        size = (square.inflation * square.stderr).sqrt()
+        return replace(square, value=value, stderr=size, bias_bound=size)
+    stderr = square.stderr / (2 * value)
+    return replace(square, value=value, stderr=stderr, bias_bound=stderr.square() / (2 * value) + eps * value)
+
+
+class Norms:
+    """Mean of ‖Az‖² over random signs, streamed."""
+
+    least, first, held = 2, BLOCK, 0.0
+
+    def __init__(
+        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, block: int = BLOCK
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
+        self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
+
+    def spend(self, matvecs: int) -> None:
+        """One product a probe."""
+        while (missing := matvecs - len(self.samples)) > 0:
+            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
+            self.samples = torch.cat([self.samples, norm(self.multiply(Z)).square()])
+
+    def estimate(self) -> Estimate:
+        """The root of the mean."""
+        return rooted(mean_of(self.samples, len(self.samples)), torch.finfo(self.facts.dtype).eps)
+
+
+class XNorm(LeaveOneOut):
+    """XTrace of AᵀA, the range sketched by A, which needs no product with Aᵀ; exact for symmetric A of rank ≤ K − 1."""
+
+    least, first, held = 4, 16, 3.0
+
+    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
+        self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
+
+    def samples(self) -> Float[Tensor, " K"]:
+        """One estimate of ‖A‖_F² for each probe left out."""
+        sketch, out = self.sketch, self.sketch.left_out()
+        residual = axpy(combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
+        taken = norm(combine(sketch.Z, out.S)).square()
+        return norm(sketch.Z).square().sum() - taken + out.scale * norm(residual).square()
+
+    def without(self) -> Float[Tensor, " K"]:
+        """The estimate of ‖A‖_F² without each probe."""
+        sketch, out = self.sketch, TwoLeftOut(self.sketch.left_out())
+        H, R = gram(sketch.Z, sketch.Z), sketch.R
+        first, second, _ = out.form(H)
+        # A(I − P)ω = Q R eⱼ − Z p.
+        residual = R.square().sum(0) - 2 * out.against(gram(sketch.Z, sketch.Q) @ R) + out.squared(H)
+        return spared(H.trace() - first - second + out.scale * residual)
+
+    def estimate(self) -> Estimate:
+        """The root of the mean of the samples."""
+        square = leave_one_out(self.samples(), self.without(), self.sketch.matvecs, 0.0)
+        return rooted(square, torch.finfo(self.sketch.facts.dtype).eps)

@@ -1,0 +1,109 @@
+"""Trace estimators with independent probes: Hutchinson, and Hutch++, which takes out the dominant range first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.results import Estimate, Reason, caution
+from curvops.linalg.core.vectors import Description, axpy, gram, inner, join, norm
+from curvops.linalg.estimators.adaptive import BLOCK
+from curvops.linalg.estimators.exchangeable import Multiply, RangeSketch, probes
+
+
+def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
+    """A known part plus the mean of independent samples, with its standard error."""
+    stderr = samples.std() / math.sqrt(len(samples))
+    value, k = known + samples.mean(), len(samples)
+    return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
+
+
+class Hutchinson:
+    """Mean of zᵀAz over random signs, streamed: nothing is kept but the numbers (Hutchinson 1990)."""
+
+    least, first, held = 2, BLOCK, 0.0
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        facts: Description,
+        generator: torch.Generator | None,
+        keep: bool = False,
+        block: int = BLOCK,
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
+        self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
+        self.kept: list[Tensor] | None = [] if keep else None
+
+    def spend(self, matvecs: int) -> None:
+        """One product a probe."""
+        while (missing := matvecs - len(self.samples)) > 0:
+            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
+            self.samples = torch.cat([self.samples, inner(Z, self.multiply(Z))])
+            if self.kept is not None:
+                self.kept.append(Z.to(torch.int8))
+
+    def estimate(self) -> Estimate:
+        """Mean and standard error of the samples."""
+        return mean_of(self.samples, len(self.samples))
+
+    def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks L, R with E tr LᵀXR = tr X; only where the probes are kept."""
+        assert self.kept is not None
+        for signs in self.kept:
+            Z = signs.to(self.facts.dtype)
+            yield Z / len(self.samples), Z
+
+
+class HutchPlusPlus:
+    """tr QᵀAQ exactly, and Hutchinson's estimator on what is orthogonal to Q (Meyer et al. 2021).
+
+    A third of the products each for the sketch, for A Q and for the residual probes. When the sketch grows, the
+    residual's products follow by a downdate with A Q.
+    """
+
+    least, first, held = 6, 16, 2.0
+
+    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
+        self.multiply, self.facts, self.generator = multiply, facts, generator
+        self.sketch = RangeSketch(multiply, facts, "rademacher", generator)
+        self.G = self.AG = torch.empty(0, facts.rows, dtype=facts.dtype, device=facts.device).mT
+
+    @property
+    def matvecs(self) -> int:
+        """Products spent."""
+        return self.sketch.matvecs + self.G.shape[1]
+
+    def spend(self, matvecs: int) -> None:
+        """Split the products in thirds."""
+        before = self.sketch.columns
+        self.sketch.grow(matvecs // 3)
+        new = slice(before, self.sketch.columns)
+        if self.G.shape[1]:
+            overlap = gram(self.sketch.Q[:, new], self.G)
+            self.G = axpy(self.G, self.sketch.Q[:, new], -overlap)
+            self.AG = axpy(self.AG, self.sketch.Z[:, new], -overlap)
+        missing = matvecs - self.matvecs
+        if missing > 0:
+            G = probes(self.facts, missing, "rademacher", self.generator)
+            G = axpy(G, self.sketch.Q, -gram(self.sketch.Q, G))
+            self.G, self.AG = join(self.G, G), join(self.AG, self.multiply(G))
+
+    def samples(self) -> Float[Tensor, " k"]:
+        """gᵀ(I − P)A(I − P)g for each residual probe."""
+        return inner(self.G, self.AG)
+
+    def estimate(self) -> Estimate:
+        """The exact part plus the mean of the samples; the bias bound is rounding."""
+        known = inner(self.sketch.Q, self.sketch.Z).sum()
+        rounding = math.sqrt(self.facts.rows) * torch.finfo(self.facts.dtype).eps
+        return mean_of(self.samples(), self.matvecs, known, rounding * norm(self.sketch.Z).square().sum().sqrt())
+
+    def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks L, R with E tr LᵀXR = tr X."""
+        yield self.sketch.Q, self.sketch.Q
+        yield self.G / self.G.shape[1], self.G

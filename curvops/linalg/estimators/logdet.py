@@ -1,0 +1,357 @@
+"""The log-determinant of a positive definite matrix known by its products.
+
+>>> import torch
+>>> from curvops.linalg.estimators.logdet import logdet
+>>> G = torch.diag(torch.arange(1.0, 501.0) ** -2)
+>>> grid = logdet(G, shift=torch.tensor([0.01, 0.1, 1.0]), generator=torch.Generator().manual_seed(0))
+>>> low, high = grid.interval()
+>>> exact = torch.stack([(G.diagonal().double() + mu).log().sum() for mu in (0.01, 0.1, 1.0)])
+>>> grid.reason.name, bool(((low <= exact) & (exact <= high)).all())
+('CONVERGED', True)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Shaped
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe_square, product, random_block
+from curvops.linalg.estimators.adaptive import check_budget
+from curvops.linalg.estimators.brackets import Multiply, single
+from curvops.linalg.estimators.carried_gradients import Pairs, carried, differentiated, solved_pairs
+from curvops.linalg.estimators.dense_spectrum import EXACT_SIZE, DenseSpectrum, dense_spectrum
+from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
+from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, check_run
+from curvops.linalg.preconditioners.factored import FactoredPreconditioner
+from curvops.linalg.preconditioners.nystrom import grow
+from curvops.linalg.spectra.lanczos import LockStep, depth_within
+from curvops.progress import Progress, at_work
+
+MOST_RANK = 400
+# An estimated lower bound: the deepest basis, and the share of the smallest Ritz value that is enough.
+MOST_STEPS = 400
+CLOSE = 0.9
+PILOT_RANK = 8
+SIZING = 4
+
+
+def logdet(
+    A: Matrix,
+    *,
+    shift: float | int | Shaped[Tensor, "*m"] | None = None,
+    lower_bound: float | int | Literal["estimate"] | None = None,
+    rtol: float = 0.01,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    preconditioner: FactoredPreconditioner | str | None = "auto",
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> Estimate:
+    """Log det(A + shift I) in nats, for symmetric A.
+
+    Args:
+        A: (n, n), positive semidefinite, or positive definite where neither shift nor lower_bound is given. The value
+            carries gradients for the tensors inside A, by the probes and solves of the value; a grid's does not.
+        shift: added to the diagonal. Of ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
+            A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
+            Lanczos on A itself, so that no preconditioner but a control variate is used.
+        lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is trusted. Where
+            neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two. "estimate"
+            takes the smallest Ritz value less its residual, of as many steps of Lanczos as that takes: where an
+            eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
+        rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
+            μ = shift + lower_bound, at every shift.
+        max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
+            a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
+            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. One of your own
+            (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
+            it is. The bracket stays a bound: a low-rank one says Â ≤ A, others only ‖P‖, which makes it wider.
+        memory_budget: bytes for the bases and the sketch; None is what the linearisation behind A has left of its own
+            budget.
+        progress: as in `cg`.
+
+    Returns:
+        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus what rounding of the
+        products can have changed. ``reason`` is CONVERGED only where rtol was met; PRECISION_LIMIT says that rounding
+        alone exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
+
+    Raises:
+        NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
+        ValueError: A is not square, options are out of range, a large A that is no curvature plus a prior comes without
+            shift or lower_bound (then no bound exists, and a singular A could not be told from a regular one), or an
+            estimated bound is not positive.
+    """
+    with at_work("logdet", max_matvecs, progress, A):
+        estimate, pairs = paired_logdet(
+            A,
+            shift=shift,
+            lower_bound=lower_bound,
+            rtol=rtol,
+            max_matvecs=max_matvecs,
+            generator=generator,
+            preconditioner=preconditioner,
+            memory_budget=memory_budget,
+            keep=differentiated(A),
+        )
+    return estimate if pairs is None else carried(estimate, A, pairs)
+
+
+def paired_logdet(
+    A: Matrix,
+    *,
+    shift: float | int | Tensor | None = None,
+    lower_bound: float | int | Literal["estimate"] | None = None,
+    rtol: float = 0.01,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    preconditioner: FactoredPreconditioner | str | None = "auto",
+    memory_budget: int | None = None,
+    keep: bool = False,
+) -> tuple[Estimate, Pairs | None]:
+    """`logdet` and, with ``keep``, the pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
+    n = describe_square(A).rows
+    check_budget(rtol, max_matvecs, min(LEAST, n), memory_budget)
+    grid = isinstance(shift, Tensor) and shift.ndim > 0
+    estimated = lower_bound == "estimate"
+    if isinstance(lower_bound, str) and not estimated:
+        raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
+    bound, levels = _levels(shift, None if isinstance(lower_bound, str) else lower_bound)
+    _check_preconditioner(preconditioner)
+    exact = n <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
+    if memory_budget is not None and 16 * n * n > memory_budget:
+        exact = False
+    with torch.no_grad():
+        if exact:
+            spectrum = dense_spectrum(product(A), describe_square(A), bound)
+            found = spectrum.logdet(levels, float(rtol))
+            return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
+        budget = UNLIMITED if max_matvecs is None else max_matvecs
+        split = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
+        if split is not None:
+            return _of_split(
+                A,
+                split,
+                rtol=rtol,
+                max_matvecs=max_matvecs,
+                generator=generator,
+                preconditioner=preconditioner,
+                memory_budget=memory_budget,
+                keep=keep,
+            )
+        spent = 0
+        if estimated:
+            bound, spent = _estimated_bound(A, min(levels) > 0, budget, generator, memory_budget)
+            levels = [bound + level for level in levels]
+        if min(levels) == 0:
+            raise ValueError(
+                "a stochastic log-determinant needs shift or lower_bound, a positive bound of the spectrum. Give one, "
+                f'lower_bound="estimate", or for the dense value max_matvecs >= {n} (any memory_budget >= {16 * n * n} '
+                "bytes)."
+            )
+        pairs = None
+        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+            excess = _excess(multiply, bound)
+            if grid:
+                found = _grid(A, excess, levels, float(rtol), budget - spent, generator, room)
+            else:
+                options = float(rtol), budget - spent, generator, preconditioner, room, keep
+                found, pairs = _stochastic(describe_square(A), excess, bound, levels[0], *options)
+        if estimated:
+            reason = Reason.UNVERIFIED if found.reason is Reason.CONVERGED else found.reason
+            found = replace(found, matvecs=found.matvecs + spent, reason=reason)
+        return found, pairs
+
+
+class Shifted(NamedTuple):
+    """Parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), log det P = log det(B + λ I) + offset."""
+
+    base: LinearOperator
+    level: float
+    offset: Tensor
+    scale: Tensor | None
+
+
+@runtime_checkable
+class Split(Protocol):
+    """A matrix that may know itself as a positive semidefinite one plus a positive diagonal."""
+
+    def shifted_form(self) -> Shifted | None:
+        """The parts, or None."""
+
+
+def _of_split(P: Matrix, split: Shifted, **options: Any) -> tuple[Estimate, Pairs | None]:
+    base, level, offset, scale = split
+    if scale is not None and isinstance(options["preconditioner"], FactoredPreconditioner):  # it is one of P, not of B
+        return paired_logdet(P, lower_bound=float(scale.max()) ** -2, **options)
+    found, pairs = paired_logdet(base, shift=level, **options)
+    if pairs is None or scale is None:
+        return found + offset, None if pairs is None else lambda _: pairs(base)
+    by_row = scale.unsqueeze(-1)
+    return found + offset, lambda _: ((by_row * l, by_row * r) for l, r in pairs(base))
+
+
+def _estimated_bound(
+    A: Matrix, shifted: bool, budget: int, generator: torch.Generator | None, memory_budget: int | None
+) -> tuple[float, int]:
+    """The smallest Ritz value of one start vector less its residual, and the products spent; 0 where a shift is there.
+
+    Raises:
+        NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
+        ValueError: it is not clearly positive, and no shift was given.
+    """
+    facts = describe_square(A)
+    most = min(facts.rows, max(1, budget // 4), MOST_STEPS)
+    most = depth_within(most, facts.rows, torch.finfo(facts.dtype).bits // 8, 1, memory_budget)
+    run = LockStep(product(A), random_block(facts, 1, generator=generator), min(most, LEAST))
+    while True:
+        run.extend(run.capacity)
+        check_run(run)
+        nodes, V = torch.linalg.eigh(run.tridiagonal(0))
+        lowest, noise = float(nodes[0]), 1e3 * run.eps * run.scale
+        if lowest < -noise:
+            raise NotPositiveSemidefinite(
+                f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
+                "Use the GGN in place of the Hessian, or add a larger prior."
+            )
+        bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
+        if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:
+            break
+        run.reserve(min(most, run.capacity + max(LEAST, run.capacity // 4)))
+    if bound > noise:
+        return bound, run.matvecs
+    if shifted:
+        return 0.0, run.matvecs
+    raise ValueError(
+        f"{run.matvecs} products show no positive lower bound of the spectrum: the smallest Ritz value is {lowest:.3e} "
+        f"± {lowest - bound:.1e}. Give shift or lower_bound, add a prior (add_diagonal), or for the dense value "
+        f"max_matvecs >= {facts.rows}."
+    )
+
+
+def _dense_pairs(spectrum: DenseSpectrum, mu: float, A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
+    n, _, dtype, device = describe_square(A)
+    yield spectrum.inverse(mu, dtype), torch.eye(n, dtype=dtype, device=device)
+
+
+def _check_preconditioner(preconditioner: object) -> None:
+    if isinstance(preconditioner, str) and preconditioner != "auto":
+        raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
+    if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
+        raise TypeError(
+            f"a log-determinant needs the preconditioner's own root and log-determinant, which {type(preconditioner)} "
+            "does not offer; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
+        )
+
+
+def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None) -> tuple[float, list[float]]:
+    """The lower bound, and for each shift the lower bound plus the shift."""
+    if isinstance(shift, Tensor):
+        if shift.requires_grad and torch.is_grad_enabled():
+            raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
+        if shift.ndim > 1 or not shift.numel():
+            raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
+    shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
+    for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}.")
+    bound = float(lower_bound or 0.0)
+    return bound, [bound + float(s or 0.0) for s in shifts]
+
+
+def _grid(
+    A: Matrix,
+    excess: Multiply,
+    levels: list[float],
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+) -> Estimate:
+    quadrature = run(excess, describe_square(A), levels, rtol, budget, generator, memory_budget)
+    mus = torch.tensor(levels, dtype=torch.float64, device=describe_square(A).device)
+    return quadrature.logdet(mus) + describe_square(A).rows * mus.log()
+
+
+def _excess(multiply: Multiply, bound: float) -> Multiply:
+    return (lambda V: multiply(V) - bound * V) if bound else multiply
+
+
+def _stochastic(
+    facts: Description,
+    excess: Multiply,
+    bound: float,
+    mu: float,
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    preconditioner: FactoredPreconditioner | str | None,
+    memory_budget: int | None,
+    keep: bool,
+) -> tuple[Estimate, Pairs | None]:
+    most = min(budget // 2, MOST_RANK, facts.rows)
+    if memory_budget is not None:
+        most = min(most, memory_budget // (6 * facts.rows * torch.finfo(facts.dtype).bits // 8))
+    # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for one of our own.
+    P, floor, scale, spent = None, mu, bound, 0
+    if isinstance(preconditioner, FactoredPreconditioner):
+        P, floor = preconditioner, preconditioner.floor(mu)
+        size, spent = _size(excess, facts, min(SIZING, budget // 4), generator)
+        smallest = P.bounds()[0]
+        scale = (bound + size) / smallest if smallest > 0 else 0.0
+    elif preconditioner is not None and most:
+        P, size, spent = _preconditioner(excess, facts, mu, most, generator)
+        scale = bound + size
+    whitened = excess if P is None else _whitened(excess, P, mu, floor)
+    known = 0.0 if P is None else float(P.logdet()) + facts.rows * math.log(floor / mu)
+    memory = None if memory_budget is None else memory_budget // 2
+    sampler = Sampler(whitened, facts, floor, rtol, budget - spent, generator, memory, known, scale, keep=keep)
+    sampler.first(min(FIRST_PROBES, budget - spent))
+    sampler.add(None, None)
+    estimate = sampler.quadrature(None).logdet(floor)
+    total = estimate + (known + facts.rows * math.log(mu))
+    found = replace(total, matvecs=estimate.matvecs + spent)
+    return found, solved_pairs(sampler.solves, P, mu - bound) if keep else None
+
+
+def _whitened(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float) -> Multiply:
+    """What P^-½(G + μ)P^-½ exceeds its lower bound by: positive semidefinite."""
+
+    def multiply(V: Vectors) -> Vectors:
+        inner = P.sqrt_inverse(V)
+        return P.sqrt_inverse(excess(inner) + mu * inner) - floor * V
+
+    return multiply
+
+
+def _size(excess: Multiply, facts: Description, steps: int, generator: torch.Generator | None) -> tuple[float, int]:
+    """The size of the largest eigenvalue, by a few steps of Lanczos, and the products they took."""
+    start = random_block(facts, 1, generator=generator)
+    run = LockStep(excess, start, max(1, steps))
+    run.extend(max(1, steps))
+    return run.scale, run.matvecs
+
+
+def _preconditioner(
+    excess: Multiply, facts: Description, mu: float, most: int, generator: torch.Generator | None
+) -> tuple[FactoredPreconditioner | None, float, int]:
+    """A preconditioner, the largest eigenvalue, the products spent; none for a spectrum that starts flat or below μ."""
+    pilot = grow(excess, facts, None, min(most, PILOT_RANK), 0.0, 1, generator)
+    size = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0
+    if pilot.tail > 0.5 * size or size < mu:
+        return None, size, pilot.matvecs
+    if pilot.tail == 0 or most <= PILOT_RANK:
+        return pilot.preconditioner(mu), size, pilot.matvecs
+    # Depth and variance both fall with the rank until the tail is well below μ: as many right-hand sides as one likes.
+    full = grow(excess, facts, None, most, 0.1 * mu, 1e12, generator)
+    return full.preconditioner(mu), size, full.matvecs + pilot.matvecs

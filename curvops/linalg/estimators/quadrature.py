@@ -1,0 +1,106 @@
+"""Stochastic Lanczos quadrature: one run for log-determinants and effective dimensions at every scalar shift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.vectors import Description, Matrix, describe_square, product
+from curvops.linalg.estimators.adaptive import check_budget
+from curvops.linalg.estimators.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.estimators.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, Sketch
+from curvops.progress import Progress, at_work
+
+__all__ = ["SpectralQuadrature", "spectral_quadrature"]
+
+LEAST = 4
+LEAST_VECTORS = 12
+"""Vectors that one probe of a few steps takes."""
+
+
+def spectral_quadrature(
+    G: Matrix,
+    *,
+    shift: float | int,
+    probes: int | None = None,
+    rtol: float = 0.01,
+    max_matvecs: int | None = None,
+    rank: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> SpectralQuadrature:
+    """Run Lanczos on positive semidefinite G for log det(I + G/μ) and the like, at every μ.
+
+    A matrix of n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were asked for.
+
+    Args:
+        shift: the smallest μ of interest. A smaller one may be asked for later: its bracket is wider, and says so.
+        probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
+        max_matvecs: the budget in products, sketch included; by default whatever it takes to meet rtol.
+        rank: of the Nyström control variate; None takes one where it is expected to save products.
+        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None is what
+            the linearisation behind G has left of its own budget.
+        progress: as in `cg`.
+
+    The depth grows until the bracket at ``shift`` is half as wide as the error expected of the probes, then probes are
+    added. Costs one block product a step.
+
+    Raises:
+        ValueError: G is not square, a product is not finite, shift is not positive, or the budget is below 4 products.
+
+    Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
+    """
+    mu, budget = float(positive(shift)), UNLIMITED if max_matvecs is None else max_matvecs
+    check_budget(rtol, max_matvecs, LEAST, memory_budget)
+    if probes is not None and probes < 1:
+        raise ValueError(f"probes must be at least 1, got {probes}.")
+    facts = describe_square(G)
+    if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, budget) and memory_budget is None:
+        with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
+            return known_spectrum(product(G), facts, rtol)
+    with (
+        at_work("spectral_quadrature", max_matvecs, progress, G),
+        working(G, memory_budget, LEAST_VECTORS) as (multiply, room),
+    ):
+        return run(multiply, facts, [mu], rtol, budget, generator, room, probes, rank)
+
+
+def run(
+    multiply: Multiply,
+    facts: Description,
+    shifts: Sequence[float],
+    rtol: float,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
+    probes: int | None = None,
+    rank: int | None = None,
+    of_shift: Callable[[float], Function] = log_ratio,
+) -> SpectralQuadrature:
+    """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
+    functions = [of_shift(mu) for mu in sorted(shifts)]
+    half = None if memory_budget is None else memory_budget // 2  # a sketch is made with half, and stays beside probes
+    sketch = Sketch(multiply, facts, generator, half)
+    if rank:
+        sketch.make(min(rank, budget // 2))
+    with torch.no_grad():
+        sampler = Sampler(
+            multiply,
+            facts,
+            min(shifts),
+            rtol,
+            budget - sketch.matvecs,
+            generator,
+            memory_budget if rank == 0 else half,
+            functions=functions,
+        )
+        sampler.first(min(probes or FIRST_PROBES, budget // 2))
+        if rank is None and probes is None and (worth := sampler.sketch_rank()):
+            sketch.make(worth)
+            sampler.budget -= sketch.matvecs
+        sampler.add(probes, sketch)
+        return sampler.quadrature(sketch, probes is None)

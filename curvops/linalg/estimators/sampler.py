@@ -1,0 +1,249 @@
+"""Probes of the spectrum: how deep, how many, and whether a sketch pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.vectors import Description, Vectors, gram, random_block
+from curvops.linalg.estimators.brackets import Function, Multiply, Rules, SpectralQuadrature, log_ratio, rules
+from curvops.linalg.preconditioners.nystrom import KEPT, Nystrom, grow
+from curvops.linalg.spectra.lanczos import LockStep, depth_within, first_capacity
+
+FIRST_PROBES = 3
+UNLIMITED = 10**12
+TRUSTED_PROBES = 8
+FIRST_DEPTH = 6
+# Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
+ROUNDING_UNITS = 2.0
+
+
+class Sketch:
+    """A Nyström approximation that is made at most once, or never."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        facts: Description,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+    ) -> None:
+        self.multiply, self.facts, self.generator, self.memory_budget = multiply, facts, generator, memory_budget
+        self.made: Nystrom | None = None
+
+    def make(self, rank: int) -> None:
+        n, _, dtype, _ = self.facts
+        limit = min(n, rank)
+        if self.memory_budget is not None:
+            limit = min(limit, self.memory_budget // max(1, KEPT * n * dtype.itemsize))
+        self.made = grow(self.multiply, self.facts, rank, limit, 0.0, 1, self.generator)
+
+    @property
+    def matvecs(self) -> int:
+        return 0 if self.made is None else self.made.matvecs
+
+    @property
+    def nodes(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.float64) if self.made is None else self.made.eigenvalues.cpu()
+
+    def weights(self, Z: Vectors) -> Tensor:
+        if self.made is None:
+            return torch.zeros(Z.shape[1], 0, dtype=torch.float64)
+        return gram(Z, self.made.U).square().cpu()
+
+
+class Sampler:
+    """Probes of one depth, and the rules they give, on the host, for tr f(G) to ``rtol``.
+
+    The first of ``functions`` decides the depth; the number of probes serves all of them. ``mu`` is where the spectrum
+    of the matrix begins whose inverse times each probe is kept in ``solves``, where ``keep`` asks for it.
+    ``known`` is the part of the trace that needs no probes; the tolerance is relative to the whole.
+    ``scale`` is the size of the matrix that the products come from, where that is larger than what they show.
+    """
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        facts: Description,
+        mu: float,
+        rtol: float,
+        budget: int,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+        known: float = 0.0,
+        scale: float = 0.0,
+        functions: Sequence[Function] = (),
+        keep: bool = False,
+    ) -> None:
+        self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
+        self.functions = tuple(functions) or (log_ratio(mu),)
+        self.f, self.keep = self.functions[0], keep
+        self.solves: list[tuple[Vectors, Vectors]] = []
+        self.known, self.scale = known, scale
+        self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
+        self.rules: list[Rules] = []
+        self.signs: list[Vectors] = []
+        self.matvecs, self.depth, self.capped = 0, 0, False
+
+    def goal(self, values: Tensor) -> float:
+        return self.rtol * abs(self.known + float(values.mean()))
+
+    def start(self, count: int, depth: int, most: int | None = None) -> LockStep:
+        Z = random_block(self.facts, count, generator=self.generator)
+        self.signs.append(Z.to(torch.int8))
+        return LockStep(self.multiply, Z, depth, most)
+
+    def affordable(self, count: int, depth: int) -> int:
+        """How many of ``count`` bases of this depth fit in memory."""
+        if self.memory_budget is None:
+            return count
+        size = self.facts.rows * torch.finfo(self.facts.dtype).bits // 8
+        return max(1, min(count, self.memory_budget // (size * (depth + 2))))
+
+    def first(self, count: int) -> None:
+        """Deepen the first probes until their bracket is half as wide as the error to be expected of probes."""
+        n = self.facts.rows
+        count = self.affordable(count, FIRST_DEPTH)
+        size = torch.finfo(self.facts.dtype).bits // 8
+        deepest = depth_within(self.budget // count, n, size, count, self.memory_budget)
+        capacity = first_capacity(4 * FIRST_DEPTH, deepest, n, size, count, self.memory_budget)
+        run = self.start(count, 0 if deepest < 1 else capacity, deepest)
+        while True:
+            step = FIRST_DEPTH if run.alphas.shape[1] < 4 * FIRST_DEPTH else run.alphas.shape[1] // 4
+            target = min(deepest, run.alphas.shape[1] + step)
+            run.reserve(target)
+            run.extend(target)
+            self.rules = self.rules_of(run)
+            upper, lower = self.bounds()
+            middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
+            spread = float(middle.std()) if count > 1 else 0.0
+            best = spread * math.sqrt(max(target, 1) / self.budget)
+            aim = 0.5 * max(self.goal(middle), best)
+            if half <= aim or bool(run.done.all()) or target >= deepest:
+                break
+        self.capped = half > aim and not bool(run.done.all())
+        self.kept(run)
+        self.depth, self.matvecs = int(run.depths.max()), run.matvecs
+
+    def kept(self, run: LockStep) -> None:
+        if self.keep:
+            self.solves.append((self.signs[-1], run.inverse_times_start(self.mu)))
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        upper = torch.stack([(r.gauss_weights * self.f(r.gauss)).sum() for r in self.rules])
+        return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
+
+    def add(self, probes: int | None, sketch: Sketch | None) -> None:
+        """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
+        most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
+        while len(self.rules) < most:
+            wanted = probes or self.wanted(sketch)
+            count = min(most, wanted, 2 * len(self.rules)) - len(self.rules)
+            if count < 1:
+                return
+            count = self.affordable(count, self.depth)
+            run = self.start(count, self.depth)
+            run.extend(self.depth)
+            self.matvecs += run.matvecs
+            self.rules += self.rules_of(run)
+            self.kept(run)
+
+    def wanted(self, sketch: Sketch | None) -> int:
+        """How many probes the tolerance needs, by the spread of those there are."""
+        quadrature = self.quadrature(sketch)
+        return max(self._wanted(quadrature.trace_of(f)) for f in self.functions)
+
+    def _wanted(self, estimate: Estimate) -> int:
+        if estimate.samples < 2:
+            return 2
+        goal = self.goal(estimate.value)
+        # A spread judged from fewer probes is too often too small by luck, which would end the run there.
+        if float(estimate.stderr) <= goal:
+            return max(estimate.samples, TRUSTED_PROBES)
+        ratio = (float(estimate.stderr) / goal) ** 2 if goal else math.inf
+        return max(TRUSTED_PROBES, estimate.samples + 1, math.ceil(min(ratio * estimate.samples, 1e9)))
+
+    def sketch_rank(self) -> int:
+        """The rank that lowers the expected products, by the spectrum that the first probes saw; 0 if none does.
+
+        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². The probes' own spread is the rival: random
+        signs do better than that bound where the diagonal dominates, and a sketch then has nothing to save.
+        """
+        upper, lower = self.bounds()
+        middle = (upper + lower) / 2
+        if len(middle) < 3:
+            return 0
+        nodes = torch.cat([r.gauss for r in self.rules])
+        counts = torch.cat([r.gauss_weights for r in self.rules]) / len(self.rules)
+        order = nodes.argsort(descending=True)
+        energy = counts[order] * self.f(nodes[order]).square()
+        seen, captured = counts[order].cumsum(0), energy.cumsum(0)
+        goal = self.goal(middle) ** 2
+        left = self.budget - self.matvecs
+        done = len(middle) * self.depth
+
+        def error(variance: float, rank: int) -> tuple[float, float]:
+            products = self.depth * variance / goal if goal else math.inf
+            reached = variance * self.depth / max(1, left - rank + done)
+            return max(reached / goal if goal else math.inf, 1.0), max(products - done, 0.0) + rank
+
+        best, choice = error(float(middle.var()), 0), 0
+        for rank in (25, 50, 100, 200, 400, 800):
+            if rank > left // 2 or rank > self.facts.rows // 2:
+                break
+            have = float(captured[int((seen <= rank).sum().clamp(1, len(seen))) - 1])
+            trial = error(2 * max(float(captured[-1]) - 0.8 * have, 0.0), rank)
+            if trial < best:
+                best, choice = trial, rank
+        return choice
+
+    def rules_of(self, run: LockStep) -> list[Rules]:
+        check_run(run, self.scale)
+        return [rules(run, k, self.scale) for k in range(run.K)]
+
+    def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
+        columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
+        sketch = sketch or Sketch(self.multiply, self.facts, None, None)
+        weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
+        reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
+        gauss, gauss_weights, radau, radau_weights, nodes, control = (
+            part.to(self.facts.device) for part in (*columns, sketch.nodes, weights)
+        )
+        matvecs = self.matvecs + sketch.matvecs
+        highest, lowest = max(r.highest for r in self.rules), min(r.lowest for r in self.rules)
+        rounding = ROUNDING_UNITS * torch.finfo(self.facts.dtype).eps * max(self.scale, highest)
+        return SpectralQuadrature(
+            gauss,
+            gauss_weights,
+            radau,
+            radau_weights,
+            nodes,
+            control,
+            matvecs,
+            reason,
+            max(rounding, -lowest),
+            self.rtol if tolerance else None,
+            self.known,
+        )
+
+
+def check_run(run: LockStep, scale: float = 0.0) -> None:
+    """Whether the products were finite and those of a symmetric matrix.
+
+    ``scale`` is the size of what they were formed from, which may be larger than they are, and so its rounding.
+
+    Raises:
+        ValueError: they were not.
+    """
+    if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+        raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
+    if run.skewed and run.skew > 1e3 * run.eps * scale:
+        raise ValueError(Reason.NOT_SYMMETRIC.value)
+
+
+def _padded(rows: tuple[Tensor, ...]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -1,0 +1,307 @@
+"""How the eigenvalues of a symmetric matrix known by its products are spread.
+
+>>> import torch
+>>> from curvops.linalg.estimators.spectral_density import spectral_density
+>>> found = spectral_density(torch.diag(torch.linspace(1.0, 2.0, 50)), generator=torch.Generator().manual_seed(0))
+>>> round(found.integral(), 6), found.reason.name
+(1.0, 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from scipy.special import stdtrit
+from torch import Tensor
+
+from curvops.linalg.core.limits import NEAR_ZERO, check_choice, check_limits
+from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.results import Reason
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.vectors import Description, Matrix, describe_square, random_block
+from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
+from curvops.progress import Progress, at_work
+
+Scale: TypeAlias = Literal["linear", "log"]
+
+TAILS = 6.0
+DEFAULT_WIDTH = 0.01
+FIRST_DEPTH = 10
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SpectralDensity(Summarised):
+    """Density of the eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
+
+    ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and
+    ``bandwidth`` in that unit; eigenvalues at or below ``threshold``, negative ones among them, have no place there:
+    ``zero_mass`` is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale that is 0.
+    ``lower`` and ``upper`` hold the exact broadened density with probability ``level`` at each grid point: Student's t
+    over the probes (its upper end in the logarithm), widened by how much a quarter less depth changes the density.
+    ``nodes`` and ``weights`` are one Gauss rule a probe; each row of weights sums to 1, padding has weight 0.
+    ``reason``: CONVERGED where that change is small beside the band, ITERATION_LIMIT or RANK_CAPPED where ``steps`` or
+    the memory budget ended the depth first.
+    """
+
+    grid: Float[Tensor, " G"]
+    density: Float[Tensor, " G"]
+    lower: Float[Tensor, " G"]
+    upper: Float[Tensor, " G"]
+    nodes: Float[Tensor, "P m"]
+    weights: Float[Tensor, "P m"]
+    scale: Scale
+    bandwidth: float
+    level: float
+    threshold: float
+    zero_mass: float
+    matvecs: int
+    reason: Reason
+
+    def integral(self) -> float:
+        """The integral of the density over its grid, in λ or log λ: 1 − ``zero_mass`` to about 1e-8."""
+        x = self.grid.log() if self.scale == "log" else self.grid
+        return float(torch.trapezoid(self.density, x))
+
+
+def spectral_density(
+    A: Matrix,
+    *,
+    scale: Scale = "linear",
+    probes: int = 10,
+    steps: int = 100,
+    grid_size: int = 1024,
+    bandwidth: float | None = None,
+    threshold: float | None = None,
+    level: float = 0.95,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> SpectralDensity:
+    """The density of the eigenvalues of symmetric A by stochastic Lanczos quadrature.
+
+    Args:
+        scale: "linear", for any symmetric A; "log", for wide positive spectra.
+        probes: random signs; the band narrows as 1/√probes, and one probe has none.
+        steps: the deepest Lanczos run. It ends sooner where more depth would not change the density. Details finer than
+            about (largest − smallest)/steps need more of them.
+        grid_size: points of the grid, which reaches six bandwidths beyond the Ritz values.
+        bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
+        threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.
+        level: of the pointwise band.
+        memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped. None
+            is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
+
+    Costs at most probes × steps products and keeps as many vectors.
+
+    Raises:
+        ValueError: A is not square or not symmetric, a product is not finite, no eigenvalue is above the threshold (log
+            scale), or an option is out of range, such as a bandwidth finer than the grid.
+
+    Source: Lin, Saad & Yang 2016; Ghorbani, Krishnan & Xiao 2019; the log density as in Papyan 2020.
+    """
+    _check(scale, probes, steps, grid_size, bandwidth, level)
+    check_limits(memory_budget=memory_budget)
+    with (
+        torch.no_grad(),
+        at_work("spectral_density", probes * min(steps, describe_square(A).rows), progress, A),
+        working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
+    ):
+        runs = _Probes(describe_square(A), multiply, probes, steps, generator, room)
+        size = max(runs.size, torch.finfo(torch.float64).tiny)
+        zero = threshold if threshold is not None else NEAR_ZERO * runs.eps * size
+        view = _View(scale, float(zero), grid_size, bandwidth)
+        runs.go(view, level)
+    nodes, weights = runs.rules(runs.depth)
+    # With all that is known now, and once more with less depth, on one grid.
+    x, width = view.grid(nodes, weights)
+    each = view.density(nodes, weights, x, width)
+    change = (each.mean(0) - view.density(*runs.rules(_less(runs.depth)), x, width).mean(0)).abs()
+    if runs.complete:
+        change = torch.zeros_like(change)
+    half, value, place = _half_width(each, level), each.mean(0), describe_square(A).device
+    # Squared components of eigenvectors are skewed to the right: the upper end is that of the logarithm of the mean.
+    upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
+    lower = (value - half - change).clamp_min(0)
+    zero_mass = float((weights * (nodes <= view.threshold)).sum(1).mean()) if scale == "log" else 0.0
+    grid = x.exp() if scale == "log" else x
+    return SpectralDensity(
+        grid=grid.to(place),
+        density=value.to(place),
+        lower=lower.to(place),
+        upper=upper.to(place),
+        nodes=nodes.to(place),
+        weights=weights.to(place),
+        scale=scale,
+        bandwidth=width,
+        level=level,
+        threshold=view.threshold,
+        zero_mass=zero_mass,
+        matvecs=runs.matvecs,
+        reason=runs.reason,
+    )
+
+
+def _check(scale: str, probes: int, steps: int, grid_size: int, bandwidth: float | None, level: float) -> None:
+    check_choice("scale", scale, ("linear", "log"))
+    for name, count, least in (("probes", probes, 1), ("steps", steps, 1), ("grid_size", grid_size, 32)):
+        if count < least:
+            raise ValueError(f"{name} must be at least {least}, got {count}.")
+    if bandwidth is not None and not 0 < bandwidth < math.inf:
+        raise ValueError(f"bandwidth must be positive and finite, got {bandwidth}.")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+
+
+def _less(depth: int) -> int:
+    return max(1, depth - max(2, depth // 4))
+
+
+def _half_width(each: Float[Tensor, "P G"], level: float) -> Float[Tensor, " G"]:
+    count = len(each)
+    if count == 1:
+        return torch.full_like(each[0], math.inf)
+    return float(stdtrit(count - 1, 0.5 + level / 2)) * each.std(0) / math.sqrt(count)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Where densities are looked at: the scale, its zero, the grid and the broadening."""
+
+    scale: str
+    threshold: float
+    size: int
+    bandwidth: float | None
+
+    def place(self, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes in the variable of the scale, and the weights of those that have a place on it."""
+        if self.scale == "linear":
+            return nodes, weights
+        seen = nodes > self.threshold
+        return torch.where(seen, nodes, 1.0).log(), torch.where(seen, weights, 0.0)
+
+    def grid(self, nodes: Tensor, weights: Tensor) -> tuple[Float[Tensor, " G"], float]:
+        """The grid in the variable of the scale, and the bandwidth."""
+        places, present = self.place(nodes, weights)
+        places = places[present > 0]
+        if not len(places):
+            raise ValueError(
+                f"no eigenvalue is above the threshold {self.threshold:.3e}; use the linear scale, or a smaller one."
+            )
+        low, high = float(places.min()), float(places.max())
+        unit = 1.0 if self.scale == "log" else max(abs(low), abs(high)) or 1.0
+        # A single eigenvalue has no range: its broadening is by its own size.
+        spread = high - low if high - low > 1e-6 * unit else unit
+        width = DEFAULT_WIDTH * spread if self.bandwidth is None else self.bandwidth
+        x = torch.linspace(low - TAILS * width, high + TAILS * width, self.size, dtype=torch.float64)
+        if float(x[1] - x[0]) > width:
+            needed = math.ceil((high - low) / width + 2 * TAILS) + 1
+            raise ValueError(f"a bandwidth of {width:.3g} needs grid_size >= {needed}, got {self.size}.")
+        return x, width
+
+    def density(self, nodes: Tensor, weights: Tensor, x: Tensor, width: float) -> Float[Tensor, "P G"]:
+        places, present = self.place(nodes, weights)
+        rows = []
+        for place, weight in zip(places, present):
+            bells = torch.exp(-0.5 * ((x[:, None] - place) / width).square()) / (width * math.sqrt(2 * math.pi))
+            rows.append(bells @ weight)
+        return torch.stack(rows)
+
+
+class _Probes:
+    """Lanczos runs of random signs, as many at once as memory allows."""
+
+    def __init__(
+        self,
+        facts: Description,
+        multiply: Multiply,
+        probes: int,
+        steps: int,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+    ) -> None:
+        self.facts = facts
+        self.multiply, self.generator, self.probes = multiply, generator, probes
+        n, itemsize = self.facts.rows, torch.finfo(self.facts.dtype).bits // 8
+        self.eps = torch.finfo(self.facts.dtype).eps
+        self.wanted = min(steps, n)
+        together = probes if memory_budget is None else max(1, memory_budget // (n * itemsize * (self.wanted + 2)))
+        self.together = min(probes, together)
+        self.most = depth_within(self.wanted, n, itemsize, self.together, memory_budget)
+        self.tridiagonals: list[Tensor] = []
+        self.matvecs, self.reason = 0, Reason.CONVERGED
+        self.complete = True
+        first = min(self.most, FIRST_DEPTH)
+        capacity = first_capacity(first, self.wanted, n, itemsize, self.together, memory_budget)
+        self.run = self._start(self.together, capacity)
+        self.run.extend(first)
+
+    @property
+    def depth(self) -> int:
+        return self.run.alphas.shape[1]
+
+    @property
+    def size(self) -> float:
+        return self.run.scale
+
+    def _start(self, count: int, depth: int) -> LockStep:
+        Z = random_block(self.facts, count, generator=self.generator)
+        return LockStep(self.multiply, Z, depth, self.most)
+
+    def go(self, view: _View, level: float) -> None:
+        """Deepen the first probes until depth matters little, then run the others as deep."""
+        while not self._settled(view, level):
+            if self.depth == self.most:
+                self.reason = Reason.ITERATION_LIMIT if self.most == self.wanted else Reason.RANK_CAPPED
+                break
+            target = min(self.most, self.depth + max(5, self.depth // 4))
+            self.run.reserve(target)
+            self.run.extend(target)
+        depth = self.depth
+        self._collect(self.run)
+        while len(self.tridiagonals) < self.probes:
+            self.run = self._start(min(self.together, self.probes - len(self.tridiagonals)), depth)
+            self.run.extend(depth)
+            self._collect(self.run)
+
+    def _collect(self, run: LockStep) -> None:
+        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+            raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+        if run.skewed:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
+        self.tridiagonals += [run.tridiagonal(k) for k in range(run.K)]
+        self.matvecs += run.matvecs
+        self.complete &= bool(run.done.all())
+
+    def _settled(self, view: _View, level: float) -> bool:
+        run = self.run
+        if bool(run.done.all()):
+            return True
+        if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
+            return True
+        now = _rules([run.tridiagonal(k) for k in range(run.K)])
+        before = _rules([run.tridiagonal(k)[: _less(self.depth), : _less(self.depth)] for k in range(run.K)])
+        try:
+            x, width = view.grid(*now)
+        except ValueError:
+            return False  # what is wrong with the grid is said at the end
+        x = x[:: max(1, int(width / float(x[1] - x[0])))]  # nothing is finer than the bandwidth
+        each = view.density(*now, x, width)
+        change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()
+        half = _half_width(each, level) * math.sqrt(run.K / self.probes)
+        return bool(change <= 0.1 * half.sum()) and run.K > 1
+
+    def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
+        """Nodes and weights of every probe at this depth or its own, if that is less."""
+        return _rules([T[:depth, :depth] for T in self.tridiagonals])
+
+
+def _rules(tridiagonals: list[Tensor]) -> tuple[Tensor, Tensor]:
+    pairs = [torch.linalg.eigh(T) for T in tridiagonals]
+    columns = [[values for values, _ in pairs], [V[0].square() for _, V in pairs]]
+    nodes, weights = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in columns)
+    return nodes, weights

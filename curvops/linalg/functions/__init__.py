@@ -1,0 +1,1 @@
+"""Functions of a matrix times vectors."""

@@ -1,0 +1,227 @@
+"""f(A) B for a symmetric matrix A known by its products, by Lanczos.
+
+>>> import torch
+>>> from curvops.linalg.functions.apply_function import apply_function
+>>> result = apply_function(torch.diag(torch.tensor([1.0, 4.0, 9.0])), torch.sqrt, torch.ones(3))
+>>> result.value.round(decimals=4), result.reasons[0].name
+(tensor([1., 2., 3.]), 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.results import FunctionProduct, Reason
+from curvops.linalg.core.vectors import Matrix, columns, describe_square, largest, norm, put, zero_block
+from curvops.linalg.functions.ritz import Function, SpectralFunction, approximants
+from curvops.linalg.solvers.systems import Callback, check
+from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
+from curvops.progress import Progress, at_work, remark
+
+MOST_ITERATIONS = 1000
+FIRST_CAPACITY = 32
+
+
+def apply_function(
+    A: Matrix,
+    f: Function,
+    B: Shaped[Tensor, "n *K"],
+    *,
+    rtol: float | int = 1e-6,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    lower_bound: float | int | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+    progress: Progress = None,
+) -> FunctionProduct:
+    """f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
+
+    Args:
+        A: (n, n), symmetric.
+        f: a function of eigenvalues, float64 tensor to float64 tensor on the host.
+        B: (n,) or (n, K).
+        rtol: a column has converged when its estimated error is at most rtol ‖f(A) b‖.
+        maxiter: the deepest basis, min(n, 1000) by default. max_matvecs: the budget in products, of all columns.
+        lower_bound: a known lower bound of A's spectrum, such as its prior precision. Sharper estimates, hence fewer
+            products, for f with a singularity at 0; it is trusted.
+        memory_budget: bytes for the bases, which hold depth × n numbers a column.
+        callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
+        progress: as in `cg`.
+
+    Returns:
+        A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
+        budgets. UNVERIFIED: the estimate is within rtol, but of fewer than three steps, which have seen too little.
+        PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
+        that is zero to working precision; what stands there is the last approximant that had one, or zero.
+
+    Raises:
+        TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
+        NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
+            100 eps ‖A‖ of 0 counts as 0.
+
+    The error estimate looks at f in about a thousand places within reach of the Ritz values before a column counts as
+    converged, so that a step or a peak between them takes as many products as it needs, all n if it must. It knows
+    nothing of a peak narrower than that, nor of an eigenvalue far beyond the Ritz values with hardly a share in b.
+
+    Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
+    """
+    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
+    wide = B.reshape(B.shape[0], -1)
+    with torch.no_grad():
+        with (
+            at_work("apply_function", max_matvecs, progress, A),
+            working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
+        ):
+            job = _Run(multiply, f, wide, None if lower_bound is None else float(lower_bound), room, maxiter)
+            job.solve(float(rtol), max_matvecs, callback)
+        return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
+
+
+def usable_columns(B: Tensor) -> tuple[Tensor, Tensor, list[Reason | None]]:
+    """The largest entries of the columns, the indices of those to work on, and the reasons of the others."""
+    heights = largest(B).cpu()
+    reasons: list[Reason | None] = [None] * B.shape[1]
+    for j, height in enumerate(heights.tolist()):
+        if not math.isfinite(height):
+            reasons[j] = Reason.NON_FINITE
+        elif height == 0:
+            reasons[j] = Reason.ZERO_RIGHT_HAND_SIDE
+    live = [j for j, reason in enumerate(reasons) if reason is None]
+    return heights, torch.tensor(live, dtype=torch.long), reasons
+
+
+class _Run:
+    """Lanczos in lock-step on the columns that need it, each until its own end."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        f: Function,
+        B: Tensor,
+        bound: float | None,
+        memory_budget: int | None,
+        maxiter: int | None,
+    ) -> None:
+        self.B = B
+        self.heights, self.live, found = usable_columns(B)
+        self.reasons = [Reason.ITERATION_LIMIT if reason is None else reason for reason in found]
+        self.errors = torch.zeros(B.shape[1], dtype=torch.float64)
+        self.errors[[reason is not Reason.ZERO_RIGHT_HAND_SIDE for reason in found]] = math.inf
+        self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
+        self.wanted = min(len(B), MOST_ITERATIONS if maxiter is None else maxiter)
+        self.limit = depth_within(self.wanted, len(B), B.element_size(), max(1, len(self.live)), memory_budget)
+        unit = columns(B, self.live) / self.heights[self.live].to(B)
+        size = len(B), B.element_size(), max(1, len(self.live)), memory_budget
+        self.run = LockStep(multiply, unit, first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit)
+        self.best: list[Tensor | None] = [None] * len(self.live)
+        self.stopped = [False] * len(self.live)
+        self.active = list(range(len(self.live)))
+        self.unverified: set[int] = set()
+
+    @property
+    def depth(self) -> int:
+        return self.run.alphas.shape[1]
+
+    @property
+    def matvecs(self) -> int:
+        return self.run.matvecs
+
+    def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
+        while self.active:
+            affordable = self.limit if budget is None else (budget - self.matvecs) // len(self.active)
+            target = min(self.limit, self.depth + max(1, min(self.depth // 8, affordable)))
+            if target == self.depth or affordable < 1:
+                self._stop_all(Reason.ITERATION_LIMIT if self.depth == self.wanted else Reason.RANK_CAPPED)
+                return
+            if target > self.run.capacity:
+                self.run.reserve(min(self.limit, 2 * target))
+            self.run.extend(target)
+            self._judge(rtol)
+            self.active = [k for k in self.active if not self.stopped[k]]
+            remark(lambda: f"error {float(self.errors.amax()):.1e}")
+            if callback is not None:
+                callback(self.depth, self.errors.clone())
+
+    def _stop_all(self, reason: Reason) -> None:
+        for k in self.active:
+            self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else reason
+
+    def _judge(self, rtol: float) -> None:
+        """Estimate the errors of the active columns, and say which are done, and why."""
+        if self.run.skewed:
+            for k in self.active:
+                self.errors[int(self.live[k])] = math.inf
+                self._stop(k, Reason.NOT_SYMMETRIC)
+            return
+        by_depth: dict[int, list[int]] = {}
+        for k in self.active:
+            m = int(self.run.depths[k])
+            finite = torch.isfinite(self.run.alphas[k, :m]).all() & torch.isfinite(self.run.betas[k, :m]).all()
+            if bool(finite):
+                by_depth.setdefault(m, []).append(k)
+            else:
+                self._stop(k, Reason.NON_FINITE)
+        for m, together in by_depth.items():
+            T = torch.stack([self.run.tridiagonal(k) for k in together])
+            beta = self.run.betas[together, m - 1]
+            found = approximants(T, beta, self.f, self.run.scale, rtol)
+            truncation, rounding = found.relative()
+            for i, k in enumerate(together):
+                complete = float(beta[i]) == 0
+                if not bool(found.known[i]):
+                    if complete:
+                        self._stop(k, Reason.SINGULAR)
+                    continue
+                self.best[k] = found.coefficients[i]
+                self.errors[int(self.live[k])] = truncation[i] + rounding[i]
+                reason = self._reason(float(truncation[i]), float(rounding[i]), complete, rtol)
+                self.unverified.discard(k)
+                if reason is not None and bool(found.verified[i]):
+                    self._stop(k, reason)
+                elif reason is Reason.CONVERGED:
+                    self.unverified.add(k)
+
+    def _reason(self, truncation: float, rounding: float, complete: bool, rtol: float) -> Reason | None:
+        if truncation + rounding <= rtol:
+            return Reason.CONVERGED
+        if not math.isfinite(rounding):
+            return Reason.SINGULAR if complete or truncation <= rtol else None
+        return Reason.PRECISION_LIMIT if complete or truncation <= 0.1 * rounding else None
+
+    def _stop(self, k: int, reason: Reason) -> None:
+        self.reasons[int(self.live[k])] = reason
+        self.stopped[k] = True
+        self.run.done[k] = True  # no more products for this column
+
+    def value(self) -> Tensor:
+        X = zero_block(self.B, self.B.shape[1])
+        for k, j in enumerate(self.live.tolist()):
+            found = self.best[k]
+            if found is not None:
+                put(X, j, self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j])))
+        for j in range(X.shape[1]):
+            if self.reasons[j] is Reason.NON_FINITE and not math.isfinite(float(self.heights[j])):
+                X[:, j] = math.nan
+        overflowed = ~torch.isfinite(largest(X)).cpu()
+        for j in overflowed.nonzero().flatten().tolist():
+            self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
+        self._note_underflow(X)
+        return X
+
+    def _note_underflow(self, X: Tensor) -> None:
+        """Entries below the smallest normal number may be anything: that can be all there is of a tiny product."""
+        lengths = norm(X).cpu()
+        for k, j in enumerate(self.live.tolist()):
+            found = self.best[k]
+            if found is None or not bool(found.any()) or not math.isfinite(float(self.errors[j])):
+                continue
+            lost = torch.finfo(X.dtype).tiny * math.sqrt(len(X))
+            self.errors[j] += lost / float(lengths[j]) if lengths[j] else math.inf
+            if lost > 0.1 * float(lengths[j]):
+                self.reasons[j] = Reason.NON_FINITE

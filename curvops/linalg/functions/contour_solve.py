@@ -1,0 +1,272 @@
+"""A^½ B and A^-½ B by contour quadrature: shifted systems, their weighted sum, and what it leaves out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.core.limits import NEAR_ZERO
+from curvops.linalg.core.memory import room_for
+from curvops.linalg.core.results import FunctionProduct, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.vectors import (
+    Matrix,
+    columns,
+    combine,
+    describe_square,
+    join,
+    largest,
+    norm,
+    product,
+    zero_block,
+)
+from curvops.linalg.functions.apply_function import usable_columns
+from curvops.linalg.functions.contour import InverseRootQuadrature, inverse_root_quadrature
+from curvops.linalg.functions.multi_shift import MultiShift
+from curvops.linalg.functions.ritz import ROUNDING
+from curvops.linalg.solvers.systems import Callback, check, iterations_allowed
+from curvops.linalg.spectra.lanczos import lanczos
+from curvops.progress import at_work, remark
+
+PILOT_DEPTH = 12
+CHECK_EVERY = 4
+GRADIENT_FACTOR = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class ContourProduct:
+    """The product; the quadrature used; and, where asked for, every shifted solution, (n, K) each."""
+
+    product: FunctionProduct
+    rule: InverseRootQuadrature | None
+    solutions: list[Tensor]
+
+
+def contour(
+    A: Matrix,
+    B: Tensor,
+    *,
+    inverse: bool,
+    lower_bound: float | None = None,
+    rtol: float = 1e-6,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+    keep: bool = False,
+) -> ContourProduct:
+    """A^-½ B, or A^½ B = A (A^-½ B); ``keep`` returns the shifted solutions, which a gradient needs.
+
+    The estimate adds the quadrature's error on [smallest, largest eigenvalue], the residuals of all shifts, and the
+    drift of the recurrences from the truth, which one product with A a column measures.
+    """
+    n = describe_square(A).rows
+    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
+    most = iterations_allowed(n, maxiter)
+    budget = math.inf if max_matvecs is None else max_matvecs
+    # What a gradient multiplies with each other has to be known better than its sum.
+    aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
+    with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
+        wide = B.reshape(n, -1)
+        heights, live, found = usable_columns(wide)
+        unit = columns(wide, live) / heights[live].to(wide)
+        sizes = norm(unit)
+        unit = unit / sizes.to(unit)
+        parts: list[_Part] = []
+        rule, spent = None, 0
+        trouble = None
+        if len(live):
+            size, spent, trouble = _size(A, unit)
+        if len(live) and trouble is None:
+            rule = _rule(size, lower_bound, inverse, aim, torch.finfo(B.dtype).eps)
+            vectors = len(rule.shifts) * (2 if keep else 1)
+            width = _width(unit, vectors, room_for(A, memory_budget, 0))
+            for block in unit.split(width, dim=1):
+                job = _Part(A, block, rule, size, lower_bound, inverse, keep)
+                job.solve(float(rtol), aim, most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)
+                spent += job.matvecs
+                parts.append(job)
+        scale = sizes.cpu() * heights[live]
+        value, solutions = _spread([part.value for part in parts], scale, live, wide), []
+        if keep and parts:
+            joined = zip(*(part.run.solutions for part in parts))
+            solutions = [_spread(list(blocks), scale, live, wide) for blocks in joined]
+    reasons, errors = _joined([trouble if reason is None else reason for reason in found], parts, value)
+    for j, height in enumerate(heights.tolist()):
+        if not math.isfinite(height):
+            value[:, j] = math.nan
+    iterations = max((part.run.iteration for part in parts), default=0)
+    return ContourProduct(FunctionProduct(value.reshape(B.shape), errors, reasons, iterations, spent), rule, solutions)
+
+
+def _size(A: Matrix, unit: Tensor) -> tuple[float, int, Reason | None]:
+    """A number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
+
+    The third is what is wrong with A, if anything.
+    """
+    mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])[:, 0]
+    start = mixture if float(norm(mixture[:, None])) > 0 else unit[:, 0]
+    pilot = lanczos(A, PILOT_DEPTH, start=start)
+    if pilot.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
+        return 1.0, pilot.matvecs, pilot.reason
+    values, V = torch.linalg.eigh(pilot.T)
+    top = float(values[-1] + pilot.residual_norm * V[-1, -1].abs())
+    eps = torch.finfo(unit.dtype).eps
+    if float(values[0]) < -NEAR_ZERO * eps * float(values.abs().amax()):
+        raise NotPositiveSemidefinite(
+            f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}. "
+            "Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+        )
+    return (2 * top if top > 0 else 1.0), pilot.matvecs, None
+
+
+def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: float) -> InverseRootQuadrature:
+    """A rule down to the lower bound; without one to eps ‖A‖, or where what is below adds little to A^½ b."""
+    least = bound or size * (eps if inverse else min(eps, (0.1 * rtol) ** 2))
+    return inverse_root_quadrature(least, max(size, 2 * least), 0.25 * rtol)
+
+
+def _width(unit: Tensor, vectors: int, memory_budget: int | None) -> int:
+    if memory_budget is None:
+        return unit.shape[1]
+    return max(1, min(unit.shape[1], memory_budget // (unit.shape[0] * unit.element_size() * (vectors + 7))))
+
+
+def _spread(blocks: list[Tensor], scale: Tensor, live: Tensor, like: Tensor) -> Tensor:
+    """Blocks of unit columns, scaled back, in their places among columns of zero."""
+    X = zero_block(like, like.shape[1])
+    if blocks:
+        X[:, live.to(like.device)] = join(*blocks) * scale.to(like)
+    return X
+
+
+def _joined(found: list[Reason | None], parts: list[_Part], value: Tensor) -> tuple[tuple[Reason, ...], Tensor]:
+    reached = iter([pair for part in parts for pair in zip(part.reasons, part.errors.tolist())])
+    reasons, errors = [], torch.zeros(len(found), dtype=torch.float64)
+    finite = torch.isfinite(largest(value)).tolist()
+    for j, reason in enumerate(found):
+        if reason is None:
+            reason, error = next(reached)
+        else:
+            error = 0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf
+        if reason is Reason.NON_FINITE or not finite[j]:
+            reason, error = Reason.NON_FINITE, math.inf
+        reasons.append(reason)
+        errors[j] = error
+    return tuple(reasons), errors
+
+
+class _Part:
+    """Columns that run together."""
+
+    def __init__(
+        self,
+        A: Matrix,
+        B: Tensor,
+        rule: InverseRootQuadrature,
+        size: float,
+        lower_bound: float | None,
+        inverse: bool,
+        keep: bool,
+    ) -> None:
+        self.B, self.rule, self.size, self.bound, self.inverse = B, rule, size, lower_bound, inverse
+        self.multiply: Callable[[Tensor], Tensor] = product(A)
+        self.run = MultiShift(self.multiply, B, rule.shifts, rule.weights, size, keep)
+        self.eps = torch.finfo(B.dtype).eps
+        K = B.shape[1]
+        self.errors = torch.full((K,), math.inf, dtype=torch.float64)
+        self.reasons = [Reason.ITERATION_LIMIT] * K
+        self.value = self.run.weighted
+        self.resolved = torch.zeros(K, dtype=torch.bool)  # whether a column has seen the lower end of the spectrum
+        self.matvecs = 0
+
+    def solve(self, rtol: float, aim: float, maxiter: int, budget: float, callback: Callback | None) -> None:
+        run, K = self.run, self.B.shape[1]
+        limit, next_check = Reason.ITERATION_LIMIT, CHECK_EVERY
+        while bool(run.active.any()) and run.iteration < maxiter:
+            if run.matvecs + int(run.active.sum()) + K > budget:
+                limit = Reason.RANK_CAPPED
+                break
+            run.step()
+            if run.iteration >= next_check or run.iteration == maxiter or not bool(run.active.any()):
+                next_check = run.iteration + max(CHECK_EVERY, run.iteration // 10)
+                truncation, quadrature = self._estimates()
+                self.errors = truncation + quadrature
+                run.active &= (truncation > aim / 2) | (quadrature > rtol / 2) & ~self.resolved
+                remark(lambda: f"error {float(self.errors.amax()):.1e}")
+                if callback is not None:
+                    callback(run.iteration, self.errors.clone())
+        truncation, quadrature = self._estimates()
+        drift = self._finish()
+        # A y = 0 for a y that is not: b is in the null space, and zero the exact answer.
+        null = (run.depths > 0) & ~run.failed & (norm(self.value).cpu() == 0)
+        truncation, quadrature, drift = (torch.where(null, 0.0, part) for part in (truncation, quadrature, drift))
+        self.errors = (truncation + quadrature + drift).nan_to_num(math.inf, math.inf)
+        for k in range(K):
+            self.reasons[k] = self._reason(k, rtol, limit, *(float(v[k]) for v in (truncation, quadrature, drift)))
+        self.matvecs = run.matvecs + K
+
+    def _reason(self, k: int, rtol: float, limit: Reason, truncation: float, quadrature: float, drift: float) -> Reason:
+        if not bool(self.run.depths[k]) and not bool(self.run.failed[k]):
+            return limit
+        if bool(self.run.failed[k]) or not math.isfinite(truncation + drift):
+            return Reason.NON_FINITE
+        if truncation + quadrature + drift <= rtol:
+            return Reason.CONVERGED
+        if truncation > max(rtol / 2, drift) or (quadrature > rtol / 2 and not bool(self.resolved[k])):
+            return limit
+        return Reason.SINGULAR if self.inverse and quadrature > max(rtol / 2, drift) else Reason.PRECISION_LIMIT
+
+    def _image(self) -> Tensor:
+        """A Y by the recurrences."""
+        run = self.run
+        residual = (run.weights[:, None] * run.zeta).sum(0).to(self.B)
+        return self.B * float(run.weights.sum()) - run.R * residual - run.damped
+
+    def _bounds(self, k: int) -> tuple[float, float]:
+        """Ends of the spectrum that column k has seen."""
+        low, high, residual = self.run.ends(k)
+        near = NEAR_ZERO * self.eps * self.size
+        if low < (self.bound or 0.0) - near:
+            raise NotPositiveSemidefinite(
+                f"A has an eigenvalue below {low:.3e}, less than the lower bound {self.bound or 0.0:.3e} of its "
+                "spectrum. Add a prior (add_diagonal), or give a smaller lower_bound."
+            )
+        self.resolved[k] = residual <= max(0.1 * low, near)
+        return self.bound or max(low - residual, 0.0), max(high, self.rule.low)
+
+    def _estimates(self) -> tuple[Tensor, Tensor]:
+        """What the residuals of the shifts and what the quadrature may leave out, relative to the value."""
+        run, rule = self.run, self.rule
+        truncation, quadrature = torch.zeros(2, self.B.shape[1], dtype=torch.float64)
+        sizes = norm(run.weighted if self.inverse else self._image()).cpu()
+        residuals = rule.weights[:, None] * run.residual_norms()
+        for k in range(self.B.shape[1]):
+            (low, high), size = self._bounds(k), float(sizes[k])
+            if self.inverse:
+                bound = float((residuals[:, k] / (max(low, self.eps * high) + rule.shifts)).sum())
+                quadrature[k] = rule.relative_error(low, high) if low > 0 else math.inf
+            else:
+                bound = float((residuals[:, k] * high / (high + rule.shifts)).sum())
+                inside = min(max(low, rule.low), high)
+                below = math.sqrt(rule.low) / size if low < 0.99 * rule.low and size else 0.0
+                quadrature[k] = rule.relative_error(inside, high) + below
+            truncation[k] = bound / size if size else math.inf
+        return truncation, quadrature
+
+    def _finish(self) -> Tensor:
+        """The value, and what rounding did to it: one product a column tells how far the recurrences have drifted."""
+        run = self.run
+        image = self.multiply(run.weighted)
+        drift, sizes = norm(image - self._image()).cpu(), norm(run.weighted).cpu()
+        self.value = run.weighted if self.inverse else image
+        added = torch.zeros_like(drift) if self.inverse else drift / norm(image).cpu()
+        # The drift of the residual is a change of A by as much, in norm; A^½ b = A (A^-½ b) has it as it is.
+        for k in range(len(drift)):
+            level = max(ROUNDING * self.eps * self._bounds(k)[1], float(drift[k] / sizes[k]))
+            sound = math.isfinite(level) and not bool(run.failed[k])
+            added[k] += run.sensitivity(k, level, self.inverse) + self.eps if sound else math.inf
+        return added

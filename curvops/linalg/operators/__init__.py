@@ -1,0 +1,1 @@
+"""Structured matrices and their algebra."""

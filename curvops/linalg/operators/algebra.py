@@ -1,0 +1,372 @@
+"""Operators made of operators: transpose, sum, scaling, product, slice, and a batch of equal copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.sources import Sources, scaled, sources_of, sources_of_sum
+from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
+from curvops.linalg.operators.base import Operator
+
+
+class Transposed(Operator):
+    """Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
+
+    def __init__(self, base: LinearOperator) -> None:
+        super().__init__(base)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator A that this transposes."""
+        return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)[::-1]
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
+
+    def _size(self) -> torch.Size:
+        *batch, rows, columns = self.base.shape
+        return torch.Size((*batch, columns, rows))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self.base
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.base._t_matmul(rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.base._matmul(rhs)
+
+
+class Sum(Operator):
+    """A + B + …: one product with each term per column."""
+
+    def __init__(self, *terms: LinearOperator) -> None:
+        flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
+        _ = spaces_of_sum(flat)
+        if len({term.matrix_shape for term in flat}) > 1:
+            raise ValueError(f"cannot add operators of shapes {[tuple(term.shape) for term in flat]}.")
+        super().__init__(*flat)
+
+    @property
+    def terms(self) -> tuple[LinearOperator, ...]:
+        """The summands."""
+        return self._args
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of_sum(self.terms)
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of_sum(self.terms)
+
+    @property
+    def symmetric(self) -> bool:
+        return all(is_symmetric(term) for term in self.terms)
+
+    @property
+    def psd(self) -> bool:
+        return all(is_psd(term) for term in self.terms)
+
+    def _size(self) -> torch.Size:
+        return torch.broadcast_shapes(*(term.shape for term in self.terms))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = [term.mT for term in self.terms]
+        return self if all(a is b for a, b in zip(transposed, self.terms)) else Sum(*transposed)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return _add_up([term._matmul(rhs) for term in self.terms])
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return _add_up([term._t_matmul(rhs) for term in self.terms])
+
+    def _diagonal(self) -> Tensor:
+        return _add_up([term._diagonal() for term in self.terms])
+
+
+class Scaled(Operator):
+    """c A for a number c (a 0-d tensor, which may carry a gradient)."""
+
+    def __init__(self, base: LinearOperator, factor: Tensor) -> None:
+        super().__init__(base, factor)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator A."""
+        return self._args[0]
+
+    @property
+    def factor(self) -> Tensor:
+        """The number c, a 0-d tensor (or one per batch entry)."""
+        return self._args[1]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        return scaled(sources_of(self.base), self.factor) if self.factor.ndim == 0 else None
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base)
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base) and bool((self.factor >= 0).all())
+
+    def _size(self) -> torch.Size:
+        return torch.broadcast_shapes(self.base.shape, (*self.factor.shape, 1, 1))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = self.base.mT
+        return self if transposed is self.base else Scaled(transposed, self.factor)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self._scale(self.base._matmul(rhs), rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._scale(self.base._t_matmul(rhs), rhs)
+
+    def _scale(self, result: Tensor, rhs: Tensor) -> Tensor:
+        factor = self.factor if rhs.ndim == 1 or self.factor.ndim == 0 else self.factor[..., None, None]
+        return result * factor
+
+    def _diagonal(self) -> Tensor:
+        return self.base._diagonal() * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor)
+
+
+class Product(Operator):
+    """A B …: one product with each factor per column. B A Bᵀ with A positive semi-definite is known to be so too."""
+
+    def __init__(self, *factors: LinearOperator) -> None:
+        flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
+        for left, right in pairwise(flat):
+            common(spaces_of(left)[1], spaces_of(right)[0])
+            if left.shape[-1] != right.shape[-2]:
+                raise ValueError(f"cannot multiply operators of shapes {[tuple(factor.shape) for factor in flat]}.")
+        super().__init__(*flat)
+
+    @property
+    def factors(self) -> tuple[LinearOperator, ...]:
+        """The factors, left to right."""
+        return self._args
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.factors[0])[0], spaces_of(self.factors[-1])[1]
+
+    @property
+    def symmetric(self) -> bool:
+        return _is_congruence(self.factors, is_symmetric)
+
+    @property
+    def psd(self) -> bool:
+        return _is_congruence(self.factors, is_psd)
+
+    def _size(self) -> torch.Size:
+        batch = torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+        return torch.Size((*batch, self.factors[0].shape[-2], self.factors[-1].shape[-1]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else Product(*(factor.mT for factor in reversed(self.factors)))
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        for factor in reversed(self.factors):
+            rhs = factor._matmul(rhs)
+        return rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        for factor in self.factors:
+            rhs = factor._t_matmul(rhs)
+        return rhs
+
+
+class Sliced(Operator):
+    """A[rows, columns] for index tensors (None: all of them); one product with A per column."""
+
+    def __init__(self, base: LinearOperator, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
+        super().__init__(base, rows=rows, columns=columns)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator A."""
+        return self._args[0]
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Positions of the rows taken, None for all."""
+        return self._kwargs["rows"]
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Positions of the columns taken, None for all."""
+        return self._kwargs["columns"]
+
+    @property
+    def spaces(self) -> Spaces:
+        rows, columns = spaces_of(self.base)
+        return rows if self.rows is None else None, columns if self.columns is None else None
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base) and self._is_principal()
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base) and self._is_principal()
+
+    def _is_principal(self) -> bool:
+        if self.rows is None or self.columns is None:
+            return self.rows is self.columns
+        return torch.equal(self.rows, self.columns)
+
+    def _size(self) -> torch.Size:
+        *batch, m, n = self.base.shape
+        rows = m if self.rows is None else len(self.rows)
+        return torch.Size((*batch, rows, n if self.columns is None else len(self.columns)))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else Sliced(self.base.mT, rows=self.columns, columns=self.rows)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return _take(self.base._matmul(_spread(rhs, self.columns, self.base.shape[-1])), self.rows)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return _take(self.base._t_matmul(_spread(rhs, self.rows, self.base.shape[-2])), self.columns)
+
+
+class Expanded(Operator):
+    """One operator seen as a batch of equal copies, (*batch, m, n); it is multiplied once for all of them."""
+
+    def __init__(self, base: Operator, batch: Sequence[int]) -> None:
+        super().__init__(base, batch=torch.Size(batch))
+
+    @property
+    def base(self) -> Operator:
+        """The operator that is repeated."""
+        return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return self.base.spaces
+
+    @property
+    def sources(self) -> Sources | None:
+        return self.base.sources
+
+    @property
+    def symmetric(self) -> bool:
+        return self.base.symmetric
+
+    @property
+    def psd(self) -> bool:
+        return self.base.psd
+
+    def _size(self) -> torch.Size:
+        return torch.Size((*self._kwargs["batch"], *self.base.shape[-2:]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else Expanded(self.base.mT, batch=self.batch_shape)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self._broadcast(self.base._matmul(rhs))
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._broadcast(self.base._t_matmul(rhs))
+
+    def _broadcast(self, result: Tensor) -> Tensor:
+        return result.expand(*torch.broadcast_shapes(self.batch_shape, result.shape[:-2]), *result.shape[-2:])
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Expanded(self.base, batch=torch.Size(batch_shape)) if len(batch_shape) else self.base
+
+    def _diagonal(self) -> Tensor:
+        diagonal = self.base._diagonal()
+        return diagonal.expand(*self.batch_shape, len(diagonal))
+
+    def logdet(self) -> Tensor:
+        return self.base.logdet().expand(self.batch_shape)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        # Only the shape of the batch matters: every copy is the same.
+        batch = torch.empty(0).expand(*self.batch_shape, 0)[batch_indices].shape[:-1]
+        part = self.base._getitem(row_index, col_index)
+        return part._expand_batch(batch) if len(batch) else part
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
+        return self.base._get_indices(row_index.expand(shape), col_index.expand(shape))
+
+
+def is_symmetric(operator: LinearOperator) -> bool:
+    """What is known of symmetry: our tag; nothing is assumed of a foreign class."""
+    return operator.symmetric if isinstance(operator, Operator) else False
+
+
+def is_psd(operator: LinearOperator) -> bool:
+    """What is known of positive semi-definiteness: our tag; nothing is assumed of a foreign class."""
+    return operator.psd if isinstance(operator, Operator) else False
+
+
+def _add_up(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _take(result: Tensor, index: Tensor | None) -> Tensor:
+    if index is None:
+        return result
+    return result.index_select(-1 if result.ndim == 1 else -2, index)
+
+
+def _spread(rhs: Tensor, index: Tensor | None, size: int) -> Tensor:
+    if index is None:
+        return rhs
+    dim = -1 if rhs.ndim == 1 else -2
+    shape = list(rhs.shape)
+    shape[dim] = size
+    return rhs.new_zeros(shape).index_add(dim, index, rhs)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two operators (or their arguments) are the same object, or were built from the same ones."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.shape == right.shape and left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
+    if type(left) is not type(right) or not isinstance(left, LinearOperator):
+        return False
+    return (
+        len(left._args) == len(right._args)
+        and all(_same(a, b) for a, b in zip(left._args, right._args))
+        and left._kwargs.keys() == right._kwargs.keys()
+        and all(_same(value, right._kwargs[key]) for key, value in left._kwargs.items())
+    )
+
+
+def _is_congruence(factors: Sequence[LinearOperator], known: Any) -> bool:
+    if len(factors) <= 1:
+        return all(known(factor) for factor in factors)
+    left, right = factors[0], factors[-1]
+    mirrored = _same(left, right.mT) if left.shape[-1] == right.shape[-2] or len(factors) > 2 else False
+    return mirrored and _is_congruence(factors[1:-1], known)

@@ -1,0 +1,135 @@
+"""What a closed form of P = A + diag(d) answers, and the part that every known eigenbasis shares."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit
+from curvops.linalg.operators.structured import normal
+
+ROUNDING_SEEN = 1e-3
+"""Relative errors above this, from rounding of the operand, are warned of."""
+
+
+class ClosedForm(ABC):
+    """What every row answers about P = A + diag(d); blocks are (n, K)."""
+
+    def __init__(self, base: Any, shift: Tensor) -> None:
+        self.base, self.shift = base, shift
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        """Whether this row holds for the operand and shift; where it does not, P is treated as any other."""
+        return True
+
+    def require_fit(self) -> None:  # noqa: B027 - most rows take any shift
+        """Raise ValueError where the shift is one that this row has no closed form for. Nothing is factorised."""
+
+    def require_definite(self) -> None:  # noqa: B027 - some rows hold for definite P only
+        """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
+
+    @abstractmethod
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        """P⁻¹ B. `rtol` is for parts that have to be solved for iteratively."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log det P in nats, 0-d."""
+
+    def logdet_error(self) -> float:
+        """The most, in nats, by which rounding of the operand's eigenvalues can have changed `logdet`."""
+        return 0.0
+
+    @abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal of P⁻¹, (n,)."""
+
+    @abstractmethod
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        """k draws of N(0, P) as columns, (n, k)."""
+
+    @abstractmethod
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        """k draws of N(0, P⁻¹) as columns, (n, k)."""
+
+    @abstractmethod
+    def inverse_root(self, block: Tensor) -> Tensor:
+        """P^-½ B with the symmetric root; raises ValueError where it is not cheap."""
+
+    def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return normal(self.base.shape[-1], k, self.shift, generator)
+
+
+class Spectral(ClosedForm):
+    """P = U diag(p) Uᵀ for a U known by its products: everything is a function of p."""
+
+    @property
+    @abstractmethod
+    def spectrum(self) -> Tensor:
+        """The eigenvalues p, (n,)."""
+
+    @abstractmethod
+    def rotate(self, block: Tensor) -> Tensor:
+        """U B."""
+
+    @abstractmethod
+    def rotate_back(self, block: Tensor) -> Tensor:
+        """Uᵀ B."""
+
+    @cached_property
+    def definite_spectrum(self) -> Tensor:
+        """The eigenvalues, all of them positive."""
+        smallest = self.spectrum.detach().min()
+        if not bool(smallest > 0):
+            raise not_definite(self.base, float(smallest))
+        return self.spectrum
+
+    def require_definite(self) -> None:
+        _ = self.definite_spectrum
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self._filtered(self.definite_spectrum.reciprocal(), block)
+
+    def logdet(self) -> Tensor:
+        return self.definite_spectrum.log().sum()
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        if bool((self.spectrum < 0).any()):
+            raise not_definite(self.base, float(self.spectrum.min()))
+        return self.rotate(self.spectrum.sqrt().unsqueeze(-1) * self._normal(k, generator))
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self.rotate(self.definite_spectrum.rsqrt().unsqueeze(-1) * self._normal(k, generator))
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self._filtered(self.definite_spectrum.rsqrt(), block)
+
+    def _filtered(self, weights: Tensor, block: Tensor) -> Tensor:
+        return self.rotate(weights.unsqueeze(-1) * self.rotate_back(block))
+
+
+def warn_of_rounding(base: LinearOperator, error: float) -> None:
+    """Warn with `PrecisionLimit` where results may be off by more than `ROUNDING_SEEN`, relatively."""
+    if error > ROUNDING_SEEN:
+        warnings.warn(
+            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} can have changed the "
+            f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as much. "
+            "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
+            PrecisionLimit,
+            stacklevel=3,
+        )
+
+
+def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefinite:
+    """The error that names the operand, its smallest eigenvalue and the remedy."""
+    return NotPositiveSemidefinite(
+        f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
+        f"{smallest:.3g} to working precision. Add a prior precision (add_diagonal), or use the pseudo-inverse."
+    )

@@ -1,0 +1,330 @@
+"""A + diag(d), the operator of every posterior precision, its closed forms, and lazy inverses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.memory import SOLVED, keep, room_for, vector_bytes
+from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.sources import Sources, merged, scaled, sources_of
+from curvops.linalg.core.spaces import Spaces, spaces_of
+from curvops.linalg.core.vectors import describe, require_precision
+from curvops.linalg.estimators.logdet import Shifted
+from curvops.linalg.operators.algebra import Product, is_psd, is_symmetric
+from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_forms import closed_form, row_of
+from curvops.linalg.operators.structured import Diagonal, draw_dense, draw_together
+from curvops.linalg.preconditioners.nystrom import nystrom
+from curvops.linalg.solvers.solve import Promises
+
+
+class Damped(Operator):
+    """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
+
+    Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
+    operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella,
+    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` says
+    which data the shift is of, where it is no prior.
+    """
+
+    def __init__(
+        self,
+        base: LinearOperator,
+        shift: float | Tensor,
+        cache: Cache | None = None,
+        *,
+        sources: Sources | None = None,
+    ) -> None:
+        if not isinstance(base, LinearOperator):
+            raise TypeError(f"Damped is made of an operator and a shift, got {type(base).__name__} for the operator.")
+        if not isinstance(shift, float | int | Tensor):
+            raise TypeError(f"the shift must be a number or a tensor, got {shift!r}.")
+        if not isinstance(shift, Tensor):
+            shift = torch.as_tensor(shift, dtype=base.dtype, device=base.device)
+        super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operand A."""
+        return self._args[0]
+
+    @property
+    def shift(self) -> Tensor:
+        """The shift d: 0-d, (n,) or (..., n)."""
+        return self._args[1]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        of_base, of_shift = sources_of(self.base), self._of_shift
+        if of_base is None and of_shift is not None:
+            return replace(of_shift, partial=True)
+        return merged(of_base, of_shift)
+
+    @property
+    def _of_shift(self) -> Sources | None:
+        found: Sources | None = self._kwargs["sources"]
+        return found
+
+    def of_sources(self, sources: Sources | None) -> Damped:
+        """The same, whose shift is of these data, too."""
+        if sources is None:
+            return self
+        return Damped(self.base, self.shift, self._cache, sources=merged(self._of_shift, sources))
+
+    @property
+    def _cache(self) -> Cache:
+        return self._kwargs["cache"]
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base)
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base) and bool((self.shift >= 0).all())
+
+    def _size(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.base.batch_shape, self.shift.shape[:-1])
+        return torch.Size((*batch, *self.base.shape[-2:]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = self.base.mT
+        return self if transposed is self.base else Damped(transposed, self.shift, sources=self._of_shift)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.base._t_matmul(rhs) + self._shift_against(rhs) * rhs
+
+    def _shift_against(self, rhs: Tensor) -> Tensor:
+        return self.shift if self.shift.ndim == 0 or rhs.ndim == 1 else self.shift.unsqueeze(-1)
+
+    def _diagonal(self) -> Tensor:
+        return self.base._diagonal() + self.shift
+
+    def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
+        total = super().add_diagonal(diag)
+        return Damped(self.base, self.shift + total.shift, sources=self._of_shift)
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, Damped):
+            of_shift = merged(self._of_shift, other._of_shift)
+            return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
+        return super().__add__(other)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return Damped(self.base + other, self.shift, sources=self._of_shift)
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        if factor.ndim:
+            return super()._mul_constant(other)
+        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._of_shift, factor))
+
+    def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
+        shift = change(self.shift) if self.shift.ndim > 1 else self.shift
+        return Damped(base, shift, sources=self._of_shift)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        operator = self
+        if batch_indices:
+            everything = slice(None)
+            base = self.base._getitem(everything, everything, *batch_indices) if self.base.batch_shape else self.base
+            operator = self._map_batch(base, lambda shift: shift[batch_indices])
+        return Operator._getitem(operator, row_index, col_index)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
+        row_index, col_index = row_index.expand(shape), col_index.expand(shape)
+        of_base = batch_indices if self.base.batch_shape else ()
+        values = self.base._get_indices(row_index, col_index, *of_base)
+        if self.shift.ndim == 0:
+            on_diagonal = self.shift
+        else:
+            on_diagonal = self.shift[(*batch_indices[: self.shift.ndim - 1], row_index)]
+        return torch.where(row_index == col_index, values + on_diagonal, values)
+
+    # Solving
+
+    def preconditioner(
+        self, columns: int = 1, generator: torch.Generator | None = None, *, memory_budget: int | None = None
+    ) -> Any:
+        """M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
+
+        A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
+        kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
+        cost no iterations.
+        """
+        cache = self._cache
+        if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
+            return None
+        with cache.lock:
+            if not cache.columns or columns > 4 * cache.columns:
+                cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget)
+                cache.columns = columns
+            return cache.preconditioner
+
+    def _build_preconditioner(self, columns: int, generator: torch.Generator | None, memory_budget: int | None) -> Any:
+        shift = self.shift.detach()
+        if not bool((shift > 0).all()):
+            return None
+        base, level, scale = self._whitened(shift)
+        if memory_budget is None and (room := room_for(self, None, 0)) is not None:
+            memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for
+        try:
+            sketch = nystrom(
+                base, rank=None, shift=level, rhs=columns, generator=generator, memory_budget=memory_budget
+            )
+        except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
+            return None
+        inner = sketch.preconditioner(level)
+        keep(self, inner, inner.U.nbytes)
+        return inner if scale is None else _Scaled(scale, inner)
+
+    def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
+        """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
+        if shift.ndim == 0:
+            return self.base.detach(), float(shift), None
+        scale = shift.rsqrt()
+        return Product(Diagonal(scale), self.base.detach(), Diagonal(scale)), 1.0, scale
+
+    def shifted_form(self) -> Shifted | None:
+        """B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None where d is not positive."""
+        shift = self.shift.detach()
+        if self.base.batch_shape or shift.ndim > 1 or not bool((shift > 0).all()):
+            return None
+        base, level, scale = self._whitened(shift)
+        return Shifted(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
+
+    def _closed_form(self) -> ClosedForm | None:
+        """This operand's row, factorised once."""
+        if self.batch_shape or row_of(self.base) is None:
+            return None
+        require_precision(self.dtype)
+        tensors = (*self.base.representation(), self.shift)
+        return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
+
+    def promises(self) -> Promises:
+        known = super().promises()
+        return known._replace(definite=known.symmetric)  # a precision: that it is indefinite must be told
+
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        form = self._closed_form()
+        return None if form is None else partial(_solve_definite, form)
+
+    def _lower_bound(self) -> float | None:
+        least = float(self.shift.detach().min())
+        return least if least > 0 and is_psd(self.base) else None
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        form = self._closed_form()
+        if form is not None:
+            return form.draw(k, generator)
+        if not is_psd(self.base) and self._is_small:
+            return draw_dense(self, k, generator)  # an indefinite A has no root, while P may be positive definite
+        if bool((self.shift < 0).any()):
+            raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
+        noise = draw_together(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
+        return draw_together(self.base, k, generator) + noise
+
+    def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
+        form = self._closed_form()
+        if form is not None:
+            return form.draw_inverse(k, generator, rtol)
+        return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
+
+
+class Inverse(Operator):
+    """A⁻¹ by its solves: one solve with A per column; entries as `A.inverse()` gives them."""
+
+    def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
+        super().__init__(base, rtol=rtol)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator A."""
+        return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)[::-1]
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base)
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base)
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = self.base.mT
+        return self if transposed is self.base else Inverse(transposed, rtol=self._kwargs["rtol"])
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.base.solve_to(rhs, self._kwargs["rtol"])
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.mT._matmul(rhs)
+
+    def inverse(self, rtol: float | None = None) -> LinearOperator:
+        return self.base
+
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        return lambda block, rtol=None: self.base._matmul(block)
+
+    def _diagonal(self) -> Tensor:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return super()._diagonal() if form is None else form.inverse_diagonal()
+
+    @property
+    def diagonal_matvecs(self) -> int:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return self.shape[-1] if form is None else 0
+
+    def logdet(self) -> Tensor:
+        return -self.base.logdet()
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        return super().zero_mean_mvn_samples(num_samples) if form is None else form.draw_inverse(num_samples, None).mT
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        if isinstance(self.base, Damped):
+            return self.base._draw_inverse(k, generator, self._kwargs["rtol"])
+        return self.base.solve_to(draw_together(self.base, k, generator), self._kwargs["rtol"])
+
+
+def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) -> Tensor:
+    """P⁻¹ B by the closed form, which may hold for indefinite P too: those are no precisions."""
+    form.require_definite()
+    return form.solve(block, rtol)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """S M S for a diagonal S and a preconditioner M."""
+
+    scale: Tensor
+    inner: Any
+
+    def __matmul__(self, block: Tensor) -> Tensor:
+        scale = self.scale if block.ndim == 1 else self.scale.unsqueeze(-1)
+        return scale * (self.inner @ (scale * block))

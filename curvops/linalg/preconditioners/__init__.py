@@ -1,0 +1,1 @@
+"""Approximate inverses; they know no solver."""

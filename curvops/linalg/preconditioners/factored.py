@@ -1,0 +1,107 @@
+"""What a preconditioner P ≈ A + μI offers beyond P⁻¹: its square root, its log-determinant, bounds of its spectrum.
+
+``cg`` needs ``P @ V`` alone; a preconditioned log-determinant needs the rest. ``nystrom``, ``cholesky``,
+``block_jacobi`` and ``diagonal_preconditioner`` make them, ``as_preconditioner`` turns an operator or a small matrix
+into one.
+
+>>> import torch
+>>> from curvops.linalg import Diagonal, as_preconditioner
+>>> P = as_preconditioner(Diagonal(torch.tensor([1.0, 4.0])))
+>>> P @ torch.ones(2), P.sqrt_inverse(torch.ones(2)), round(float(P.logdet()), 4)
+(tensor([1.0000, 0.2500]), tensor([1.0000, 0.5000]), 1.3863)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.vectors import Vectors, as_columns, combine, gram
+
+Function = Callable[[Vectors], Vectors]
+
+
+@runtime_checkable
+class FactoredPreconditioner(Protocol):
+    """Symmetric positive definite P with its symmetric root; vectors (n,) or blocks (n, k)."""
+
+    @property
+    def matvecs(self) -> int:
+        """Products with A that were spent on making P."""
+
+    def __matmul__(self, V: Vectors, /) -> Vectors:
+        """P⁻¹V."""
+
+    def sqrt_inverse(self, V: Vectors, /) -> Vectors:
+        """P^-½V, the symmetric root."""
+
+    def sqrt(self, V: Vectors, /) -> Vectors:
+        """P^½V, the symmetric root."""
+
+    def logdet(self) -> Tensor:
+        """Log det P in nats, exact."""
+
+    def bounds(self) -> tuple[float, float]:
+        """A lower and an upper bound of the eigenvalues of P."""
+
+    def floor(self, level: float) -> float:
+        """A positive c with P^-½ B P^-½ ≥ c I for the matrix B ≥ level · I that P was made for."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPreconditioner:
+    """P = U diag(values) Uᵀ + level (I − UUᵀ), from an approximation Â = U diag(eigenvalues) Uᵀ ≤ A.
+
+    Rank 0 is a multiple of the identity.
+    """
+
+    U: Float[Vectors, "n r"]
+    eigenvalues: Float[Tensor, " r"]
+    values: Float[Tensor, " r"]
+    level: float
+    matvecs: int = 0
+
+    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P⁻¹V for a vector or a block."""
+        return self._filtered(torch.reciprocal, V)
+
+    def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P^-½V for a vector or a block."""
+        return self._filtered(torch.rsqrt, V)
+
+    def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P^½V for a vector or a block."""
+        return self._filtered(torch.sqrt, V)
+
+    def logdet(self) -> Float[Tensor, ""]:
+        """Log det P, exact."""
+        return self.values.log().sum() + (self.U.shape[0] - len(self.values)) * math.log(self.level)
+
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest eigenvalue of P."""
+        every = [self.level] if len(self.values) < self.U.shape[0] else []
+        if len(self.values):
+            every += [float(self.values.amin()), float(self.values.amax())]
+        return min(every), max(every)
+
+    def floor(self, level: float) -> float:
+        """A c with B ≥ c P: from B ≥ Â and B ≥ level follows B ≥ (Â + level)/2, which U diagonalises as it does P."""
+        ratios = [level / (2 * self.level)] if len(self.values) < self.U.shape[0] else []
+        if len(self.values):
+            ratios.append(float(((self.eigenvalues + level) / (2 * self.values)).amin()))
+        return min(ratios)
+
+    def _filtered(self, function: Callable[[Tensor], Tensor], V: Vectors) -> Vectors:
+        outside = float(function(torch.tensor(self.level, dtype=torch.float64)))
+        scaled = V if outside == 1 else V * outside
+        if not len(self.values):
+            return scaled
+        weights = function(self.values) - outside
+        found = as_columns(scaled) + combine(self.U, weights[:, None] * gram(self.U, as_columns(V)))
+        return found if V.ndim == 2 else found.squeeze(1)

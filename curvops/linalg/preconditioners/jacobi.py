@@ -1,0 +1,84 @@
+"""Jacobi's preconditioner: the diagonal of a positive semidefinite matrix.
+
+>>> import torch
+>>> from curvops.linalg import diagonal_preconditioner
+>>> P = diagonal_preconditioner(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), shift=1.0)
+>>> P @ torch.ones(2)
+tensor([0.3333, 0.2500])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.entries import diagonal_of
+from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.vectors import Matrix, describe_square
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalPreconditioner:
+    """P = diag(entries), all positive."""
+
+    entries: Float[Tensor, " n"]
+    matvecs: int = 0
+
+    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P⁻¹V for a vector or a block."""
+        return V / self._against(V, self.entries)
+
+    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P^-½V for a vector or a block."""
+        return V * self._against(V, self.entries.rsqrt())
+
+    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P^½V for a vector or a block."""
+        return V * self._against(V, self.entries.sqrt())
+
+    def logdet(self) -> Float[Tensor, ""]:
+        """Log det P, exact."""
+        return self.entries.double().log().sum()
+
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest entry."""
+        return float(self.entries.amin()), float(self.entries.amax())
+
+    def floor(self, level: float) -> float:
+        """Level over the largest entry: of B itself no more is known than B ≥ level."""
+        return level / self.bounds()[1]
+
+    def _against(self, V: Tensor, weights: Tensor) -> Tensor:
+        return weights if V.ndim == 1 else weights.unsqueeze(-1)
+
+
+def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int = 0.0) -> DiagonalPreconditioner:
+    """P = diag(A) + shift I, for a matrix or operator A (n, n) or its diagonal (n,), which may be an estimate.
+
+    Costs what A's diagonal costs: n products for an operator that has no cheaper way, which are counted.
+
+    Raises:
+        ValueError: A is neither square nor a vector, or an entry is not finite.
+        NotPositiveSemidefinite: an entry of P is not positive.
+    """
+    if not 0 <= shift < math.inf:
+        raise ValueError(f"shift must be finite and not negative, got {shift}.")
+    if isinstance(A, Tensor) and A.ndim == 1:
+        diagonal, spent = A.detach(), 0
+    else:
+        describe_square(A)
+        diagonal, spent = diagonal_of(A)
+    entries = diagonal + shift
+    if not bool(torch.isfinite(entries).all()):
+        raise ValueError("the diagonal of A holds NaN or Inf; check the parameters and the data.")
+    if not bool((entries > 0).all()):
+        worst = int(entries.argmin())
+        raise NotPositiveSemidefinite(
+            f"entry {worst} of the diagonal is {float(entries[worst]):.3e}, not positive. "
+            "Give a larger shift (the prior precision), or use the GGN in place of the Hessian."
+        )
+    return DiagonalPreconditioner(entries, spent)

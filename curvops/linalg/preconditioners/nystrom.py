@@ -1,0 +1,235 @@
+"""Randomised Nyström approximation of a positive semidefinite matrix, and the preconditioner it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_limits
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.orthogonal import tall_qr
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
+from curvops.linalg.core.vectors import (
+    Description,
+    Matrix,
+    Vectors,
+    apart,
+    as_block,
+    as_columns,
+    axpy,
+    combine,
+    describe_square,
+    empty_block,
+    gram,
+    join,
+    norm,
+    part,
+    random_block,
+    rotate,
+)
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner
+from curvops.progress import Progress, at_work
+
+FIRST_RANK = 8
+MOST_RANK = 1024
+KEPT = 3
+"""Arrays of n × rank numbers that are held at once."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Nystrom(Summarised):
+    """G ≈ U diag(eigenvalues) Uᵀ with orthonormal U and descending positive eigenvalues.
+
+    ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 where the sketch exhausted
+    the range. ``reason`` is CONVERGED for the rank asked for or chosen, RANK_CAPPED where a budget ended the growth.
+    """
+
+    U: Float[Vectors, "n r"]
+    eigenvalues: Float[Tensor, " r"]
+    shift: float
+    tail: float
+    matvecs: int
+    reason: Reason
+
+    def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
+        """P = U (Λ + μ)/(τ + μ) Uᵀ + I − UUᵀ for G + μI; μ, the shift, defaults to the one the rank was chosen for.
+
+        τ is the ``tail``. Rank 0 gives the identity.
+
+        Raises:
+            ValueError: the shift is negative, or zero where the approximation is exhausted (P would be singular).
+        """
+        shift = self.shift if shift is None else shift
+        if not shift >= 0:
+            raise ValueError(f"shift must not be negative, got {shift}.")
+        if self.tail + shift <= 0 and len(self.eigenvalues):
+            raise ValueError("a preconditioner of an operator of low rank needs a positive shift; got 0.")
+        ratios = (self.eigenvalues + shift) / (self.tail + shift)
+        return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
+
+    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """The approximation times a vector or a block."""
+        found = combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V)))
+        return found if V.ndim == 2 else found.squeeze(1)
+
+
+def nystrom(
+    A: Matrix,
+    rank: int | None = None,
+    *,
+    shift: float | int = 0.0,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    rhs: int = 1,
+    max_rank: int | None = None,
+    progress: Progress = None,
+) -> Nystrom:
+    """Approximate positive semidefinite A from ``rank`` products with random vectors.
+
+    With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
+    products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
+    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, or what
+    the linearisation behind A has left of its own. ``progress`` is as in `cg`.
+
+    Raises:
+        ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative.
+        NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
+
+    Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
+    """
+    n, _, dtype, _ = describe_square(A)
+    for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}.")
+    check_limits(memory_budget=memory_budget)
+    limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
+    known = is_known_psd(A)
+    with (
+        at_work("nystrom", None if rank is None else limit, progress, A),
+        working(A, memory_budget) as (multiply, room),
+    ):
+        if room is not None:
+            limit = min(limit, room // max(1, KEPT * n * dtype.itemsize))
+        return grow(multiply, describe_square(A), rank, limit, float(shift), rhs, apart(generator), known_psd=known)
+
+
+def grow(
+    multiply: Callable[[Vectors], Vectors],
+    facts: Description,
+    rank: int | None,
+    limit: int,
+    shift: float,
+    rhs: float | int,
+    generator: torch.Generator | None,
+    satisfied: Callable[[Vectors, Tensor], bool] | None = None,
+    known_psd: bool = False,
+) -> Nystrom:
+    """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
+
+    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays. ``known_psd``: see `negligible`.
+    """
+    n = facts.rows
+    Omega = Y = empty_block(facts, 0)
+    target = min(limit, FIRST_RANK) if rank is None else limit
+    while True:
+        fresh = random_block(facts, target - Omega.shape[1], "gaussian", generator)
+        fresh, _ = tall_qr(fresh, overwrite=True)
+        for _ in range(2 if Omega.shape[1] else 0):
+            fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
+        Omega = join(Omega, fresh)
+        Y = join(Y, multiply(fresh))
+        del fresh
+        U, values, exhausted = _factor(Omega, Y, known_psd)
+        if rank is not None or exhausted or target >= limit:
+            break
+        if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
+            break
+        del U
+        target = min(limit, 2 * target)
+    wanted = min(n, MOST_RANK) if rank is None else min(rank, n)
+    cut = (
+        limit < wanted
+        and target >= limit
+        and not exhausted
+        and not (rank is None and len(values) and _enough(values, shift))
+    )
+    tail = 0.0 if exhausted or not len(values) else float(values[-1])
+    return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
+
+
+def negligible(eps: float, known_psd: bool) -> float:
+    """The size of a negative eigenvalue, relative to the matrix, that is rounding.
+
+    The products of an operator that is positive semidefinite by construction may round by far more than their own
+    size (a softmax that is sure multiplies large derivatives by the small 1 − p): there, the root of the precision.
+    """
+    return math.sqrt(eps) if known_psd else 100 * eps
+
+
+def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
+    """U, eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
+    n, r = Omega.shape
+    size = float(norm(Y).square().sum().sqrt())
+    if not math.isfinite(size):
+        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    if size == 0:
+        return part(Omega, 0, 0), torch.zeros(0, dtype=torch.float64, device=Y.device), r > 0
+    nu = math.sqrt(n) * torch.finfo(Y.dtype).eps * size
+    core = gram(Omega, Y)
+    require_symmetric(core, torch.finfo(Y.dtype).eps, size)
+    core = (core + core.mT) / 2
+    eye = torch.eye(r, dtype=torch.float64, device=Y.device)
+    L, info = torch.linalg.cholesky_ex(core + nu * eye)
+    if bool(info != 0):
+        lowest = float(torch.linalg.eigvalsh(core)[0])
+        if (
+            -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size
+        ):  # rounding inside the products: what it hid is shifted
+            nu = nu + 2 * abs(lowest)
+            L, info = torch.linalg.cholesky_ex(core + nu * eye)
+    if bool(info != 0):
+        raise NotPositiveSemidefinite(
+            f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
+            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
+        )
+    # B = (Y + νΩ) L⁻ᵀ, of which only the small factor of a QR needs a singular value decomposition.
+    shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
+    rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)
+    Q, R = tall_qr(shifted, overwrite=True)
+    V, S, _ = torch.linalg.svd(R)
+    values = S.square() - nu
+    kept = int((values > nu).sum())
+    rotate(Q, V[:, :kept])
+    return part(Q, 0, kept), values[:kept], kept < min(r, n) or r == n
+
+
+def _products(condition: float, rhs: float | int) -> float:
+    """Expected products of block CG to rtol 1e-6: the classical bound, ½ √κ log(2/rtol) iterations, over √K.
+
+    That a block of K columns takes 1/√K of the iterations of one is what networks on digits show, not a theorem.
+    """
+    return math.sqrt(rhs * condition) * math.log(2e6) / 2
+
+
+def _enough(values: Tensor, shift: float) -> bool:
+    floor = shift if shift > 0 else torch.finfo(values.dtype).eps ** 0.5 * float(values[0])
+    return float(values[-1]) <= floor
+
+
+def _worth_doubling(values: Tensor, shift: float, rhs: float | int) -> bool:
+    if _enough(values, shift):
+        return False
+    if shift == 0:
+        return True
+    r, last, middle = len(values), float(values[-1]), float(values[len(values) // 2 - 1])
+    # The decay of the second half of the spectrum, continued as a power law.
+    predicted = last * (last / middle)
+    saved = _products(1 + last / shift, rhs) - _products(1 + predicted / shift, rhs)
+    return saved > r

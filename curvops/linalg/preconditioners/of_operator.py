@@ -1,0 +1,94 @@
+"""An operator with a closed form, or a small matrix, as a preconditioner with a root and a log-determinant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.vectors import Matrix, describe_square
+from curvops.linalg.preconditioners.block_jacobi import block_jacobi
+from curvops.linalg.preconditioners.factored import FactoredPreconditioner, Function
+
+METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedFormPreconditioner:
+    """P, an operator whose solves, symmetric inverse root and log-determinant are known in closed form."""
+
+    operator: LinearOperator
+    form: Any
+    extremes: tuple[float, float]
+    matvecs: int = 0
+
+    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P⁻¹V for a vector or a block."""
+        return self._by_block(self.form.solve, V)
+
+    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P^-½V for a vector or a block."""
+        return self._by_block(self.form.inverse_root, V)
+
+    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
+        """P^½V = P (P^-½V)."""
+        return self._by_block(lambda block: self.operator._matmul(self.form.inverse_root(block)), V)
+
+    def logdet(self) -> Float[Tensor, ""]:
+        """Log det P, exact."""
+        return self.form.logdet().detach()
+
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and largest eigenvalue where the form knows them, else 0 and the trace of P."""
+        return self.extremes
+
+    def floor(self, level: float) -> float:
+        """Level over a bound of the largest eigenvalue of P."""
+        return level / self.extremes[1]
+
+    def _by_block(self, function: Function, V: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(V.reshape(len(V), -1)).reshape(V.shape)
+
+
+def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditioner:
+    """P ≈ A + μI, for use as ``preconditioner=`` of any solver or of ``logdet``: ``P.add_diagonal(μ)`` of a KFAC, say.
+
+    Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, BlockDiagonal or Dense; Diagonal), a
+    positive definite tensor, which is factorised, or what is a preconditioner already. A solver that is given an
+    operator as it stands multiplies by it, so that it must be the inverse; here it is P itself.
+
+    Raises:
+        TypeError: no closed form of P is known.
+        NotPositiveSemidefinite: P is not positive definite.
+    """
+    if isinstance(P, Tensor):
+        return block_jacobi(P, describe_square(P).rows)
+    if not isinstance(P, LinearOperator):
+        if isinstance(P, FactoredPreconditioner):
+            return P
+        raise TypeError(
+            f"a preconditioner must be an operator, a tensor, or have {', '.join(METHODS)}; got {type(P).__name__}."
+        )
+    n = describe_square(P).rows
+    find = getattr(P, "_closed_form", lambda: None)
+    form = find()
+    if form is None and hasattr(P, "_closed_form"):
+        form = P.add_diagonal(0.0)._closed_form()
+    if form is None:
+        raise TypeError(
+            f"no closed form of this {type(P).__name__} of {n} rows is known (a low rank needs add_diagonal(shift)); "
+            "sketch it with nystrom or cholesky instead, or give its tensor if it is small."
+        )
+    form.require_definite()
+    spectrum = getattr(form, "spectrum", None)
+    with torch.no_grad():
+        if spectrum is None:
+            extremes = 0.0, float(P._diagonal().sum())
+        else:
+            extremes = float(spectrum.min()), float(spectrum.max())
+    return ClosedFormPreconditioner(P, form, extremes)

@@ -1,0 +1,1 @@
+"""Linear systems: CG, MINRES, LSMR, dual descent, and the choice between them."""

@@ -1,0 +1,214 @@
+"""Stochastic dual descent: (K + noise I) α = y from a few rows of K at a time.
+
+>>> import torch
+>>> from curvops.linalg.solvers.dual_descent import dual_descent
+>>> x = torch.linspace(0, 1, 200, dtype=torch.float64)
+>>> K = torch.exp(-50 * (x[:, None] - x).square())
+>>> solution = dual_descent(K, torch.sin(9 * x), noise=1.0, rtol=1e-2, generator=torch.Generator().manual_seed(0))
+>>> solution.reasons[0].name
+'CONVERGED'
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from curvops.linalg.core.entries import rows
+from curvops.linalg.core.limits import check_generator
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import Matrix, describe_square, norm, product, random_block
+from curvops.linalg.solvers.systems import Callback, Columns, check, in_groups, shaped_as
+from curvops.linalg.solvers.verdicts import Records, grown
+from curvops.progress import Progress, as_step, at_work
+
+EPOCHS = 200
+POWER_STEPS = 12
+MOMENTUM = 0.9
+MOST_HALVINGS = 20
+VECTORS = 8
+"""Working vectors per right-hand side, temporaries included."""
+PATIENCE = 20, 400
+"""Epochs, and steps, without a residual that is lower by a hundredth, after which the descent ends."""
+
+
+def dual_descent(
+    K: Matrix,
+    B: Shaped[Tensor, "n *K"],
+    *,
+    noise: float | int = 0.0,
+    batch_size: int = 512,
+    step_size: float | None = None,
+    momentum: float = MOMENTUM,
+    rtol: float | int = 1e-2,
+    maxiter: int | None = None,
+    x0: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    callback: Callback | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> Solution:
+    """Solve (K + noise I) α = y for every column y of B by stochastic gradient steps on the dual objective.
+
+    Args:
+        K: (n, n), symmetric positive semidefinite with rows that are cheap: a tensor, or an operator whose
+            ``K[index, :]`` evaluates nothing else (of an operator known by its products a row costs a product).
+        B: (n,) or (n, K).
+        noise: added to the diagonal.
+        batch_size: rows in a step, drawn without replacement.
+        step_size: β; None takes 1/L, L the smoothness of the sampled objective, estimated by 12 power
+            iterations and the diagonal of one batch. Where the residual grows tenfold it is halved and the best iterate
+            taken up again.
+        momentum: ρ of Nesterov's method.
+        rtol: stop once the true residual, looked at after each epoch, is at most rtol ‖y‖; few digits are to be had.
+        maxiter: most epochs, 200 by default. An epoch passes over the rows, and reads n of them, as a product does.
+        x0: initial guess, shaped as B.
+        generator: draws the batches.
+        callback: called as ``callback(epoch, relative_residuals (K,))``.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind A has left of its own budget.
+        progress: as in `cg`.
+
+    Returns:
+        A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
+        read counting as their share of a product. STAGNATION says that steps of this size no longer lower the residual,
+        ITERATION_LIMIT that more epochs would.
+
+    Raises:
+        TypeError: K, B or x0 is not of one real dtype, float32 or float64.
+        ValueError: shapes or devices do not fit, or an option is out of range.
+
+    Source: Lin, Padhy, Antorán, Tripp, Terenin, Szepesvári, Hernández-Lobato & Janz 2024, algorithm 1, with geometric
+    averaging of the iterates.
+    """
+    facts = describe_square(K)
+    n = facts.rows
+    check(facts, B, rtol, maxiter, x0, memory_budget)
+    epochs = EPOCHS if maxiter is None else maxiter
+    if not 0 <= momentum < 1 or batch_size < 1 or not noise >= 0 or (step_size is not None and not step_size > 0):
+        raise ValueError(
+            "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
+            f"{momentum}, {batch_size}, {noise} and {step_size}."
+        )
+    options = Options(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
+
+    def solve(part: Tensor, start: Tensor | None) -> Solution:
+        system = Columns.of(part, start, facts)
+        descent = Descent(K, system, options, float(rtol), system.spread(callback))
+        descent.solve()
+        return system.solution(descent.records)
+
+    with torch.no_grad(), at_work("dual_descent", None, progress, K):
+        start = None if x0 is None else x0.reshape(n, -1)
+        return shaped_as(in_groups(solve, K, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to descend."""
+
+    noise: float
+    batch: int
+    step_size: float | None
+    momentum: float
+    epochs: int
+    generator: torch.Generator | None
+
+
+class Descent:
+    """K systems with right-hand sides of unit norm that share their batches; ``records`` is the outcome."""
+
+    def __init__(self, K: Matrix, system: Columns, options: Options, rtol: float, callback: Callback | None) -> None:
+        self.B, self.options, self.callback = system.unit, options, callback
+        self.n, k = self.B.shape
+        self.rows = rows(K)
+        self.plain = product(K)
+        level = 10 * torch.finfo(self.B.dtype).eps * math.sqrt(self.n)
+        self.alpha = system.X.mT.clone().mT
+        self.records = Records(system.X, [math.inf] * k, rtol, level, options.epochs)
+        self.norm_A = 0.0
+
+    def multiply(self, V: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """(K + noise I) V."""
+        return self.plain(V) + self.options.noise * V
+
+    def solve(self) -> None:
+        """Epochs until every column has converged, nothing moves any more, or the limit."""
+        records, k = self.records, self.B.shape[1]
+        self.velocity = torch.zeros_like(self.alpha)
+        self.average = self.alpha.mT.clone().mT
+        finite = self.inspect(self.alpha)
+        if k and finite and not self.done():
+            self.beta = self.options.step_size or self.default_step()
+        halvings, patience = 0, max(PATIENCE[0], PATIENCE[1] * self.options.batch // self.n)
+        while k and finite and not self.done() and records.iteration < self.options.epochs:
+            as_step(k, self.epoch)
+            records.iteration += 1
+            records.matvecs += k
+            steady = self.inspect(self.average) and self.inspect(self.alpha)
+            if not steady:
+                halvings += 1
+                self.beta /= 2
+                self.alpha, self.average = (records.X.mT.clone().mT for _ in range(2))
+                self.velocity.zero_()
+            finite = halvings <= MOST_HALVINGS
+            if records.iteration - max(records.gained) > patience:
+                break
+        for column in range(k):
+            if not finite:
+                reason = Reason.NON_FINITE
+            else:
+                reason = Reason.ITERATION_LIMIT if records.iteration >= self.options.epochs else Reason.STAGNATION
+            records.stop(column, reason)
+
+    def done(self) -> bool:
+        return all(residual <= self.records.rtol for residual in self.records.best)
+
+    def epoch(self) -> None:
+        """One pass over the rows in random batches."""
+        options, n = self.options, self.n
+        check_generator(options.generator)
+        home = self.B.device if options.generator is None else options.generator.device
+        order = torch.randperm(n, generator=options.generator, device=home).to(self.B.device)
+        # ᾱ ← r α + (1 − r) ᾱ with r = 100 / T, at most a tenth.
+        share = min(0.1, 100 * options.batch / (n * options.epochs))
+        for index in order.split(options.batch):
+            ahead = self.alpha + options.momentum * self.velocity
+            gradient = self.rows(index) @ ahead + options.noise * ahead[index] - self.B[index]
+            self.velocity *= options.momentum
+            self.velocity[index] -= self.beta * (n / len(index)) * gradient
+            self.alpha += self.velocity
+            self.average += share * (self.alpha - self.average)
+
+    def inspect(self, alpha: Float[Tensor, "n k"]) -> bool:
+        """Look at the true residuals: a product each. False where one is not finite or ten times the best."""
+        records, k = self.records, self.B.shape[1]
+        image = self.multiply(alpha)
+        records.matvecs += k
+        residuals, sizes, images = torch.stack([norm(self.B - image), norm(alpha), norm(image)]).cpu().tolist()
+        self.norm_A = grown(self.norm_A, images, sizes)
+        for column, (residual, size) in enumerate(zip(residuals, sizes)):
+            records.keep(column, alpha[:, column], residual, residual / (self.norm_A * size + 1), math.nan)
+        row = records.record(list(range(k)), list(records.best))
+        if self.callback is not None:
+            self.callback(records.iteration, row)
+        return all(residual <= 10 * best for residual, best in zip(residuals, records.best))
+
+    def default_step(self) -> float:
+        """1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
+        n, b = self.n, self.options.batch
+        V = random_block(self.B, 1, generator=self.options.generator)
+        size = 0.0
+        for _ in range(POWER_STEPS):
+            V = self.multiply(V)
+            size = float(norm(V)[0])
+            V = V / size if size > 0 else V
+        self.records.matvecs += POWER_STEPS + 1
+        probe = torch.arange(min(n, b), device=self.B.device)
+        height = float(as_step(1, self.rows, probe).diagonal().max()) + self.options.noise
+        share = (n - b) / max(n - 1, 1)
+        return 1 / (size + n / b * share * height) if size > 0 else 1.0

@@ -1,0 +1,1 @@
+"""Krylov bases, eigenpairs and singular triplets."""

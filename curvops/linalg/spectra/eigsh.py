@@ -1,0 +1,229 @@
+"""A few eigenpairs of a symmetric matrix by thick-restart block Lanczos.
+
+>>> import torch
+>>> from curvops.linalg.spectra.eigsh import eigsh
+>>> A = torch.diag(torch.tensor([5.0, 5.0, 5.0, 2.0, 1.0]).double())
+>>> pairs = eigsh(A, 4, generator=torch.Generator().manual_seed(0))
+>>> pairs.values.round(decimals=6).tolist(), pairs.reasons[0].name
+([5.0, 5.0, 5.0, 2.0], 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_choice, check_limits
+from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.results import Eigenpairs, Reason
+from curvops.linalg.core.vectors import (
+    CHUNK,
+    Description,
+    Matrix,
+    Vectors,
+    columns,
+    describe_square,
+    inner,
+    norm,
+    part,
+    zero_block,
+)
+from curvops.linalg.solvers.systems import iterations_allowed
+from curvops.linalg.spectra.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
+from curvops.linalg.spectra.projection import Counted
+from curvops.linalg.spectra.shift_invert import Solver, shift_inverted
+from curvops.linalg.spectra.thick_restart import Callback, Search, Which
+from curvops.progress import Progress, at_work
+
+# A basis of up to so many bytes and columns is used without asking: more room means fewer products.
+FREE_BYTES = 1 << 26
+MOST_COLUMNS = 512
+# A true residual of so many units of rounding is all that the dtype gives.
+ROUNDING = 20
+
+
+def eigsh(
+    A: Matrix,
+    k: int,
+    which: str = "largest",
+    *,
+    sigma: float | int | None = None,
+    rtol: float | int = 1e-6,
+    block_size: int = 2,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    start: Float[Vectors, "n b"] | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    solver: Solver | None = None,
+    callback: Callback | None = None,
+    progress: Progress = None,
+) -> Eigenpairs:
+    """The k eigenpairs of symmetric A that are wanted, multiple ones as often as they occur.
+
+    A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
+    more) and no better pair was missed: where as many equal values were found as the block has columns, a fresh random
+    block is sent through the complement of the pairs found until a missed one would have shown with probability 0.999
+    (where the budget ends before that, the reason is UNVERIFIED).
+
+    Args:
+        A: (n, n), symmetric; a tensor or any LinearOperator.
+        k: how many, 1..n.
+        which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
+            (largest |λ|), or "interior" (nearest to ``sigma``). Best first; "both" descending.
+        sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
+        rtol: 0 asks for all the dtype has, and the reason is then PRECISION_LIMIT.
+        block_size: vectors multiplied together. A larger one needs somewhat more products.
+        maxiter: most block products; by default 10 n, at least 100, at most 10 000. k products are always made.
+        max_matvecs: most products with a vector, the k of the final check included.
+        start: (n, b), to begin with instead of random vectors; the complement is then always checked.
+        generator: source of the random vectors.
+        memory_budget: bytes for the basis; None is what the linearisation behind A has left of its own budget. It has
+            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the reason is
+            RANK_CAPPED where they did not suffice.
+        solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
+            default.
+        callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
+        progress: as in `cg`.
+
+    Returns:
+        Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each.
+        A product with NaN or Inf ends the run: every value is then NaN, the reason NON_FINITE.
+
+    Raises:
+        ValueError: A is not square, k not in 1..n, an unknown ``which``, sigma without "interior" or the reverse, or a
+            budget too small for k pairs.
+
+    Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
+    """
+    facts = describe_square(A)
+    n = facts.rows
+    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    _check(n, k, which, sigma)
+    wide = min(n, block_size) if start is None else start.shape[-1]
+    narrow = wide if start is not None else 1
+    with (
+        torch.no_grad(),
+        at_work("eigsh", max_matvecs, progress, A),
+        working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room),
+    ):
+        capacity, b, capped = basis_columns(facts, n, n, k, wide, narrow, room)
+        block = start_block(facts, start, b, generator)
+        most = math.inf if max_matvecs is None else max_matvecs - k
+        if most < k + b:
+            raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
+        inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
+        process = BlockLanczos(inverse or Counted(multiply), block, capacity, generator, inject=True)
+        search = Search(
+            process,
+            "magnitude" if which == "interior" else cast(Which, which),
+            k,
+            rtol=float(rtol),
+            capacity=capacity,
+            maxiter=iterations_allowed(n, maxiter),
+            most_matvecs=most,
+            callback=callback,
+        )
+        reason = search.run(start is None)
+        if reason is Reason.NON_FINITE:
+            return _broken(facts, k, process.matvecs)
+        reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
+        if inverse is None:
+            vectors, size = process.settled, process.size * process.scale
+            values, residuals = rayleigh(vectors, multiply, b)
+        else:
+            vectors, images, size = inverse.polished(process.settled)
+            values, residuals = rayleigh(vectors, lambda _: images, k)
+            reason = inverse.failure or reason
+        reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
+        spent = process.matvecs + (k if inverse is None else 0)
+        return _certified(vectors, values, residuals, which, sigma, float(rtol), size, reason, spent)
+
+
+def _check(n: int, k: int, which: str, sigma: float | None) -> None:
+    if not 1 <= k <= n:
+        raise ValueError(f"k must lie in 1..{n}, the size of the matrix, got {k}.")
+    check_choice("which", which, (*get_args(Which), "interior"))
+    if (sigma is None) == (which == "interior"):
+        raise ValueError(f'sigma and which="interior" go together, got which={which!r} and sigma={sigma}.')
+
+
+def basis_columns(
+    facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
+) -> tuple[int, int, bool]:
+    """Columns of a basis in n dimensions, a block size that fits them, and whether the budget made the columns fewer.
+
+    A column takes ``numbers`` numbers; the block may shrink to ``least_block``.
+
+    Raises:
+        ValueError: the budget holds too few of them.
+    """
+    size = numbers * torch.finfo(facts.dtype).bits // 8
+    usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
+    for b in (block_size, least_block):
+        within = columns_within(memory_budget, n, size, b)
+        if within >= min(n, k + 2 * b):
+            return min(usual, within), b, within < usual
+    needed = size * (min(n, k + 2 * least_block) + BESIDE * least_block)
+    raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
+
+
+def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
+    """vᵀAv/vᵀv and ‖Av − λv‖ of each column, so many at a time where they are long."""
+    values, residuals = [], []
+    width = max(width, CHUNK // vectors.shape[0])
+    for start in range(0, vectors.shape[1], width):
+        V = part(vectors, start, start + width)
+        W = multiply(V)
+        values.append(inner(V, W) / inner(V, V))
+        residuals.append(norm(W - V * values[-1].to(V.dtype)))
+    return torch.cat(values), torch.cat(residuals)
+
+
+def _certified(
+    vectors: Vectors,
+    values: Tensor,
+    residuals: Tensor,
+    which: str,
+    sigma: float | None,
+    rtol: float,
+    size: float,
+    reason: Reason,
+    matvecs: int,
+) -> Eigenpairs:
+    """The pairs and their reasons, in order."""
+    keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
+    order = keys.get(which, -values).argsort()
+    residuals = residuals[order]
+    values = torch.where(torch.isfinite(residuals), values[order], math.nan)
+    residuals = residuals.nan_to_num(math.inf, math.inf)
+    noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
+    sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
+    reasons = verdicts(residuals, rtol * sizes, noise, reason)
+    return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs)
+
+
+def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
+    """A reason for each true residual, given how the search ended."""
+    unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
+    found = []
+    for residual, aim in zip(residuals.tolist(), aims.tolist()):
+        if not math.isfinite(residual):
+            found.append(Reason.NON_FINITE)
+        elif residual > max(aim, noise):
+            found.append(unmet)
+        elif reason is not Reason.CONVERGED:
+            found.append(Reason.UNVERIFIED)
+        else:
+            found.append(Reason.CONVERGED if residual <= aim else Reason.PRECISION_LIMIT)
+    return tuple(found)
+
+
+def _broken(facts: Description, k: int, matvecs: int) -> Eigenpairs:
+    nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
+    vectors = zero_block(facts, k) * math.nan
+    return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs)

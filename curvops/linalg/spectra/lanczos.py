@@ -1,0 +1,256 @@
+"""Lanczos tridiagonalisation with full reorthogonalisation, for one start vector or a batch in lock-step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_limits
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Reason
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.symmetry import noticed_skew
+from curvops.linalg.core.vectors import (
+    Matrix,
+    Vectors,
+    columns,
+    combine,
+    describe_square,
+    empty_block,
+    inner,
+    join,
+    largest,
+    norm,
+    part,
+    project_out,
+    put,
+    put_columns,
+    random_block,
+)
+from curvops.progress import Progress, at_work
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LanczosResult(Summarised):
+    """A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
+
+    ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
+    ``reason`` is CONVERGED for the depth asked for, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
+    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns), NOT_SYMMETRIC for
+    an A that is not: then the identity does not hold.
+    """
+
+    Q: Float[Vectors, "n m"]
+    alphas: Float[Tensor, " m"]
+    betas: Float[Tensor, " m"]
+    residual_norm: Float[Tensor, ""]
+    reason: Reason
+    matvecs: int
+
+    @property
+    def T(self) -> Float[Tensor, "m m"]:
+        """The tridiagonal matrix QᵀAQ."""
+        off = self.betas[:-1]
+        return torch.diag(self.alphas) + torch.diag(off, 1) + torch.diag(off, -1)
+
+
+LEAST_VECTORS = 6
+"""Vectors that a run of two steps takes."""
+
+
+def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
+    """The deepest basis, at most ``steps``, whose ``probes`` bases fit in ``memory_budget`` bytes; at least 1."""
+    steps = min(steps, n)
+    if memory_budget is None:
+        return steps
+    return max(1, min(steps, memory_budget // (n * itemsize * probes) - 2))
+
+
+def first_capacity(first: int, wanted: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
+    """Room for ``first`` steps, or for all there can be where a growing basis had none for the one before it."""
+    if memory_budget is None or 3 * (wanted + 2) * n * itemsize * probes <= 2 * memory_budget:
+        return min(first, wanted)
+    return depth_within(wanted, n, itemsize, probes, memory_budget)
+
+
+def lanczos(
+    A: Matrix,
+    steps: int,
+    *,
+    start: Float[Vectors, " n"] | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> LanczosResult:
+    """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
+
+    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, or what the
+    linearisation behind A has left of its own. ``progress`` is as in `cg`.
+
+    Raises:
+        ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
+
+    Source: Lanczos 1950; two passes of Gram–Schmidt as in Giraud et al. 2005.
+    """
+    facts = describe_square(A)
+    n, _, dtype, device = facts
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    check_limits(memory_budget=memory_budget)
+    if start is None:
+        block = random_block(facts, 1, "gaussian", generator)
+    elif start.shape != (n,) or start.dtype != dtype or start.device != device:
+        given = f"{tuple(start.shape)}, {start.dtype} on {start.device}"
+        raise ValueError(f"start must have shape ({n},), {dtype} on {device}, got {given}.")
+    else:
+        block = start.unsqueeze(1)
+    size = float(largest(block))
+    if not 0 < size < torch.inf:
+        raise ValueError("start must be finite and not zero.")
+    with at_work("lanczos", min(steps, n), progress, A), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+        depth = depth_within(steps, n, dtype.itemsize, 1, room)
+        run = LockStep(multiply, block / size, depth)
+        run.extend(depth)
+    return _result(run, steps)
+
+
+def _result(run: LockStep, steps: int) -> LanczosResult:
+    m = int(run.depths[0])
+    finite = bool(torch.isfinite(run.alphas[0, :m]).all()) and bool(torch.isfinite(run.betas[0, :m]).all())
+    if not finite:
+        reason, m = Reason.NON_FINITE, max(m - 1, 0)
+    elif run.skewed:
+        reason = Reason.NOT_SYMMETRIC
+    elif bool(run.done[0]):
+        reason = Reason.BREAKDOWN
+    else:
+        reason = Reason.RANK_CAPPED if m < min(steps, run.n) else Reason.CONVERGED
+    alphas, betas = run.alphas[0, :m], run.betas[0, :m]
+    last = betas[-1] if m else torch.zeros((), dtype=torch.float64)
+    return LanczosResult(run.vectors(0, m), alphas, betas, last, reason, run.matvecs)
+
+
+class LockStep:
+    """Lanczos for K start vectors at once: one block product a step, each vector with its own basis.
+
+    The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
+    ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, and
+    ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper; ``most`` is
+    how deep memory allows it.
+    """
+
+    def __init__(
+        self,
+        multiply: Callable[[Vectors], Vectors],
+        starts: Float[Vectors, "n K"],
+        capacity: int,
+        most: int | None = None,
+    ) -> None:
+        self.n, self.K = starts.shape
+        self.multiply = multiply
+        self.eps = torch.finfo(starts.dtype).eps
+        self.sizes = norm(starts)
+        self.capacity, self.most = capacity, most
+        self.store = empty_block(starts, self.K * (capacity + 1))
+        put_columns(self.store, torch.arange(self.K) * (capacity + 1), starts / self.sizes.to(starts.dtype))
+        self.alphas = torch.zeros(self.K, 0, dtype=torch.float64)
+        self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
+        self.depths = torch.zeros(self.K, dtype=torch.long)
+        self.done = torch.zeros(self.K, dtype=torch.bool)
+        self.scale = 0.0
+        self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
+        self.matvecs = 0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
+        return bool((self.gaps.sqrt() > noticed_skew(self.eps) * self.images.sqrt()).any())
+
+    @property
+    def skew(self) -> float:
+        """By how much, in the Frobenius norm."""
+        return float(self.gaps.amax().sqrt())
+
+    def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
+        """T of start vector k."""
+        m = int(self.depths[k])
+        off = self.betas[k, : m - 1]
+        return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
+
+    def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
+        """The first m vectors of start vector k's basis, sharing memory."""
+        first = k * (self.capacity + 1)
+        return part(self.store, first, first + m)
+
+    def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Vectors, "n 1"]:
+        """The combination of the first m vectors of start vector k's basis."""
+        return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
+
+    def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
+        """(A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
+        found = []
+        for k in range(self.K):
+            m = int(self.depths[k])
+            unit = torch.zeros(m, dtype=torch.float64)
+            unit[0] = self.sizes[k]
+            y = torch.linalg.solve(self.tridiagonal(k) + shift * torch.eye(m, dtype=torch.float64), unit)
+            found.append(self.expand(k, y))
+        return join(*found)
+
+    def reserve(self, capacity: int) -> None:
+        """Room for ``capacity`` steps, keeping those done.
+
+        Of the ``most`` there can be, all at once as soon as half of them are asked for: the old basis stands beside the
+        new one meanwhile, and must be the smaller.
+        """
+        if capacity <= self.capacity:
+            return
+        if self.most is not None and 2 * capacity > self.most:
+            capacity = max(capacity, self.most)
+        store, done = empty_block(self.store, self.K * (capacity + 1)), self.alphas.shape[1] + 1
+        for k in range(self.K):
+            put(store, k * (capacity + 1), self.vectors(k, done))
+        self.store, self.capacity = store, capacity
+
+    def extend(self, depth: int) -> None:
+        """Go on to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
+        while (m := self.alphas.shape[1]) < min(depth, self.capacity):
+            live = (~self.done).nonzero().squeeze(1)
+            if not len(live):
+                return
+            self.step(m, live)
+
+    def step(self, m: int, live: Tensor) -> None:
+        """One product and one projection for the start vectors ``live``, each with m vectors done."""
+        here = (live * (self.capacity + 1) + m).to(self.store.device)
+        V = columns(self.store, here)
+        W = self.multiply(V)
+        self.matvecs += len(live)
+        image = norm(W)
+        alpha, mirrored = inner(V, W), inner(columns(self.store, here - 1), W) if m else image
+        W, along = project_out(W, self.store, self.capacity + 1, m + 1, live)
+        beta = norm(W)
+        put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
+        # Qᵀ A q of a symmetric A has nothing but the last two entries, of which the first mirrors the last step's beta.
+        stray = along[:, : max(m - 1, 0)].double().square().sum(1)
+        facts = torch.stack([alpha, beta, image, mirrored, stray]).cpu()
+        alpha_host, beta_host, image_host, mirrored_host, stray_host = facts
+        if m:
+            gaps = 2 * ((mirrored_host - self.betas[live, m - 1]).square() + stray_host)
+            self.gaps[live] += gaps.nan_to_num(0.0, 0.0)
+        self.images[live] += image_host.square().nan_to_num(0.0, 0.0)
+        self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
+        # What is left after two passes is rounding once it falls to eps times the largest image seen.
+        ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
+        if m + 1 == self.n:
+            ended[:] = True
+        beta_host = torch.where(ended & torch.isfinite(beta_host), 0.0, beta_host)
+        alphas, betas = torch.zeros(2, self.K, 1, dtype=torch.float64)
+        alphas[live, 0], betas[live, 0] = alpha_host, beta_host
+        self.alphas, self.betas = torch.cat([self.alphas, alphas], 1), torch.cat([self.betas, betas], 1)
+        self.depths[live] += 1
+        self.done[live] = ended

@@ -1,0 +1,129 @@
+"""A few singular triplets of a rectangular matrix by thick-restart block Golub–Kahan bidiagonalisation.
+
+>>> import torch
+>>> from curvops.linalg.spectra.svds import svds
+>>> A = torch.zeros(4, 3).double()
+>>> A[0, 0], A[1, 1] = 3.0, 2.0
+>>> triplets = svds(A, 2, generator=torch.Generator().manual_seed(0))
+>>> triplets.values.round(decimals=6).tolist(), triplets.reasons[0].name
+([3.0, 2.0], 'CONVERGED')
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+
+from curvops.linalg.core.limits import check_choice, check_limits
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Reason, SingularTriplets
+from curvops.linalg.core.vectors import CHUNK, Matrix, columns, describe, inner, norm, part, product, random_block
+from curvops.linalg.solvers.systems import iterations_allowed
+from curvops.linalg.spectra.block_lanczos import BESIDE
+from curvops.linalg.spectra.eigsh import ROUNDING, basis_columns, verdicts
+from curvops.linalg.spectra.golub_kahan import GolubKahan
+from curvops.linalg.spectra.projection import Counted
+from curvops.linalg.spectra.thick_restart import Callback, Search, Which
+from curvops.progress import Progress, at_work
+
+
+def svds(
+    A: Matrix,
+    k: int,
+    which: str = "largest",
+    *,
+    rtol: float | int = 1e-6,
+    block_size: int = 2,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    callback: Callback | None = None,
+    progress: Progress = None,
+) -> SingularTriplets:
+    """The k largest (or smallest) singular triplets of A (m, n), multiple ones as often as they occur.
+
+    A is not squared, so that small singular values are as accurate as large ones: to rounding of ‖A‖. A triplet is
+    CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options are its
+    options, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in ``max_matvecs``.
+    One iteration is a block product of each.
+
+    Raises:
+        ValueError: k not in 1..min(m, n), an unknown ``which``, or a budget too small for k triplets.
+
+    Source: Baglama & Reichel 2005, with blocks and full reorthogonalisation.
+    """
+    facts = describe(A)
+    n = min(facts.rows, facts.columns)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
+    check_choice("which", which, ("largest", "smallest"))
+    check_limits(rtol, maxiter, max_matvecs, memory_budget)
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}.")
+    numbers = facts.rows + facts.columns
+    least = math.ceil((k + 2 + BESIDE) * numbers / max(facts.rows, facts.columns))
+    tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
+    with (
+        torch.no_grad(),
+        at_work("svds", max_matvecs, progress, A),
+        working(A, memory_budget, least, product(tall)) as (forward, room),
+    ):
+        capacity, b, capped = basis_columns(facts, n, numbers, k, min(n, block_size), 1, room)
+        most = math.inf if max_matvecs is None else max_matvecs - 2 * k
+        if most < 2 * (k + b):
+            raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
+        multiply, adjoint = Counted(forward), Counted(product(wide))
+        start = random_block(describe(tall), b, "gaussian", generator)
+        process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
+        search = Search(
+            process,
+            cast(Which, which),
+            k,
+            rtol=float(rtol),
+            capacity=capacity,
+            maxiter=iterations_allowed(n, maxiter),
+            most_matvecs=most,
+            callback=callback,
+        )
+        reason = search.run(True)
+        reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
+        found = _certified(process, k, which, float(rtol), reason)
+    swapped = facts.rows < facts.columns
+    return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
+
+
+def _sizes(process: GolubKahan, U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Singular values and true residuals of pairs of vectors, a block at a time where they are long."""
+    values, residuals = [], []
+    width = max(process.block_size, CHUNK // max(len(U), len(V)))
+    for start in range(0, V.shape[1], width):
+        u, v = part(U, start, start + width), part(V, start, start + width)
+        image = process.multiply(v)
+        values.append(inner(u, image).abs())
+        right = norm(image - u * values[-1].to(u))
+        del image
+        left = norm(process.adjoint(u) - v * values[-1].to(v))
+        residuals.append((right.square() + left.square()).sqrt())
+    return torch.cat(values), torch.cat(residuals)
+
+
+def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int]:
+    return found.residuals, found.reasons, found.matvecs
+
+
+def _certified(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason) -> SingularTriplets:
+    """Singular values, true residuals and reasons, in order; NaN where a product was not finite."""
+    U, V = process.settled_left, process.settled
+    if reason is Reason.NON_FINITE:
+        U, V = (torch.full((k, len(X)), math.nan, dtype=X.dtype, device=X.device).mT for X in (U, V))
+        nothing = norm(V)
+        return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs)
+    values, residuals = _sizes(process, U, V)
+    order = values.argsort(descending=which == "largest")
+    residuals, values = residuals[order], values[order]
+    noise = ROUNDING * torch.finfo(V.dtype).eps * max(process.size * process.scale, float(values.amax()))
+    reasons = verdicts(residuals, rtol * values, noise, reason)
+    return SingularTriplets(columns(U, order), values, columns(V, order), residuals, reasons, process.matvecs)

@@ -1,0 +1,144 @@
+"""Algorithms take their blocks and bases from what the networks behind an operator have left."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.linalg import Reason
+from curvops.linalg.core.memory import BESIDE, SOLVED, in_parts, memories_of, solved_at_a_time, working
+from curvops.linalg.operators.structured import draw
+from curvops.network import memory
+from tests.linalg.matrices import symmetric
+
+D, N, C = 303, 6, 3
+VECTOR = 8 * D
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def no_least_room(monkeypatch):
+    """Networks of the tests are so small that the room which every budget leaves would hold all of them."""
+    monkeypatch.setattr(memory, "LEAST_ROOM", 0)
+
+
+def linearized(vectors):
+    """A network of 303 weights that keeps no engines, with room for so many vectors."""
+    x, y = torch.randn(N, 100, generator=generator()).double() / 3, torch.arange(N) % C
+    model = nn.Sequential(nn.Linear(100, C)).double()
+    nn.init.normal_(model[0].weight, generator=generator(1), std=0.1)
+    nn.init.zeros_(model[0].bias)
+    lin = co.linearize(model, (x, y), "classification", memory_budget=vectors * VECTOR, engine="streamed")
+    assert lin.memory.room() == vectors * VECTOR
+    return lin
+
+
+def test_operators_know_the_networks_in_them():
+    lin, other = linearized(10), linearized(20)
+    G, J = co.GGN(lin), lin.jacobian()
+    P = G.add_diagonal(0.5)
+    for operator in (G, J, P, P.inverse(), J @ P.inverse() @ J.mT, 2 * G, G + co.Hessian(lin), co.TangentKernel(lin)):
+        assert memories_of(operator) == {lin.memory}
+    both = G.detached_from_weights() + co.GGN(other).detached_from_weights()
+    assert memories_of(both) == {lin.memory, other.memory}
+    assert memories_of(torch.eye(2)) == memories_of(co.linalg.Diagonal(torch.ones(2))) == frozenset()
+    assert solved_at_a_time(both, 9) == (1, BESIDE * VECTOR)  # the smallest decides
+    assert solved_at_a_time(co.GGN(linearized(2 * SOLVED)), 9) == (2, 2 * BESIDE * VECTOR)
+
+
+def test_a_product_in_parts_is_the_product():
+    A, V = torch.randn(4, 7, generator=generator()), torch.randn(7, 5, generator=generator(1))
+    widths = []
+
+    def multiply(block):
+        widths.append(block.shape[1])
+        return A @ block
+
+    torch.testing.assert_close(in_parts(multiply, 2)(V), A @ V)
+    assert widths == [2, 2, 1]
+
+
+def test_what_is_given_comes_before_what_a_network_has_left():
+    G = co.GGN(lin := linearized(100))
+    with working(G, 5 * VECTOR) as (_, room):
+        assert room == 5 * VECTOR and lin.memory.room() == 100 * VECTOR
+    with working(G, None) as (_, room):
+        assert 70 * VECTOR < room < 100 * VECTOR and lin.memory.room() == 100 * VECTOR - room
+    assert lin.memory.room() == 100 * VECTOR
+    with working(torch.eye(3), None) as (_, room):
+        assert room is None
+
+
+@pytest.mark.parametrize("solver", [co.linalg.cg, co.linalg.minres, co.linalg.lsmr])
+def test_solvers_take_columns_in_groups_and_say_so(solver):
+    P = co.GGN(lin := linearized(40)).add_diagonal(0.5)
+    B = torch.randn(D, 7, generator=generator()).double()
+    solution = solver(P, B, rtol=1e-11)
+    assert solution.groups > 1 and solver(P, B, rtol=1e-3, memory_budget=10**9).groups == 1
+    torch.testing.assert_close(solution.x, torch.linalg.solve(P.to_dense(), B), rtol=1e-9, atol=1e-9)
+    assert lin.memory.room() == 40 * VECTOR
+
+
+def test_a_preconditioner_leaves_room_for_a_column_and_counts_while_it_lives():
+    P = co.GGN(lin := linearized(SOLVED + 12)).add_diagonal(1e-3)
+    made = P.preconditioner(100, generator())
+    assert 1 <= made.U.shape[1] <= 4
+    assert lin.memory.room() == (SOLVED + 12) * VECTOR - made.U.nbytes
+    assert co.GGN(linearized(SOLVED)).add_diagonal(1e-3).preconditioner(100, generator()).U.shape[1] == 0
+
+
+@pytest.mark.parametrize("vectors", [60])
+def test_predictions_are_the_same_whatever_memory_there_is(vectors):
+    lin = linearized(vectors)
+    post = co.laplace(lin, prior_precision=0.5, check_mode=False)
+    x = torch.randn(3, 100, generator=generator(2)).double()
+    J = lin.jacobian(x)
+    rows = J._t_matmul(torch.eye(3 * C).double()).mT
+    expected = rows @ torch.linalg.solve(co.GGN(linearized(10**6)).add_diagonal(0.5).to_dense(), rows.mT)
+    joint = post.predict(x, joint=True, rtol=1e-12).covariance_matrix
+    torch.testing.assert_close(joint, expected, rtol=1e-10, atol=1e-12)
+    blocks = post.predict(x, rtol=1e-12).lazy_covariance_matrix.to_dense()
+    each = expected.reshape(3, C, 3, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    torch.testing.assert_close(blocks, each, rtol=1e-10, atol=1e-12)
+
+
+def test_draws_in_parts_are_draws_one_after_the_other():
+    P = co.GGN(lin := linearized(2 * SOLVED)).add_diagonal(0.5)
+    source = generator()
+    expected = torch.cat([draw(P, count, source) for count in (2, 2, 1)], 1)
+    assert torch.equal(draw(P, 5, generator()), expected)
+    post = co.laplace(lin, co.DiagonalGGN, prior_precision=0.5, check_mode=False)  # its operators know no network
+    source, inverse = generator(), post.precision.inverse()
+    expected = torch.cat([draw(inverse, count, source) for count in (2, 2, 1)], 1).mT + post.mean
+    torch.testing.assert_close(post.sample(5, generator()), expected, rtol=1e-14, atol=0)
+
+
+CAPPED = {
+    "nystrom": lambda G: co.linalg.nystrom(G, 40, generator=generator()).reason,
+    "lanczos": lambda G: co.linalg.lanczos(G, 100, generator=generator()).reason,
+    "block_lanczos": lambda G: co.linalg.block_lanczos(G, 40, block_size=1, generator=generator()).reason,
+    "trace": lambda G: co.linalg.trace(G, max_matvecs=60, generator=generator()).reason,
+    "diagonal": lambda G: co.linalg.diagonal(G, max_matvecs=60, generator=generator()).reason,
+    "frobenius": lambda G: co.linalg.frobenius_norm(G, max_matvecs=60, generator=generator()).reason,
+    "spectral_density": lambda G: co.linalg.spectral_density(G, steps=100, generator=generator()).reason,
+    "apply_function": lambda G: co.linalg.apply_function(G, torch.exp, torch.ones(D).double(), rtol=1e-13).reasons[0],
+}
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_results_say_where_memory_capped_them(name):
+    noise = co.linalg.Dense(symmetric(torch.linspace(1, 3, D).double()), psd=True)  # no basis ends by itself
+    assert CAPPED[name](co.GGN(linearized(14)) + noise) is Reason.RANK_CAPPED
+
+
+def test_bases_within_little_memory_still_find_eigenvalues():
+    G = co.GGN(linearized(14))
+    exact = torch.linalg.eigvalsh(G.to_dense())[-1:]
+    pairs = co.linalg.eigsh(G, 1, rtol=1e-4, generator=generator())  # the error is of second order
+    torch.testing.assert_close(pairs.values, exact, rtol=1e-7, atol=0)
+    triplets = co.linalg.svds(linearized(14).jacobian(), 1, rtol=1e-4, generator=generator())
+    J = linearized(10**6).jacobian().to_dense()
+    torch.testing.assert_close(triplets.values, torch.linalg.svdvals(J)[:1], rtol=1e-7, atol=0)

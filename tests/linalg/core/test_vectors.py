@@ -1,0 +1,129 @@
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import Dense
+from curvops.linalg.core import vectors
+from curvops.linalg.core.entries import columns_of, diagonal_of
+
+
+def block(n, k, dtype=torch.float64, seed=0):
+    return torch.randn(k, n, dtype=dtype, generator=torch.Generator().manual_seed(seed)).mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reductions_are_float64_and_right(dtype, monkeypatch):
+    monkeypatch.setattr(vectors, "CHUNK", 7)
+    X, Y = block(50, 3, dtype), block(50, 3, dtype, 1)
+    X64, Y64 = X.double(), Y.double()
+    torch.testing.assert_close(vectors.inner(X, Y), (X64 * Y64).sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(vectors.gram(X, Y), X64.mT @ Y64, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(vectors.gram(X, X), X64.mT @ X64, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(vectors.norm(X), X64.norm(dim=0))
+    torch.testing.assert_close(vectors.largest(X), X64.abs().amax(0))
+
+
+def test_blocks_have_contiguous_columns():
+    C = torch.ones(3, 2, dtype=torch.float64)
+    made = [vectors.as_block(torch.randn(9, 2)), vectors.combine(block(9, 3), C)]
+    made.append(vectors.random_block(torch.empty(9, 0), 2))
+    assert all(M.mT.is_contiguous() for M in made)
+
+
+def test_axpy_is_in_place():
+    Y, X, C = block(9, 2), block(9, 3, seed=1), torch.randn(3, 2, dtype=torch.float64)
+    expected = Y + X @ C
+    assert vectors.axpy(Y, X, C) is Y
+    torch.testing.assert_close(Y, expected)
+    numbers = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    assert vectors.axpy(Y, X[:, :2], numbers) is Y
+    torch.testing.assert_close(Y, expected + X[:, :2] * numbers)
+
+
+def test_new_blocks_are_like_a_block_or_as_a_matrix_takes_them():
+    for like in (block(9, 2, torch.float32), vectors.describe(torch.ones(5, 9))):
+        assert vectors.empty_block(like, 3).shape == (9, 3)
+        zero = vectors.zero_block(like, 3)
+        assert torch.equal(zero, torch.zeros(9, 3)) and zero.mT.is_contiguous()
+
+
+def test_columns_are_written_at_their_places():
+    X, V = block(9, 4), block(9, 2, seed=1)
+    vectors.put_columns(X, torch.tensor([3, 1]), V)
+    assert torch.equal(X[:, [3, 1]], V) and torch.equal(vectors.columns(X, torch.tensor([3, 1])), V)
+
+
+def test_parts_share_memory_and_are_written_in_place(monkeypatch):
+    monkeypatch.setattr(vectors, "CHUNK", 8)
+    X, V, C = block(9, 5), block(9, 2, seed=1), block(4, 3, seed=2)
+    vectors.put(X, 1, V)
+    assert torch.equal(vectors.part(X, 1, 3), V) and vectors.part(X, 1, 3).data_ptr() == X[:, 1].data_ptr()
+    before = X.clone()
+    vectors.rotate(vectors.part(X, 0, 4), C)
+    torch.testing.assert_close(X[:, :3], before[:, :4] @ C)
+    assert torch.equal(X[:, 3:], before[:, 3:])
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_random_blocks_follow_their_generator(kind):
+    def draw(seed):
+        g = torch.Generator().manual_seed(seed)
+        return vectors.random_block(vectors.describe(torch.empty(3, 4000)), 2, kind, g)
+
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    # Mean within 5 standard errors: false alarm below 1e-5.
+    assert draw(3).mean().abs() < 5 / 8000**0.5
+    assert draw(3).square().mean().sub(1).abs() < 0.1
+
+
+def test_each_column_loses_its_projection_on_its_own_basis():
+    first, second, spare = (torch.linalg.qr(block(20, 4, seed=j)).Q for j in range(3))
+    store = vectors.join(first, spare[:, :1], second, spare[:, :1])
+    for which in ([0, 1], [1], [0]):
+        W = block(20, len(which), seed=7)
+        left, along = vectors.project_out(W, store, 5, 4, torch.tensor(which))
+        for j, k in enumerate(which):
+            Q = (first, second)[k]
+            torch.testing.assert_close(left[:, j], W[:, j] - Q @ (Q.mT @ W[:, j]))
+            assert (Q.mT @ left[:, j]).abs().max() < 1e-14
+            torch.testing.assert_close(along[j], Q.mT @ W[:, j])
+
+
+def test_product_of_tensor_and_operator_agree():
+    A, V = torch.randn(6, 6, dtype=torch.float64), block(6, 2)
+    torch.testing.assert_close(vectors.product(A)(V), vectors.product(DenseLinearOperator(A))(V))
+
+
+def test_describe_at_the_door():
+    assert vectors.describe(torch.ones(2, 3)) == (2, 3, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="single matrix"):
+        vectors.describe(torch.ones(2, 3, 4))
+    with pytest.raises(TypeError, match="floating"):
+        vectors.describe(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="2 x 3"):
+        vectors.describe_square(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("wrap", [lambda A: A, DenseLinearOperator, Dense])
+def test_columns_and_the_diagonal_of_a_matrix(wrap):
+    A = block(9, 9)
+    torch.testing.assert_close(columns_of(wrap(A), torch.tensor([4, 0])), A[:, [4, 0]])
+    diagonal, matvecs = diagonal_of(wrap(A))
+    torch.testing.assert_close(diagonal, A.diagonal())
+    assert matvecs == 0
+
+
+def test_rows_of_a_block():
+    X, index = block(9, 2), torch.tensor([[3, 1], [8, 0]])
+    assert torch.equal(vectors.entries(X, index), X[index])
+    Y = torch.zeros_like(X)
+    vectors.put_entries(Y, index, X[index])
+    assert torch.equal(Y[index.flatten()], X[index.flatten()]) and int((Y == 0).all(1).sum()) == 5
+    torch.testing.assert_close(vectors.square_sums(X), X.norm(dim=1).square())
+
+
+def test_drawn_positions_are_distinct_and_have_weight():
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+    for seed in range(20):
+        drawn = vectors.draw_positions(weights, 4, torch.Generator().manual_seed(seed))
+        assert set(drawn.tolist()) <= {1, 3} and len(drawn.unique()) == len(drawn) >= 1

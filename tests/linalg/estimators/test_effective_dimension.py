@@ -1,0 +1,91 @@
+import math
+
+import pytest
+import torch
+
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.estimators.effective_dimension import effective_dimension
+from tests.linalg.faulty import nan_from_the_seventh_product
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def dense(G, prior):
+    A = torch.diag(torch.as_tensor(prior, dtype=torch.float64).expand(len(G)))
+    return torch.linalg.solve(G + A, G).trace()
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_small_matrices_are_exact(name):
+    G, vector = symmetric(SPECTRA[name]), torch.linspace(0.1, 3, 120, dtype=torch.float64)
+    for prior in (0.01, torch.tensor(2.0, dtype=torch.float64), vector):
+        e = effective_dimension(G, prior)
+        torch.testing.assert_close(e.value, dense(G, prior), rtol=1e-10, atol=0)
+        assert e.samples == 0 and e.matvecs == 120 and e.reason is Reason.CONVERGED
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_the_tolerance_is_reached(kind):
+    G = symmetric(10 * torch.arange(1, 401, dtype=torch.float64) ** -1.0)
+    prior = 0.1 if kind == "scalar" else torch.logspace(-1, 1, 400, dtype=torch.float64)
+    for rtol in (0.1, 0.01):
+        e = effective_dimension(G, prior, rtol=rtol, generator=generator())
+        low, high = e.interval(0.999)
+        assert e.reason is Reason.CONVERGED and e.within(rtol) and low <= dense(G, prior) <= high
+    few = effective_dimension(G, prior, rtol=1e-4, max_matvecs=30, generator=generator())
+    assert few.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and few.matvecs <= 30
+
+
+def test_interval_covers():
+    # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
+    G, g, hits = symmetric(log_spaced(100, 1e6)), generator(), 0
+    exact = dense(G, 1e-3)
+    for _ in range(200):
+        low, high = effective_dimension(G, 1e-3, rtol=1e-3, max_matvecs=80, generator=g).interval()
+        hits += bool(low <= exact <= high)
+    assert hits >= 180
+
+
+def test_zero_one_by_one_and_low_rank():
+    assert effective_dimension(torch.zeros(300, 300), 1.0).value == 0
+    assert float(effective_dimension(torch.tensor([[3.0]]), 1.0).value) == pytest.approx(0.75)
+    values = torch.cat([torch.linspace(1, 9, 5), torch.zeros(295)]).double()
+    e = effective_dimension(symmetric(values), 0.1, generator=generator())
+    torch.testing.assert_close(e.value, (values / (values + 0.1)).sum(), rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("n", [100, 400])
+def test_a_prior_below_float32_rounding_is_a_precision_limit(n):
+    values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
+    e = effective_dimension(symmetric(values).float(), 1e-9, generator=generator())
+    low, high = e.interval()
+    assert e.reason is Reason.PRECISION_LIMIT and low <= (values / (values + 1e-9)).sum() <= high
+
+
+def test_failures():
+    for n in (100, 300):
+        with pytest.raises(NotPositiveSemidefinite):
+            effective_dimension(symmetric(torch.linspace(-1, 1, n).double()), 0.1)
+        with pytest.raises(ValueError, match="NaN"):
+            effective_dimension(torch.full((n, n), math.nan), 1.0)
+    with pytest.raises(ValueError, match="NaN"):
+        effective_dimension(nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4))), 1e-4, generator=generator())
+
+
+@pytest.mark.parametrize(
+    ("prior", "options", "words"),
+    [
+        (0.0, {}, "positive"),
+        (-1.0, {}, "positive"),
+        (math.nan, {}, "positive"),
+        (torch.ones(3), {}, "vector"),
+        (1.0, {"rtol": 0.0}, "rtol"),
+        (1.0, {"max_matvecs": 1}, "at least 4"),
+    ],
+)
+def test_errors_at_the_door(prior, options, words):
+    with pytest.raises(ValueError, match=words):
+        effective_dimension(torch.eye(4), prior, **options)

@@ -1,0 +1,327 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+from linear_operator.utils.errors import NotPSDError
+
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.estimators.logdet import logdet
+from curvops.linalg.operators.structured import Dense
+from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
+from tests.linalg.faulty import nan_from_the_seventh_product
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# Exact for small matrices and for budgets of n products.
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_small_matrices_are_exact_to_rounding(name):
+    A = symmetric(SPECTRA[name])
+    e = logdet(DenseLinearOperator(A))
+    torch.testing.assert_close(e.value, SPECTRA[name].log().sum(), rtol=1e-8, atol=0)
+    assert e.samples == 0 and e.stderr == 0 and e.matvecs == 120 and e.reason is Reason.CONVERGED
+    low, high = e.interval()
+    assert low <= SPECTRA[name].log().sum() <= high and high - low <= 1e-5
+
+
+def test_exact_with_shift_and_lower_bound():
+    values = SPECTRA["decaying"]
+    shifted = logdet(symmetric(values), shift=0.5).value
+    torch.testing.assert_close(shifted, (values + 0.5).log().sum(), rtol=1e-10, atol=0)
+    bounded = logdet(symmetric(values + 0.5), lower_bound=0.5).value
+    torch.testing.assert_close(bounded, shifted, rtol=1e-10, atol=0)
+
+
+def test_singular_with_a_shift():
+    values = torch.cat([torch.zeros(30), torch.ones(10)]).double()
+    value = logdet(symmetric(values), shift=0.1).value
+    torch.testing.assert_close(
+        value, 30 * math.log(0.1) + 10 * torch.tensor(1.1, dtype=torch.float64).log(), rtol=1e-10, atol=0
+    )
+
+
+def test_one_by_one():
+    assert float(logdet(torch.tensor([[2.0]])).value) == pytest.approx(math.log(2.0), rel=1e-6)
+
+
+def test_exact_of_an_indefinite_matrix_that_the_shift_makes_definite():
+    values = torch.linspace(-0.05, 1, 20, dtype=torch.float64)
+    torch.testing.assert_close(logdet(symmetric(values), shift=0.1).value, (values + 0.1).log().sum())
+
+
+# Never a number where there is none.
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0, 2.0], [-0.243, 1.0, 2.0], [0.0, 0.0, 0.0], [-1.0, -1.0, 1.0]])
+def test_singular_or_indefinite_without_a_shift(values):
+    with pytest.raises(ValueError, match="shift"):
+        logdet(symmetric(torch.tensor(values).double()))
+
+
+def test_indefinite_beyond_the_shift():
+    values = torch.linspace(-1, 1, 300, dtype=torch.float64)
+    with pytest.raises(NotPSDError):
+        logdet(symmetric(values), shift=0.1, max_matvecs=300)
+    for preconditioner in ("auto", None):
+        with pytest.raises(NotPSDError):
+            logdet(symmetric(values), shift=0.1, max_matvecs=200, preconditioner=preconditioner, generator=generator())
+
+
+def test_large_without_a_bound():
+    with pytest.raises(ValueError, match="max_matvecs >= 300"):
+        logdet(torch.eye(300))
+
+
+def test_lower_bound_that_is_too_high_is_noticed():
+    with pytest.raises(NotPSDError, match="lower_bound"):
+        logdet(symmetric(torch.linspace(0.1, 1, 300).double()), lower_bound=0.5, preconditioner=None)
+
+
+def test_non_finite():
+    for n in (10, 300):
+        with pytest.raises(ValueError, match="NaN"):
+            logdet(torch.full((n, n), math.nan), shift=1.0)
+
+
+# Estimates.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+@pytest.mark.parametrize("kind", ["shift", "lower_bound"])
+def test_both_forms_of_the_bound_give_the_same_value(kind, preconditioner, dtype):
+    values = 100 * torch.arange(1, 401, dtype=torch.float64) ** -1.5
+    prior = 0.05 if kind == "lower_bound" else 0.0
+    A = (symmetric(values) + prior * torch.eye(400, dtype=torch.float64)).to(dtype)
+    options = {"preconditioner": preconditioner, "max_matvecs": 300, "generator": generator()}
+    e = logdet(A, **{kind: 0.05}, **options)
+    low, high = e.interval(0.999)
+    exact = (values + 0.05).log().sum()
+    assert low <= exact <= high and e.matvecs <= 300
+    assert (e.value - exact).abs() < 0.05 * torch.log1p(values / 0.05).sum()
+
+
+def test_the_preconditioner_pays_where_the_spectrum_decays():
+    A = symmetric(1000 * torch.arange(1, 501, dtype=torch.float64) ** -2.0)
+    options = {"shift": 0.01, "max_matvecs": 300, "rtol": 1e-4}
+    plain = logdet(A, preconditioner=None, generator=generator(), **options)
+    auto = logdet(A, generator=generator(), **options)
+    assert auto.stderr + auto.bias_bound < (plain.stderr + plain.bias_bound) / 3
+
+
+def test_exact_low_rank_needs_no_luck():
+    values = torch.zeros(300, dtype=torch.float64)
+    values[:5] = torch.linspace(1, 9, 5)
+    e = logdet(symmetric(values), shift=0.1, generator=generator())
+    torch.testing.assert_close(e.value, (values + 0.1).log().sum(), rtol=1e-8, atol=0)
+    assert e.matvecs < 60
+
+
+def test_log_spaced_spectrum_within_300_products():
+    # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Ten fixed seeds; every interval holds.
+    values = log_spaced(1000, 1e6)
+    A, exact, errors = symmetric(values), values.log().sum(), []
+    for seed in range(10):
+        e = logdet(A, lower_bound=1e-6, max_matvecs=300, generator=generator(seed))
+        low, high = e.interval()
+        assert low <= exact <= high and e.matvecs <= 300
+        errors.append((e.value - exact).abs() / exact.abs())
+    assert torch.stack(errors).mean() <= 0.03
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_interval_covers(preconditioner):
+    # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
+    values, g, hits = 10 * torch.arange(1, 101, dtype=torch.float64) ** -1.0, generator(), 0
+    A, exact = symmetric(values), (values + 0.1).log().sum()
+    for _ in range(200):
+        e = logdet(A, shift=0.1, max_matvecs=80, rtol=1e-3, preconditioner=preconditioner, generator=g)
+        low, high = e.interval()
+        hits += bool(low <= exact <= high)
+    assert hits >= 180
+
+
+@pytest.mark.parametrize(
+    "options", [{"shift": -1.0}, {"shift": math.nan}, {"lower_bound": -1.0}, {"preconditioner": "kfac"}]
+)
+def test_errors_at_the_door(options):
+    with pytest.raises(ValueError, match="must be"):
+        logdet(torch.eye(4), **options)
+    with pytest.raises(ValueError, match="rtol"):
+        logdet(torch.eye(4), rtol=0.0)
+    with pytest.raises(ValueError, match=r"\(m,\)"):
+        logdet(torch.eye(4), shift=torch.ones(2, 2))
+
+
+# Budgets and reasons.
+
+
+def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
+    values = log_spaced(1000, 1e6)
+    A, exact = symmetric(values), values.log().sum()
+    for seed in range(3):
+        e = logdet(A, lower_bound=1e-6, rtol=0.01, generator=generator(seed))
+        assert e.reason is Reason.CONVERGED and (e.value - exact).abs() <= 0.02 * exact.abs()
+        assert e.stderr + e.bias_bound <= 0.02 * torch.log1p(values / 1e-6).sum()
+
+
+def test_a_budget_that_is_too_small_says_so():
+    A = symmetric(log_spaced(400, 1e6))
+    for budget in (20, 60):
+        e = logdet(A, lower_bound=1e-6, rtol=1e-4, max_matvecs=budget, generator=generator())
+        assert e.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and e.matvecs <= budget
+
+
+@pytest.mark.parametrize("n", [200, 400])
+def test_a_shift_below_float32_rounding_is_a_precision_limit_with_an_interval_that_holds(n):
+    values = torch.cat([torch.zeros(n // 2), torch.logspace(0, -2, n // 2)]).double()
+    A, mu = symmetric(values).float(), 1e-9
+    e = logdet(A, shift=mu, generator=generator())
+    low, high = e.interval()
+    assert low <= (values + mu).log().sum() <= high
+    assert e.reason is Reason.PRECISION_LIMIT and "float64" in e.reason.value
+
+
+# A whole grid of shifts from one run.
+
+
+@pytest.mark.parametrize("n", [100, 400])
+def test_a_grid_of_shifts(n):
+    values, mus = 10 * torch.arange(1, n + 1, dtype=torch.float64) ** -1.5, torch.logspace(-3, 1, 5).double()
+    e = logdet(symmetric(values), shift=mus, generator=generator())
+    exact = torch.stack([(values + mu).log().sum() for mu in mus])
+    low, high = e.interval(0.999)
+    assert e.value.shape == (5,) and ((low <= exact) & (exact <= high)).all() and e.reason is Reason.CONVERGED
+    goal = 0.01 * torch.stack([torch.log1p(values / mu).sum() for mu in mus])
+    assert (e.stderr <= goal).all() and (torch.as_tensor(e.bias_bound) <= goal).all()
+    if n == 100:
+        torch.testing.assert_close(e.value, exact, rtol=1e-10, atol=0)
+
+
+def test_a_grid_has_no_gradient_in_its_shifts():
+    with pytest.raises(ValueError, match="add_diagonal"):
+        logdet(torch.eye(3), shift=torch.ones(2, requires_grad=True))
+
+
+# Adversarial.
+
+
+def test_zero_operator():
+    A = torch.zeros(300, 300, dtype=torch.float64)
+    e = logdet(A, shift=0.1, generator=generator())
+    torch.testing.assert_close(e.value, torch.tensor(300 * math.log(0.1), dtype=torch.float64), rtol=1e-12, atol=0)
+    assert e.stderr == 0 and e.bias_bound == 0
+    for options in ({}, {"max_matvecs": 300}):
+        with pytest.raises(ValueError, match="shift"):
+            logdet(A, **options)
+
+
+@pytest.mark.parametrize("rank", [1, 60])
+@pytest.mark.parametrize("n", [120, 300])
+def test_rank_deficient_is_an_error_with_a_remedy(n, rank):
+    values = torch.cat([torch.linspace(1, 2, rank), torch.zeros(n - rank)]).double()
+    with pytest.raises(ValueError, match="shift"):
+        logdet(symmetric(values))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiny_and_huge_operators(size, dtype):
+    for n in (50, 300):
+        values = torch.linspace(1, 100, n, dtype=torch.float64)
+        A = (symmetric(values) * size).to(dtype)
+        e = logdet(A, shift=size, generator=generator())
+        low, high = e.interval(0.999)
+        assert low <= ((values + 1).log() + math.log(size)).sum() <= high and high - low < 0.1 * e.value.abs()
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+def test_nan_on_the_seventh_product(preconditioner):
+    A = nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4)))
+    with pytest.raises(ValueError, match="NaN"):
+        logdet(A, lower_bound=1e-4, preconditioner=preconditioner, generator=generator())
+
+
+def test_slightly_non_symmetric():
+    values = torch.logspace(2, -1, 300, dtype=torch.float64)
+    A = symmetric(values)
+    A = A + 1e-6 * torch.randn(300, 300, dtype=torch.float64, generator=generator(1)) / math.sqrt(300)
+    e = logdet(A, lower_bound=0.09, generator=generator())
+    low, high = e.interval(0.999)
+    assert low <= values.log().sum() <= high
+    torch.testing.assert_close(logdet(A, max_matvecs=300).value, values.log().sum(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
+    values = torch.cat([torch.linspace(1, 3, 20), torch.zeros(20)]).double()
+    for seed in range(5):
+        with pytest.raises(NotPositiveSemidefinite, match="Add a prior"):
+            Dense(symmetric(values, seed).to(dtype)).logdet()
+    regular = symmetric(log_spaced(40, 1e4)).to(dtype)
+    assert torch.isclose(
+        Dense(regular).logdet().double(), torch.logdet(regular.double()), rtol=1e-3 if dtype == torch.float32 else 1e-10
+    )
+
+
+def test_a_dense_value_without_room_says_how_much_it_needs():
+    with pytest.raises(ValueError, match="memory_budget >= 1440000 bytes"):
+        logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000)
+
+
+@pytest.mark.parametrize("prior", ["number", "vector"])
+def test_a_curvature_plus_a_prior_knows_its_own_bound(prior):
+    G = symmetric(torch.arange(1, 301).double() ** -2.0)
+    d = torch.tensor(0.05).double() if prior == "number" else torch.linspace(0.02, 0.4, 300).double()
+    P = Dense(G).add_diagonal(d)
+    exact = torch.logdet(G + d.expand(300).diag())
+    for e in (logdet(P, generator=generator(3)), P.stochastic_logdet(generator=generator(3))):
+        low, high = e.interval(0.999)
+        assert low <= exact <= high and e.reason is Reason.CONVERGED and e.samples > 0
+    # A preconditioner of one's own is one of P.
+    own = logdet(P, preconditioner=diagonal_preconditioner(P), generator=generator(3))
+    low, high = own.interval(0.999)
+    assert low <= exact <= high
+    by_shift = logdet(P.detach(), max_matvecs=60, generator=generator(1))
+    assert by_shift.matvecs <= 60
+
+
+def test_the_gradient_passes_through_the_parts_of_a_precision():
+    G, d = symmetric(torch.arange(1, 301).double() ** -2.0), torch.linspace(0.5, 2, 300).double().requires_grad_()
+    logdet(Dense(G).add_diagonal(d), rtol=0.05, generator=generator()).value.backward()
+    exact = (G + d.detach().diag()).inverse().diagonal()
+    assert (d.grad - exact).norm() <= 0.1 * exact.norm()
+
+
+def test_an_estimated_bound_is_right_and_says_that_it_is_no_more():
+    values = torch.linspace(0.1, 2, 300).double()
+    A, exact = symmetric(values), values.log().sum()
+    e = logdet(A, lower_bound="estimate", generator=generator())
+    low, high = e.interval(0.999)
+    assert low <= exact <= high and e.reason is Reason.UNVERIFIED
+    assert logdet(A, lower_bound="estimate", max_matvecs=60, generator=generator()).matvecs <= 60
+    grid = logdet(A, shift=torch.tensor([0.1, 1.0]), lower_bound="estimate", generator=generator())
+    low, high = grid.interval(0.999)
+    several = torch.stack([(values + mu).log().sum() for mu in (0.1, 1.0)])
+    assert ((low <= several) & (several <= high)).all() and grid.reason is Reason.UNVERIFIED
+    small = logdet(symmetric(values[:50]), lower_bound="estimate")
+    assert small.reason is Reason.CONVERGED and small.samples == 0
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_without_a_bound_the_error_says_what_to_do():
+    values = torch.linspace(0.1, 2, 300).double()
+    with pytest.raises(ValueError, match='lower_bound="estimate"'):
+        logdet(symmetric(values))
+    with pytest.raises(ValueError, match="no positive lower bound"):
+        logdet(symmetric(torch.cat([torch.zeros(50).double(), values[50:]])), lower_bound="estimate")
+    with pytest.raises(NotPSDError, match="GGN"):
+        logdet(symmetric(values - 0.5), lower_bound="estimate")
+    with pytest.raises(ValueError, match="'lanczos'"):
+        logdet(symmetric(values), lower_bound="lanczos")

@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.estimators.logdet import logdet
+from curvops.linalg.estimators.quadrature import spectral_quadrature
+from curvops.linalg.spectra.lanczos import LockStep
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def signs(n, k, seed):
+    return torch.empty(k, n, dtype=torch.float64).bernoulli_(0.5, generator=generator(seed)).mul_(2).sub_(1).mT
+
+
+def dense(values, mu):
+    return torch.log1p(values / mu).sum(), (values / (values + mu)).sum()
+
+
+@pytest.mark.parametrize("mu", [1e-1, 1e-3])
+@pytest.mark.parametrize("budget", [20, 60, 200])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_rules_bracket_each_probe(name, budget, mu):
+    A = symmetric(SPECTRA[name])
+    values, V = torch.linalg.eigh(A)
+    q = spectral_quadrature(A, shift=mu, probes=4, rtol=1e-9, max_matvecs=budget, rank=0, generator=generator(7))
+    weights = (V.mT @ signs(120, 4, 7)).square()
+    for f in (lambda x: torch.log1p(x / mu), lambda x: x / (x + mu)):
+        exact = f(values.clamp_min(0)) @ weights
+        upper, lower = q.bracket(f)
+        slack = 1e-9 * exact.abs().max()
+        assert (upper >= exact - slack).all() and (lower <= exact + slack).all()
+        assert q.trace_of(f).bias_bound >= ((upper + lower) / 2 - exact).abs().mean() - slack
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_small_matrix_is_decomposed(name):
+    A = symmetric(SPECTRA[name])
+    q = spectral_quadrature(A, shift=1e-3)
+    for mu in (1e-3, 1.0):
+        for found, expected in zip((q.logdet(mu), q.effective_dimension(mu)), dense(SPECTRA[name], mu)):
+            torch.testing.assert_close(found.value, expected, rtol=1e-10, atol=1e-10)
+            assert found.samples == 0 and found.stderr == 0 and found.matvecs == 120
+            assert found.reason is Reason.CONVERGED and found.bias_bound < 1e-9 * expected
+    assert spectral_quadrature(A, shift=1.0, max_matvecs=60, generator=generator()).logdet(1.0).samples
+    with pytest.raises(NotPositiveSemidefinite, match="GGN"):
+        spectral_quadrature(A - 0.5 * A.diagonal().amax() * torch.eye(120), shift=1.0)
+
+
+def test_gauss_rule_reproduces_the_moments():
+    A = symmetric(SPECTRA["flat"])
+    q = spectral_quadrature(A, shift=1.0, probes=2, rtol=1e-12, max_matvecs=12, rank=0, generator=generator(1))
+    Z = signs(120, 2, 1)
+    for power in range(6):
+        exact = torch.stack([z @ torch.linalg.matrix_power(A, power) @ z for z in Z.mT])
+        torch.testing.assert_close((q.gauss_weights * q.gauss_nodes**power).sum(1), exact, rtol=1e-10, atol=0)
+        torch.testing.assert_close((q.radau_weights * q.radau_nodes**power).sum(1), exact, rtol=1e-10, atol=0)
+
+
+def test_one_run_serves_every_shift():
+    A = symmetric(SPECTRA["kappa 1e4"])
+    q = spectral_quadrature(A, shift=1e-4, probes=60, max_matvecs=100_000, rank=0, rtol=1e-3, generator=generator())
+    for mu in (1e-4, 1e-2, 1.0, 100.0):
+        for estimate, exact in zip((q.logdet(mu), q.effective_dimension(mu)), dense(SPECTRA["kappa 1e4"], mu)):
+            low, high = estimate.interval(0.999)
+            assert low <= exact <= high and estimate.bias_bound <= 0.1 * estimate.value
+
+
+def test_smaller_shift_than_built_for_has_a_wider_bracket_and_still_holds():
+    values = log_spaced(300, 1e8)
+    q = spectral_quadrature(symmetric(values), shift=1e-1, probes=20, generator=generator())
+    near, far = q.logdet(1e-1), q.logdet(1e-7)
+    assert far.bias_bound > 100 * near.bias_bound
+    low, high = far.interval(0.999)
+    assert low <= dense(values, 1e-7)[0] <= high
+
+
+def test_invariant_subspaces_and_low_rank_close_the_bracket():
+    values = torch.cat([torch.zeros(100), torch.tensor([1.0, 1.0, 5.0])]).double()
+    q = spectral_quadrature(symmetric(values), shift=0.1, probes=3, rank=0, generator=generator())
+    assert q.logdet(0.1).bias_bound < 1e-9 and q.reason is Reason.CONVERGED
+    sketched = spectral_quadrature(symmetric(values), shift=0.1, probes=3, rank=10, generator=generator())
+    torch.testing.assert_close(sketched.logdet(0.1).value, dense(values, 0.1)[0], rtol=1e-9, atol=0)
+    assert sketched.logdet(0.1).stderr < 1e-9
+
+
+def test_zero_operator():
+    e = spectral_quadrature(torch.zeros(300, 300), shift=1.0).logdet(1.0)
+    assert e.value == 0 and e.stderr == 0 and e.bias_bound == 0
+
+
+def test_a_sketch_pays_where_the_spectrum_decays():
+    values = 100 * 0.8 ** torch.arange(400, dtype=torch.float64)
+    G, options = symmetric(values), {"shift": 1e-2, "rtol": 1e-3, "max_matvecs": 390}
+    plain = spectral_quadrature(G, rank=0, generator=generator(), **options).logdet(1e-2)
+    auto = spectral_quadrature(G, generator=generator(), **options)
+    assert len(auto.control_nodes) > 0
+    assert auto.logdet(1e-2).stderr < plain.stderr / 3
+
+
+@pytest.mark.parametrize("rank", [0, 20])
+def test_interval_covers(rank):
+    # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
+    values, g, hits = log_spaced(80, 1e4), generator(), 0
+    A, exact = symmetric(values), dense(values, 1e-2)[0]
+    for _ in range(200):
+        q = spectral_quadrature(A, shift=1e-2, probes=5, rank=rank, generator=g, rtol=1e-3, max_matvecs=150)
+        low, high = q.logdet(1e-2).interval()
+        hits += bool(low <= exact <= high)
+    assert hits >= 180
+
+
+def test_memory_budget_caps_the_depth_and_says_so():
+    G = symmetric(log_spaced(300, 1e8))
+    q = spectral_quadrature(G, shift=1e-8, memory_budget=300 * 8 * 3 * 20, generator=generator())
+    assert q.reason is Reason.RANK_CAPPED and q.gauss_nodes.shape[1] <= 18
+
+
+def test_float32_brackets_stay_sound():
+    values = SPECTRA["decaying"]
+    e = spectral_quadrature(symmetric(values).float(), shift=1e-3, probes=30, generator=generator()).logdet(1e-3)
+    low, high = e.interval(0.999)
+    assert low <= dense(values, 1e-3)[0] <= high
+
+
+def test_indefinite_and_non_finite_are_errors():
+    with pytest.raises(NotPositiveSemidefinite, match="lower_bound"):
+        spectral_quadrature(-torch.eye(300), shift=1.0)
+    with pytest.raises(ValueError, match="NaN"):
+        spectral_quadrature(torch.full((300, 300), math.nan), shift=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"shift": 0.0}, "positive"), ({"shift": -1}, "positive"), ({"shift": 1.0, "max_matvecs": 3}, "at least 4")],
+)
+def test_errors_at_the_door(options, words):
+    with pytest.raises(ValueError, match=words):
+        spectral_quadrature(torch.eye(4), **options)
+
+
+def test_lock_step_rules_use_the_probe_length():
+    run = LockStep(lambda V: V, signs(50, 1, 0), 3)
+    assert float(run.sizes[0]) == pytest.approx(math.sqrt(50))
+
+
+def test_few_probes_of_one_dominant_direction_are_not_too_sure():
+    A = symmetric(torch.cat([torch.tensor([1e3]), torch.full((299,), 1e-2)]).double())
+    truth, covered = math.log1p(1e3) + 299 * math.log1p(1e-2), 0
+    for seed in range(100):
+        quadrature = spectral_quadrature(A, shift=1.0, probes=3, rank=0, max_matvecs=80, generator=generator(seed))
+        low, high = quadrature.logdet(1.0).interval()
+        covered += bool(low <= truth <= high)
+        grid = quadrature.logdet(torch.tensor([1.0, 2.0]))
+        assert float(grid.interval()[0][0]) == pytest.approx(float(low), rel=1e-12)
+    assert covered >= 91  # 94; Student's t alone: 87
+
+
+def test_an_exact_null_space_beside_one_direction_leaves_the_radau_rule_regular():
+    A = symmetric(torch.cat([torch.tensor([1e3]), torch.zeros(299)]).double(), seed=5)
+    for seed in range(40):
+        found = logdet(A, shift=1.0, max_matvecs=20, generator=generator(seed))
+        low, high = found.interval()
+        assert low - 1e-9 <= math.log1p(1e3) <= high + 1e-9

@@ -1,0 +1,158 @@
+"""Blocks on positions: how they divide a vector, how blocks without a closed form answer, how a subclass makes them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, draw
+from curvops.linalg.core.partition import partition
+from tests.linalg.known import Rooted
+from tests.linalg.operands import blocks, dense, diagonal, kronecker, low_rank, positive, random, uniform
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [range(3), range(3, 5), range(5, 9)],
+        [range(3, 5), range(5, 9), range(3)],
+        [torch.tensor([8, 0, 3]), torch.tensor([1, 2]), torch.tensor([4, 5, 6, 7])],
+    ],
+)
+def test_split_and_join_are_inverse(positions):
+    parts = partition(positions)
+    rows = random(2, 9)
+    pieces = parts.split(rows)
+    assert [piece.shape[-1] for piece in pieces] == parts.sizes and parts.size == 9
+    for piece, index in zip(pieces, positions):
+        assert torch.equal(piece, rows[:, list(index)])
+    assert torch.equal(parts.join(pieces), rows)
+    assert isinstance(parts.parts[-1], range)
+
+
+@pytest.mark.parametrize(
+    "positions, message",
+    [
+        ([range(3), range(2, 5)], "disjoint"),
+        ([range(3), range(4, 6)], "disjoint"),
+        ([torch.tensor([0, 0])], "disjoint"),
+        ([torch.tensor([-1, 0])], "disjoint"),
+        ([torch.tensor([0.0, 1.0])], "LongTensor"),
+        ([torch.tensor([[0, 1]])], "LongTensor"),
+        ([range(0)], "not empty"),
+        ([range(0, 4, 2)], "step 1"),
+        ([], "at least one"),
+    ],
+)
+def test_positions_that_do_not_divide_the_vector_are_errors(positions, message):
+    with pytest.raises(ValueError, match=message):
+        partition(positions)
+
+
+def test_blocks_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match="block 0 has shape"):
+        BlockDiagonal(Diagonal(uniform(3)), positions=[range(4)])
+    with pytest.raises(ValueError, match="as many sets"):
+        BlockDiagonal(Diagonal(uniform(3)), positions=[range(3), range(3, 4)])
+    with pytest.raises(TypeError, match="Operator"):
+        BlockDiagonal(uniform(3).diag(), positions=[range(3)])
+
+
+def test_blocks_that_are_not_symmetric_transpose():
+    A = random(4, 4)
+    B = BlockDiagonal(Dense(A), Diagonal(uniform(2)), positions=[torch.tensor([5, 1, 2, 3]), torch.tensor([0, 4])])
+    assert not B.symmetric
+    close(B.mT.to_dense(), B.to_dense().mT)
+    close(B._t_matmul(random(6, 2)), B.to_dense().mT @ random(6, 2))
+
+
+@pytest.mark.parametrize("size", [2048, 100], ids=["dense", "by products"])
+def test_blocks_without_a_closed_form(size, monkeypatch):
+    monkeypatch.setattr("curvops.linalg.operators.closed_forms.DENSE_BLOCK", size)
+    A = positive(1, 300)[0]
+    order = torch.randperm(312, generator=torch.Generator().manual_seed(0))
+    kron, matrix, _ = kronecker(positive(1, 3), positive(1, 4))
+    P = BlockDiagonal(Rooted(A), kron, positions=order.split([300, 12])).add_diagonal(0.5)
+    back = order.argsort()
+    expected = torch.block_diag(A, matrix)[back][:, back] + 0.5 * torch.eye(312, dtype=torch.float64)
+    tolerance = 1e-10 if size == 2048 else 1e-6
+    b = random(312, 3)
+    close(P.solve(b), torch.linalg.solve(expected, b), tolerance)
+    close(P.inverse().diagonal(), torch.linalg.inv(expected).diagonal(), tolerance)
+    close(P.inverse(1e-10) @ b, torch.linalg.solve(expected, b), 1e-9)
+    logdet = expected.logdet()
+    assert abs(P.logdet() - logdet) < (1e-8 if size == 2048 else 0.05 * abs(logdet) + 1)
+    assert draw(P, 2).shape == draw(P.inverse(), 2).shape == (312, 2)
+    close(P.sqrt_inv_matmul(P.sqrt_inv_matmul(b)), torch.linalg.solve(expected, b), tolerance)
+
+
+def test_nested_blocks_and_damped_blocks_keep_closed_forms():
+    inner, matrix, _ = blocks([diagonal(3), low_rank(5, 2)], permuted=True)
+    outer = BlockDiagonal(inner.add_diagonal(0.3), dense(4)[0], positions=[range(4, 12), range(4)])
+    expected = torch.block_diag(dense(4)[1], matrix + 0.3 * torch.eye(8, dtype=torch.float64))
+    close(outer.to_dense(), expected)
+    close(outer.solve(random(12, 2)), torch.linalg.solve(expected, random(12, 2)))
+    close(outer.add_diagonal(uniform(12)).logdet(), (expected + uniform(12).diag()).logdet())
+    close((3 * outer).logdet(), (3 * expected).logdet())
+
+
+class Made(BlockDiagonal):
+    """Blocks made from one tensor, as a subclass built from something else makes them."""
+
+    def __init__(self, tensor, cache=None):
+        Operator.__init__(self, tensor, cache=cache)
+
+    @property
+    def blocks(self):
+        factors = self._args[0].unflatten(0, (2, 3))
+        return tuple(Kronecker(torch.diag_embed(f)[None], positive(1, 2)) for f in factors)
+
+    @property
+    def partition(self):
+        return partition([range(6, 12), range(6)])
+
+    @property
+    def cache(self):
+        from curvops.linalg.core.cache import Cache
+
+        return self._kwargs["cache"] or Cache()
+
+
+def test_a_subclass_that_makes_its_blocks_has_everything():
+    made = Made(uniform(6))
+    a, b = (torch.kron(part.diag(), positive(1, 2)[0]) for part in uniform(6).split(3))
+    expected = torch.block_diag(b, a)
+    close(made @ random(12, 2), expected @ random(12, 2))
+    P = made.add_diagonal(torch.tensor([0.5] * 6 + [2.0] * 6, dtype=torch.float64))
+    shifted = expected + torch.tensor([0.5] * 6 + [2.0] * 6, dtype=torch.float64).diag()
+    close(P.solve(random(12, 2)), torch.linalg.solve(shifted, random(12, 2)))
+    close(P.logdet(), shifted.logdet())
+    close(made.logdet(), expected.logdet())
+    close((2 * made).to_dense(), 2 * expected)
+    assert draw(P.inverse(), 3).shape == (12, 3)
+
+
+def test_what_an_operator_keeps_does_not_keep_it():
+    operator, _, _ = blocks([kronecker(positive(1, 3), positive(1, 4)), dense(4)], permuted=True)
+    operator.logdet()
+    P = operator.add_diagonal(1.0)
+    P.logdet()
+    gone = weakref.ref(operator), weakref.ref(P)
+    gc.disable()
+    try:
+        del operator, P
+        assert all(each() is None for each in gone)
+    finally:
+        gc.enable()
+
+
+def test_other_dtypes_and_permuted_positions_survive_a_conversion():
+    operator, matrix, _ = blocks([diagonal(3), dense(4)], permuted=True)
+    single = operator.float()
+    assert single.dtype is torch.float32 and single.partition.parts[0].dtype is torch.long
+    torch.testing.assert_close(single.to_dense(), matrix.float())

@@ -1,0 +1,71 @@
+"""Gradients of what a damped operand answers: through its shift, and the tensors inside it."""
+
+import pytest
+import torch
+
+from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, draw
+from tests.linalg.operands import OPERANDS, positive, random, uniform
+
+
+def checked(function, *tensors, **options):
+    return torch.autograd.gradcheck(function, [t.clone().requires_grad_() for t in tensors], **options)
+
+
+def made_of(name):
+    """The operand as a function of one tensor inside it."""
+    return {
+        "diagonal": (lambda t: Diagonal(t), uniform(6)),
+        "dense": (lambda t: Dense((t + t.mT) / 2), positive(1, 5)[0]),
+        "low rank": (lambda t: LowRank(t, uniform(2)), random(6, 2)),
+        "low rank values": (lambda t: LowRank(random(6, 2), t), uniform(2)),
+        "kronecker": (lambda t: Kronecker((t + t.mT) / 2, positive(1, 3, seed=2)), positive(1, 2)),
+        "kronecker right": (lambda t: Kronecker(uniform(1, 2), (t + t.mT) / 2), positive(1, 3)),
+        "blocks": (
+            lambda t: BlockDiagonal(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
+            uniform(3),
+        ),
+    }[name]
+
+
+INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kronecker right", "blocks"]
+
+
+@pytest.mark.parametrize("size", [0, 256], ids=["closed form", "dense"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_gradients_through_the_shift_and_the_tensors_inside(name, size, monkeypatch):
+    monkeypatch.setattr("curvops.linalg.operators.contract.DENSE_SIZE", size)
+    build, inside = made_of(name)
+    n = build(inside).shape[-1]
+    b, d = random(n, 2), torch.tensor(0.8, dtype=torch.float64)
+    noise = torch.Generator
+
+    for answer in (
+        lambda P: P.solve(b),
+        lambda P: P.logdet(),
+        lambda P: P.inverse().diagonal(),
+        lambda P: draw(P.inverse(), 2, noise().manual_seed(0)),
+        lambda P: P.sqrt_inv_matmul(b),
+    ):
+        assert checked(lambda t, s, answer=answer: answer(build(t).add_diagonal(s)), inside, d)
+    assert checked(lambda B: build(inside).add_diagonal(d).solve(B), b)
+
+
+def test_the_logdet_gradient_of_a_vector_shift_is_the_inverses_diagonal(monkeypatch):
+    monkeypatch.setattr("curvops.linalg.operators.contract.DENSE_SIZE", 0)
+    for name in OPERANDS:
+        operator, dense, vector = OPERANDS[name]()
+        shift = vector.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(operator.add_diagonal(shift).logdet(), shift)
+        expected = torch.linalg.inv(dense + vector.diag()).diagonal()
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_repeated_eigenvalues_have_gradients_in_solve_and_logdet(monkeypatch):
+    monkeypatch.setattr("curvops.linalg.operators.contract.DENSE_SIZE", 0)
+    eye, b = torch.eye(3, dtype=torch.float64).unsqueeze(0), random(6, 2)
+
+    def answers(t):
+        P = Kronecker((t + t.mT) / 2, positive(1, 2)).add_diagonal(0.5)
+        return P.solve(b).sum() + P.logdet()
+
+    assert checked(answers, eye)

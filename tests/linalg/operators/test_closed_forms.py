@@ -1,0 +1,289 @@
+"""Every structured operand, alone and damped, against its dense matrix."""
+
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from curvops import linalg
+from curvops.linalg import (
+    BlockDiagonal,
+    Damped,
+    Dense,
+    Diagonal,
+    Kronecker,
+    LowRank,
+    draw,
+)
+from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.operators import closed_form, closed_forms
+from curvops.linalg.operators.closed_forms import CLOSED_FORMS
+from tests.linalg.known import Known
+from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
+from tests.linalg.samples import DRAWS, assert_covariance
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+SHIFTS = ["scalar", "vector"]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, **TIGHT)
+
+
+def damped(name, shift):
+    operator, dense, vector = OPERANDS[name]()
+    d = torch.tensor(0.7, dtype=torch.float64) if shift == "scalar" else vector
+    return operator.add_diagonal(d), dense + d.expand(len(dense)).diag()
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_products_entries_and_trace_equal_the_dense_matrix(name):
+    operator, dense, _ = OPERANDS[name]()
+    n = len(dense)
+    B = random(n, 5)
+    close(operator @ B, dense @ B)
+    close(operator @ B[:, 0], dense @ B[:, 0])
+    close(operator._t_matmul(B), dense.mT @ B)
+    close(operator.to_dense(), dense)
+    close(operator.diagonal(), dense.diagonal())
+    close(operator.mT.to_dense(), dense.mT)
+    close(operator[2:4, 1:].to_dense(), dense[2:4, 1:])
+    close(operator @ random(2, n, 3), dense @ random(2, n, 3))
+    assert (operator @ B).mT.is_contiguous() or not isinstance(operator, Kronecker | BlockDiagonal)
+    assert operator.symmetric
+    if isinstance(operator, Kronecker):
+        exact = operator.trace()
+        assert exact.samples == 0 and abs(exact.value - dense.trace()) < 1e-10
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_every_answer_of_a_row_equals_the_dense_one(name, shift):
+    P, dense = damped(name, shift)
+    form, inverse, B = P._closed_form(), torch.linalg.inv(dense), random(len(dense), 4)
+    assert form is not None and form is P._closed_form()
+    close(form.solve(B), inverse @ B)
+    close(form.logdet(), dense.logdet())
+    close(form.inverse_diagonal(), inverse.diagonal())
+    close(P.solve(B), inverse @ B)
+    close(P.solve(B[:, 0]), inverse @ B[:, 0])
+    close(P.logdet(), dense.logdet())
+    close(P.inverse().diagonal(), inverse.diagonal())
+    close(P.inverse().logdet(), -dense.logdet())
+    close(P.inv_quad_logdet(B, logdet=True)[0], (B * (inverse @ B)).sum())
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_the_symmetric_inverse_root(name, shift):
+    P, dense = damped(name, shift)
+    form, eye = P._closed_form(), torch.eye(len(dense), dtype=torch.float64)
+    root = form.inverse_root(eye)
+    close(root, root.mT)
+    close(root @ dense @ root, eye)
+    L = random(3, len(dense))
+    close(P.sqrt_inv_matmul(eye, L)[0], L @ root)
+    close(P.sqrt_inv_matmul(eye, L)[1], (L @ torch.linalg.inv(dense) * L).sum(1))
+    close(P.sqrt_inv_matmul(eye), root)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - SINGULAR))
+def test_undamped_solves_and_logdet(name):
+    operator, dense, _ = OPERANDS[name]()
+    B = random(len(dense), 3)
+    close(operator.solve(B), torch.linalg.solve(dense, B))
+    close(operator.logdet(), dense.logdet())
+    close(operator.inverse() @ B, torch.linalg.solve(dense, B))
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - {"kronecker large", "blocks large"}))
+def test_samples_have_the_covariance_they_promise(name, shift):
+    P, dense = damped(name, shift)
+    generator = torch.Generator().manual_seed(11)
+    assert_covariance(draw(P, DRAWS, generator), dense)
+    assert_covariance(draw(P.inverse(), DRAWS, generator), torch.linalg.inv(dense))
+    operator, undamped, _ = OPERANDS[name]()
+    assert_covariance(draw(operator, DRAWS, generator), undamped)
+
+
+@pytest.mark.parametrize("name", ["kronecker g=3", "low rank", "blocks permuted"])
+def test_linear_operators_samples_are_exact_too(name):
+    P, dense = damped(name, "vector")
+    torch.manual_seed(5)
+    assert_covariance(P.zero_mean_mvn_samples(DRAWS).mT, dense)
+    assert_covariance(P.inverse().zero_mean_mvn_samples(DRAWS).mT, torch.linalg.inv(dense))
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_nothing_reaches_an_iteration(name, shift, monkeypatch, no_foreign_solvers):
+    def refuse(*args, **kwargs):
+        raise AssertionError("an iterative solver was called for an operator with a closed form")
+
+    for target in ("contract.cg", "contract.lanczos", "contract.logdet", "damped.nystrom"):
+        monkeypatch.setattr(f"curvops.linalg.operators.{target}", refuse)
+    for solver in ("cg", "minres", "lsmr"):
+        monkeypatch.setattr(import_module("curvops.linalg.solvers.solve"), solver, refuse)
+    P, dense = damped(name, shift)
+    b = random(len(dense), 2)
+    close(P.solve(b), torch.linalg.solve(dense, b))
+    close(P.inv_quad_logdet(b, logdet=True)[1], dense.logdet())
+    close(P.inverse().diagonal(), torch.linalg.inv(dense).diagonal())
+    assert P.zero_mean_mvn_samples(3).shape == (3, len(dense)) == P.inverse().zero_mean_mvn_samples(3).shape
+    assert draw(P.inverse(), 2).shape == b.shape == draw(P, 2).shape
+
+
+def test_a_subclass_has_its_parents_row():
+    class Special(Kronecker):
+        pass
+
+    P = Special(positive(1, 3), positive(1, 4)).add_diagonal(0.5)
+    assert isinstance(P._closed_form(), CLOSED_FORMS[Kronecker])
+
+
+def test_factorised_once_and_again_after_a_change_in_place():
+    shift = torch.tensor(0.5, dtype=torch.float64)
+    K = Kronecker(positive(2, 9), positive(2, 17))
+    P, b = K.add_diagonal(shift), random(306, 2)
+    with patch.object(torch.linalg, "eigh", wraps=torch.linalg.eigh) as eigh:
+        P.solve(b), P.logdet(), draw(P, 2), P.inverse().diagonal(), K.add_diagonal(2.0).logdet()
+        assert eigh.call_count == 2  # one a factor, shared by every damping
+        shift.data.fill_(3.0)
+        close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+        K.left.mul_(2)
+        close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+        assert eigh.call_count == 4
+    single = P.float()
+    assert single.solve(b.float()).dtype is torch.float32 and single.base.eigen().dtype is torch.float32
+    close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
+
+
+def test_a_cached_row_serves_inside_and_outside_of_inference_mode():
+    P, dense = damped("blocks large", "vector")
+    b = random(len(dense), 2).requires_grad_()
+    with torch.inference_mode():
+        close(P.solve(b), torch.linalg.solve(dense, b))
+    P.solve(b).sum().backward()
+    close(b.grad, torch.linalg.solve(dense, torch.ones_like(b)))
+
+
+@pytest.mark.parametrize("n", [2, 20])
+def test_a_singular_matrix_is_an_error_that_says_so(n):
+    root = random(1, n, n - 1)
+    for dtype in (torch.float64, torch.float32):
+        singular = (root @ root.mT).to(dtype)
+        other = positive(1, n).to(dtype)
+        for operator in (
+            Kronecker(singular, other),
+            Kronecker(singular, other).eigen(),
+            BlockDiagonal(Kronecker(singular, other), positions=[range(n * n)]),
+            Diagonal(torch.zeros(n, dtype=dtype)),
+        ):
+            for ask in (
+                lambda A: A.solve(torch.ones(A.shape[-1], dtype=A.dtype)),
+                lambda A: A.logdet(),
+                lambda A: A.inverse().diagonal(),
+            ):
+                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                    ask(operator)
+                with pytest.raises(NotPositiveSemidefinite, match="singular"):
+                    ask(operator.clone().requires_grad_(True))
+            assert operator.add_diagonal(0.1).logdet().isfinite()
+
+
+def test_a_shift_that_varies_within_a_group_is_an_error_that_names_the_alternatives():
+    for K in (Kronecker(positive(2, 3), positive(2, 4)), Kronecker(positive(2, 3), positive(2, 4)).eigen()):
+        P = K.add_diagonal(uniform(24))
+        close(P @ random(24, 2), K.to_dense() @ random(24, 2) + uniform(24)[:, None] * random(24, 2))
+        for ask in (lambda P: P.solve(uniform(24)), lambda P: P.logdet(), lambda P: draw(P.inverse(), 2)):
+            with pytest.raises(ValueError, match="diagonal approximation.*low_rank.*GGN"):
+                ask(P)
+
+
+def test_an_indefinite_operand_falls_back_or_raises():
+    with pytest.raises(NotPositiveSemidefinite, match="indefinite"):
+        Dense(-positive(1, 300)[0]).add_diagonal(0.01).logdet()
+    down = LowRank(random(40, 2), -0.001 * uniform(2)).add_diagonal(1.0)
+    assert down._closed_form() is None
+    close(down.solve(random(40, 2)), torch.linalg.solve(down.to_dense(), random(40, 2)))
+
+
+# The algebra stays closed
+
+_low_rank, _dense_low_rank, _shift = OPERANDS["low rank"]()
+_diagonal = Diagonal(_shift)
+
+
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        (lambda: 2 * _low_rank + _diagonal, 2 * _dense_low_rank + _shift.diag()),
+        (lambda: _diagonal + _low_rank, _dense_low_rank + _shift.diag()),
+        (lambda: _low_rank.add_diagonal(0.5) + _diagonal, _dense_low_rank + (0.5 + _shift).diag()),
+        (lambda: _diagonal + _low_rank.add_diagonal(0.5), _dense_low_rank + (0.5 + _shift).diag()),
+        (lambda: 3 * (_low_rank + _diagonal), 3 * _dense_low_rank + 3 * _shift.diag()),
+        (lambda: (_low_rank + 2 * _diagonal) / 2, _dense_low_rank / 2 + _shift.diag()),
+        (lambda: _diagonal + _diagonal + _low_rank, _dense_low_rank + 2 * _shift.diag()),
+    ],
+)
+def test_sums_and_multiples_still_solve_by_woodbury(build, expected):
+    P = build()
+    assert isinstance(P, Damped) and isinstance(P._closed_form(), closed_forms.OfLowRank)
+    close(P.to_dense(), expected)
+    close(P.solve(random(40, 2)), torch.linalg.solve(expected, random(40, 2)))
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_multiples_stay_in_their_class(name):
+    operator, dense, _ = OPERANDS[name]()
+    if name != "dense":
+        assert type(2.5 * operator) is type(operator)
+    close((2.5 * operator).to_dense(), 2.5 * dense)
+    close((-operator).to_dense(), -dense)
+    assert not (-operator).psd
+    close((2.5 * operator.add_diagonal(1.0)).logdet(), (2.5 * (dense + torch.eye(len(dense)))).logdet())
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ((scale * operator) @ random(len(dense), 1)).sum().backward()
+    close(scale.grad, (dense @ random(len(dense), 1)).sum())
+
+
+def test_a_damped_operator_plus_another_keeps_its_shift():
+    A, B = positive(1, 40)[0], positive(1, 40, seed=1)[0]
+    for P in (Known(A).add_diagonal(_shift) + Known(B), Known(A) + Known(B).add_diagonal(_shift)):
+        assert isinstance(P, Damped) and torch.equal(P.shift, _shift)
+        close(P.to_dense(), A + B + _shift.diag())
+    P = Known(A).add_diagonal(_shift) + Known(B).add_diagonal(1.0)
+    close(P.to_dense(), A + B + (_shift + 1).diag())
+    close((_diagonal + _diagonal).to_dense(), 2 * _shift.diag())
+    assert isinstance(_diagonal - _diagonal, Diagonal)
+
+
+def test_the_table_names_every_structured_class():
+    assert {cls.__name__ for cls in CLOSED_FORMS} == {
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "BlockDiagonal",
+    }  # fmt: skip
+    assert all(issubclass(row, closed_form.ClosedForm) for row in CLOSED_FORMS.values())
+    assert closed_forms.closed_form(linalg.Sum(_diagonal, _diagonal), torch.tensor(1.0)) is None
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_a_trace_is_exact_where_the_diagonal_is_known(name):
+    operator, dense, shift = OPERANDS[name]()
+    for A, expected in (
+        (operator, dense),
+        (operator.add_diagonal(shift), dense + shift.diag()),
+        (2 * operator + operator, 3 * dense),
+        (operator.add_diagonal(shift + 1).inverse(), torch.linalg.inv(dense + (shift + 1).diag())),
+    ):
+        estimate = A.trace()
+        assert (float(estimate.stderr), estimate.matvecs) == (0.0, 0)
+        torch.testing.assert_close(estimate.value, expected.trace(), rtol=1e-10, atol=0)
+
+
+def test_a_trace_by_a_named_method_multiplies():
+    operator = OPERANDS["kronecker large"]()[0]
+    assert operator.trace(method="hutchinson", max_matvecs=8).matvecs == 8
+    with pytest.raises(ValueError, match="square"):
+        Dense(torch.zeros(2, 3)).trace()

@@ -1,0 +1,79 @@
+"""What is particular to Kronecker products: their eigenbasis, the heuristic damping, what their factors must be."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from curvops.linalg import Kronecker
+from curvops.linalg.core.results import NotPositiveSemidefinite
+from tests.linalg.operands import full, kron, positive, random, uniform
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "left, right",
+    [(positive(3, 4), positive(3, 5)), (uniform(2, 4), positive(2, 3)), (positive(2, 1), uniform(2, 3))],
+)
+def test_heuristic_damping_is_the_damped_factors_with_balanced_traces(left, right):
+    damping = 0.3
+    K = Kronecker(left, right).heuristic_damping(damping)
+    pi = (full(right).diagonal(dim1=1, dim2=2).mean(1) / full(left).diagonal(dim1=1, dim2=2).mean(1)).sqrt()
+    eyes = [torch.eye(f.shape[1], dtype=torch.float64).expand(len(f), -1, -1) for f in (left, right)]
+    left_shift = damping**0.5 / pi[:, None, None] * eyes[0]
+    right_shift = damping**0.5 * pi[:, None, None] * eyes[1]
+    close(K.to_dense(), kron(full(left) + left_shift, full(right) + right_shift))
+    cross = [kron(full(left), right_shift), kron(left_shift, full(right))]
+    close(cross[0].trace(), cross[1].trace())
+    close(kron(left_shift, right_shift), damping * torch.eye(len(cross[0]), dtype=torch.float64))
+
+
+def test_heuristic_damping_of_a_zero_factor_and_of_bad_shifts():
+    K = Kronecker(torch.zeros(1, 2, 2, dtype=torch.float64), positive(1, 3))
+    close(K.heuristic_damping(0.25).left, 0.5 * torch.eye(2, dtype=torch.float64).expand(1, 2, 2))
+    for shift in (0.0, -1.0, torch.ones(6, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="one positive number"):
+            K.heuristic_damping(shift)
+
+
+def test_the_eigenbasis_is_kept_and_dropped_by_copies():
+    K = Kronecker(positive(2, 4), uniform(2, 3))
+    eigen = K.eigen()
+    assert eigen is K.eigen() and eigen.right_vectors.eq(1).all() and eigen.right_vectors.shape == (2, 3)
+    for twin in (copy.deepcopy(K), pickle.loads(pickle.dumps(K))):
+        assert twin.eigen() is not eigen
+        close(twin.eigen().to_dense(), K.to_dense())
+    close(eigen.trace().value, K.trace().value)
+
+
+def test_float32_solutions_keep_the_small_eigenvalues():
+    """Condition 1e8 and a shift of 1e-6: eigendecompositions in float32 would be off by 1 % here."""
+    values = torch.logspace(0, -8, 100, dtype=torch.float64)
+    factors = []
+    for seed in (0, 1):
+        Q = torch.linalg.qr(random(100, 100, seed=seed)).Q
+        single = ((Q * values) @ Q.mT).float()
+        factors.append(((single + single.mT) / 2).unsqueeze(0))
+    left, right = factors
+    b = random(10_000, 2).float()
+    solution = Kronecker(left, right).add_diagonal(1e-6).solve(b)
+    exact = Kronecker(left.double(), right.double()).add_diagonal(1e-6).solve(b.double())
+    assert (solution - exact).norm() < 5e-6 * exact.norm()
+
+
+def test_factors_that_do_not_fit_or_are_not_psd_are_errors():
+    for left, right in (
+        (positive(2, 3), positive(3, 3)),
+        (random(2, 3, 4), positive(2, 3)),
+        (random(3), positive(3, 3)),
+        (positive(2, 3), random(2, 3, 1)),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            Kronecker(left, right)
+    for left in (-positive(1, 3), positive(1, 3) - 2 * torch.eye(3, dtype=torch.float64), -uniform(1, 3)):
+        with pytest.raises(NotPositiveSemidefinite, match="left factor"):
+            Kronecker(left, positive(1, 3)).eigen()

@@ -1,0 +1,128 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+from linear_operator.utils.errors import NotPSDError
+
+from curvops.linalg.core.results import Reason
+from curvops.linalg.preconditioners.nystrom import nystrom
+from curvops.linalg.solvers.cg import cg
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def low_rank(rank, dtype=torch.float64):
+    values = torch.zeros(60, dtype=torch.float64)
+    values[:rank] = torch.linspace(1, 5, rank) if rank else 0
+    return symmetric(values).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 1, 5, 30, 120, 500])
+@pytest.mark.parametrize("name", ["decaying", "clustered", "kappa 1e6"])
+def test_orthonormal_descending_and_below_the_matrix(name, rank, dtype):
+    A = symmetric(SPECTRA[name]).to(dtype)
+    N = nystrom(A, rank, generator=generator())
+    U, eps = N.U.double(), torch.finfo(dtype).eps
+    r = len(N.eigenvalues)
+    torch.testing.assert_close(U.mT @ U, torch.eye(r, dtype=torch.float64), rtol=0, atol=100 * eps)
+    assert (N.eigenvalues > 0).all() and (N.eigenvalues.diff() <= 0).all() and N.matvecs == min(rank, 120)
+    rest = torch.linalg.eigvalsh(A.double() - (U * N.eigenvalues) @ U.mT)
+    assert rest.min() > -1e3 * eps * SPECTRA[name].max()
+    expected = ((U * N.eigenvalues) @ U.mT).to(dtype)
+    torch.testing.assert_close(
+        N @ torch.eye(120, dtype=dtype), expected, rtol=0, atol=float(100 * eps * SPECTRA[name].max())
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 1, 7])
+@pytest.mark.parametrize("asked", [None, 12])
+def test_exact_low_rank_and_zero(rank, asked, dtype):
+    A = low_rank(rank, dtype)
+    N = nystrom(A, asked, shift=1e-3, generator=generator())
+    assert len(N.eigenvalues) == rank and N.tail == 0 and N.reason is Reason.CONVERGED
+    torch.testing.assert_close((N.U * N.eigenvalues.to(dtype)) @ N.U.mT, A, rtol=0, atol=2e3 * torch.finfo(dtype).eps)
+    P = N.preconditioner()
+    B = torch.randn(60, 2, dtype=dtype)
+    s = cg(A + 1e-3 * torch.eye(60, dtype=dtype), B, preconditioner=P, rtol=1e-4)
+    assert s.accepted and (s.iterations <= 4 or dtype == torch.float32)
+
+
+@pytest.mark.parametrize("rank", [0, 10])
+def test_preconditioner_against_its_dense_formula(rank):
+    N = nystrom(symmetric(SPECTRA["decaying"]), rank, generator=generator())
+    mu, eye = 0.01, torch.eye(120, dtype=torch.float64)
+    tail = N.eigenvalues[-1] if rank else torch.tensor(0.0)
+    dense = (N.U * ((N.eigenvalues + mu) / (tail + mu))) @ N.U.mT + eye - N.U @ N.U.mT
+    P = N.preconditioner(mu)
+    torch.testing.assert_close(P @ dense, eye, rtol=0, atol=1e-10)
+    torch.testing.assert_close(P.sqrt_inverse(P.sqrt_inverse(dense)), eye, rtol=0, atol=1e-10)
+    torch.testing.assert_close(P.logdet(), torch.logdet(dense), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(P @ dense[:, 0], eye[:, 0], rtol=0, atol=1e-10)
+
+
+def test_condition_number_bound():
+    # Frangella, Tropp & Udell 2023: expected condition number below 28 for this rank.
+    values, mu = SPECTRA["decaying"], 1e-3
+    effective = float((values / (values + mu)).sum())
+    A = symmetric(values) + mu * torch.eye(120, dtype=torch.float64)
+    P = nystrom(symmetric(values), 2 * math.ceil(1.5 * effective) + 1, shift=mu, generator=generator()).preconditioner()
+    whitened = P.sqrt_inverse(P.sqrt_inverse(A).mT)
+    spectrum = torch.linalg.eigvalsh(whitened)
+    assert spectrum[-1] / spectrum[0] < 28
+
+
+def test_rank_is_chosen_by_cost():
+    A = symmetric(SPECTRA["exponential"])
+    chosen = nystrom(A, shift=1e-3, rhs=8, generator=generator())
+    assert chosen.tail <= 2e-2 and chosen.matvecs < 120
+    # A flat spectrum gains nothing from more rank, nor does a large shift.
+    assert nystrom(symmetric(SPECTRA["flat"]), shift=1.0, generator=generator()).matvecs == 8
+    assert nystrom(A, shift=100.0, rhs=8, generator=generator()).matvecs == 8
+
+
+def test_doubling_keeps_the_earlier_products():
+    class Counted(DenseLinearOperator):
+        def _matmul(self, rhs):
+            seen.append(rhs.shape[1])
+            return super()._matmul(rhs)
+
+    seen = []
+    N = nystrom(Counted(symmetric(log_spaced(300, 1e8))), shift=1e-8, rhs=1000, generator=generator())
+    assert seen[:3] == [8, 8, 16] and sum(seen) == N.matvecs > 32
+
+
+def test_budgets_cap_the_rank_and_say_so():
+    A = symmetric(SPECTRA["kappa 1e8"])
+    by_memory = nystrom(A, 50, memory_budget=3 * 120 * 8 * 20, generator=generator())
+    assert by_memory.matvecs == 20 and by_memory.reason is Reason.RANK_CAPPED
+    by_rank = nystrom(A, shift=1e-8, rhs=50, max_rank=16, generator=generator())
+    assert by_rank.matvecs == 16 and by_rank.reason is Reason.RANK_CAPPED
+    none = nystrom(A, shift=1e-8, max_rank=0)
+    assert none.matvecs == 0 and none.reason is Reason.RANK_CAPPED and torch.equal(none.preconditioner() @ A, A)
+
+
+def test_indefinite_is_an_error_with_a_remedy():
+    with pytest.raises(NotPSDError, match="add_diagonal"):
+        nystrom(-torch.eye(5), 3)
+
+
+@pytest.mark.parametrize("options", [{"rank": -1}, {"shift": -1.0}, {"rhs": -1}, {"max_rank": -2}])
+def test_errors_at_the_door(options):
+    with pytest.raises(ValueError, match="negative"):
+        nystrom(torch.eye(4), **options)
+
+
+def test_low_rank_preconditioner_needs_a_shift():
+    with pytest.raises(ValueError, match="positive shift"):
+        nystrom(low_rank(3), 10).preconditioner(0.0)
+
+
+def test_non_finite_product_is_an_error():
+    with pytest.raises(ValueError, match="NaN"):
+        nystrom(torch.full((4, 4), math.nan), 2)

@@ -1,0 +1,394 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
+from curvops.linalg.solvers.cg import cg
+from tests.linalg.matrices import SPECTRA, log_spaced, rotation, symmetric
+from tests.linalg.systems import Counted, right_hand_sides, true_residuals
+
+WELL = {name: values for name, values in SPECTRA.items() if name not in ("kappa 1e8",)}
+
+
+# Right answers.
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("name", ["decaying", "step", "clustered", "flat", "kappa 1e4"])
+def test_matches_the_dense_solution(name, block):
+    A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
+    s = cg(A, B, rtol=1e-12, block=block)
+    assert s.accepted
+    exact = torch.linalg.solve(A, B)
+    error = (s.x - exact).norm() / exact.norm()
+    assert error <= 1e-10 * (SPECTRA[name].max() / SPECTRA[name].min() / 100).clamp_min(1)
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_block_converges_with_true_residuals_and_counts_products(name):
+    A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 3)
+    operator = Counted(A)
+    s = cg(operator, B)
+    assert s.reasons == (Reason.CONVERGED,) * 3 and s.converged.all()
+    assert s.matvecs == sum(operator.log)
+    assert (s.relative_residuals <= 1e-6).all()
+    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-3, atol=1e-12)
+    assert s.history.shape == (s.iterations + 1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e10, 1e12])
+def test_ill_conditioned_right_answer_or_right_reason(kappa, dtype):
+    A, B = symmetric(log_spaced(60, kappa)).to(dtype), right_hand_sides(60, 3, dtype)
+    s = cg(A, B)
+    true = true_residuals(A, s.x, B)
+    assert ((true <= 1.05e-6) == s.converged).all() or dtype == torch.float32
+    torch.testing.assert_close(s.relative_residuals, true, rtol=0.2, atol=5e-6 if dtype == torch.float32 else 1e-9)
+    for reason, residual in zip(s.reasons, true):
+        if reason is Reason.CONVERGED:
+            assert residual <= 2e-6
+        elif reason is Reason.PRECISION_LIMIT:
+            assert residual <= 0.12 and dtype == torch.float32
+        else:
+            assert reason in (Reason.ITERATION_LIMIT, Reason.STAGNATION, Reason.SINGULAR)
+    if dtype == torch.float64 and kappa <= 1e6:
+        assert s.converged.all()
+
+
+def test_float32_limit_is_named_and_refinement_goes_beyond_it():
+    A, B = symmetric(SPECTRA["kappa 1e4"] * 1900).float(), right_hand_sides(120, 2, torch.float32)
+    plain, refined = cg(A, B), cg(A, B, refine=True)
+    assert set(plain.reasons) == {Reason.PRECISION_LIMIT} and not plain.converged.any() and plain.accepted
+    assert (plain.backward_errors < 1e-5).all()
+    assert refined.x.dtype == torch.float64 and refined.converged.all()
+    assert (true_residuals(A, refined.x, B) <= 1e-6).all()
+
+
+def test_refinement_keeps_zero_and_non_finite_columns_apart():
+    B = right_hand_sides(120, 3, torch.float32)
+    B[:, 0], B[3, 1] = 0, math.inf
+    s = cg(symmetric(SPECTRA["flat"]).float(), B, refine=True)
+    assert s.reasons == (Reason.ZERO_RIGHT_HAND_SIDE, Reason.NON_FINITE, Reason.CONVERGED)
+    assert s.converged.tolist() == [True, False, True] and s.x[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_tolerance_gives_all_that_the_dtype_has(dtype):
+    A, B = symmetric(SPECTRA["step"]).to(dtype), right_hand_sides(120, 2, dtype)
+    s = cg(A, B, rtol=0)
+    assert set(s.reasons) <= {Reason.PRECISION_LIMIT, Reason.CONVERGED}
+    assert (s.backward_errors < 10 * torch.finfo(dtype).eps).all()
+
+
+def test_exact_initial_guess_costs_two_products():
+    A = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+    x = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    s = cg(A, A @ x, x0=x, rtol=0)
+    assert s.reasons == (Reason.CONVERGED,) and torch.equal(s.x, x) and s.iterations == 0 and s.matvecs == 2
+
+
+def test_warm_start_saves_iterations():
+    A, B = symmetric(SPECTRA["kappa 1e4"]), right_hand_sides(120, 2)
+    near = torch.linalg.solve(A, B) * (1 + 1e-5)
+    warm, cold = cg(A, B, x0=near), cg(A, B)
+    assert warm.converged.all() and warm.iterations < cold.iterations
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_right_hand_sides_beside_ordinary_ones(size):
+    A, B = symmetric(SPECTRA["flat"]).float(), right_hand_sides(120, 3, torch.float32)
+    scaled = B * torch.tensor([size, 1.0, 1.0])
+    s, reference = cg(A, scaled), cg(A, B)
+    assert s.converged.all()
+    torch.testing.assert_close(s.x[:, 0] / size, reference.x[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_zero_right_hand_sides_need_no_product():
+    s = cg(torch.eye(4), torch.zeros(4, 2))
+    assert s.reasons == (Reason.ZERO_RIGHT_HAND_SIDE,) * 2 and s.converged.all() and s.matvecs == 0
+    assert torch.equal(s.x, torch.zeros(4, 2))
+
+
+def test_identical_and_dependent_columns():
+    A, B = symmetric(SPECTRA["kappa 1e4"]), right_hand_sides(120, 3)
+    B = torch.stack([B[:, 0], B[:, 0], B[:, 1], B[:, 0] - 2 * B[:, 1], 0 * B[:, 0], B[:, 2]], 1)
+    s = cg(A, B)
+    assert s.converged.all()
+    assert (true_residuals(A, s.x, B)[[0, 1, 2, 3, 5]] <= 1e-6).all()
+    assert s.matvecs < 6 * s.iterations
+
+
+def test_more_columns_than_rows_and_no_columns():
+    A, B = symmetric(log_spaced(5, 100)), right_hand_sides(5, 12)
+    s = cg(A, B, rtol=1e-10)
+    assert s.converged.all() and s.iterations <= 3
+    empty = cg(A, B[:, :0])
+    assert empty.x.shape == (5, 0) and empty.reasons == () and empty.accepted
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_one_by_one(block):
+    s = cg(torch.tensor([[4.0]]), torch.tensor([8.0]), block=block)
+    assert s.x.tolist() == [2.0] and s.converged.tolist() == [True]
+
+
+def test_converged_columns_are_dropped():
+    A = symmetric(SPECTRA["kappa 1e4"])
+    easy = torch.linalg.eigh(A).eigenvectors[:, -1]
+    operator = Counted(A)
+    s = cg(operator, torch.stack([easy, right_hand_sides(120, 1)[:, 0]], 1))
+    assert s.converged.all() and operator.log.count(1) > operator.log.count(2)
+
+
+def test_preconditioners_of_every_kind_agree():
+    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
+    plain = cg(A, B)
+    for preconditioner in (M, DenseLinearOperator(M), lambda V: M @ V):
+        for block in (True, False):
+            s = cg(A, B, preconditioner=preconditioner, block=block)
+            assert s.converged.all() and s.iterations < plain.iterations / 3
+
+
+def test_callback_and_vector_shape():
+    A, seen = symmetric(SPECTRA["flat"]), []
+    b = right_hand_sides(120, 1)[:, 0]
+    s = cg(A, b, callback=lambda iteration, residuals: seen.append((iteration, residuals)))
+    assert s.x.shape == (120,) and s.converged.shape == (1,)
+    assert [i for i, _ in seen] == list(range(s.iterations + 1)) and seen[0][1].shape == (1,)
+    assert cg(A, b).history.shape[1] == 1
+
+
+# Right reasons.
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(5))
+def test_indefinite_with_one_negative_eigenvalue(seed, dtype, block):
+    values = torch.cat([torch.tensor([-0.243]), torch.linspace(0.1, 10, 49)]).double()
+    A, B = symmetric(values, seed).to(dtype), right_hand_sides(50, 2, dtype)
+    s = cg(A, B, block=block)
+    assert all(r in (Reason.NOT_POSITIVE_DEFINITE, Reason.CONVERGED) for r in s.reasons)
+    assert Reason.NOT_POSITIVE_DEFINITE in s.reasons
+    with pytest.raises(NotPositiveDefinite, match=f"iteration {s.iterations}"):
+        s.raise_if_failed(1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_singular_and_inconsistent_is_seen_within_the_default_limit(dtype, block, seed):
+    A = symmetric(torch.cat([torch.linspace(1, 3, 30), torch.zeros(20)]).double(), seed).to(dtype)
+    s = cg(A, right_hand_sides(50, 2, dtype), block=block)
+    assert s.reasons == (Reason.SINGULAR,) * 2 and not s.converged.any()
+
+
+def test_negative_definite_is_seen_at_once():
+    s = cg(-torch.eye(4), torch.ones(4))
+    assert s.reasons == (Reason.NOT_POSITIVE_DEFINITE,) and s.iterations == 1
+
+
+def test_small_scale_is_not_mistaken_for_indefinite():
+    A, B = 1e-14 * symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
+    assert cg(A, B).converged.all()
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("b", [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+def test_nilpotent(b, block):
+    s = cg(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor(b), block=block)
+    assert not s.accepted
+    assert s.reasons[0] in (Reason.NOT_POSITIVE_DEFINITE, Reason.SINGULAR, Reason.STAGNATION)
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_consistent(dtype, block):
+    values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
+    A = symmetric(values)
+    B = (A @ right_hand_sides(60, 3)).to(dtype)
+    s = cg(A.to(dtype), B, block=block)
+    assert s.converged.all()
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_inconsistent(dtype, block):
+    values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
+    s = cg(symmetric(values).to(dtype), right_hand_sides(60, 3, dtype), block=block)
+    assert not s.converged.any() and not any(r is Reason.PRECISION_LIMIT for r in s.reasons)
+    assert (s.relative_residuals > 0.5).all()
+    with pytest.raises(NotConverged):
+        s.raise_if_failed(1e-6)
+
+
+def test_zero_operator():
+    s = cg(torch.zeros(4, 4), torch.ones(4, 2))
+    assert s.reasons == (Reason.SINGULAR,) * 2 and torch.equal(s.x, torch.zeros(4, 2))
+
+
+def test_non_symmetric_is_never_a_silent_answer():
+    g = torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 10.0):
+        A = torch.eye(50, dtype=torch.float64) + scale * torch.randn(50, 50, generator=g, dtype=torch.float64) / 7
+        B = right_hand_sides(50, 2)
+        s = cg(A, B)
+        assert ((true_residuals(A, s.x, B) <= 1.01e-6) == s.converged).all()
+
+
+def test_noisy_operator_stagnates():
+    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
+    g = torch.Generator().manual_seed(0)
+
+    class Noisy(Counted):
+        def _matmul(self, rhs):
+            out = self.matrix @ rhs
+            return out + 1e-3 * torch.randn(out.shape, generator=g, dtype=out.dtype) * out.norm() / 10
+
+    s = cg(Noisy(A), B)
+    assert not s.accepted and set(s.reasons) <= {Reason.STAGNATION, Reason.ITERATION_LIMIT}
+
+
+def test_nan_and_inf_in_some_right_hand_sides_touch_only_their_columns():
+    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 4)
+    B[5, 1], B[7, 2] = math.nan, math.inf
+    s = cg(A, B)
+    bad, good = Reason.NON_FINITE, Reason.CONVERGED
+    assert s.reasons == (good, bad, bad, good) and s.x[:, 1:3].isnan().all() and s.x[:, [0, 3]].isfinite().all()
+    assert s.relative_residuals[1:3].tolist() == [math.inf] * 2
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_nan_on_the_seventh_product(block):
+    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    s = cg(Counted(A, spoil=7), B, block=block)
+    assert s.reasons == (Reason.NON_FINITE,) * 2 and not s.converged.any()
+    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-6, atol=0)
+    assert s.iterations == 7
+
+
+def test_non_finite_preconditioner():
+    s = cg(torch.eye(3), torch.ones(3), preconditioner=lambda V: V * math.nan)
+    assert s.reasons == (Reason.NON_FINITE,)
+
+
+def test_iteration_limit_says_so():
+    A, B = symmetric(SPECTRA["kappa 1e4"]), right_hand_sides(120, 2)
+    s = cg(A, B, maxiter=5)
+    assert s.reasons == (Reason.ITERATION_LIMIT,) * 2 and s.iterations == 5
+    assert cg(A, B, maxiter=0).iterations == 0
+
+
+def test_overflowing_solution_is_not_an_answer():
+    s = cg(1e-20 * torch.eye(3), 1e30 * torch.ones(3))
+    assert s.reasons == (Reason.NON_FINITE,) and not s.converged.any()
+
+
+@pytest.mark.parametrize(
+    ("A", "B", "options", "error", "words"),
+    [
+        (torch.ones(3, 2), torch.ones(3), {}, ValueError, "3 x 2"),
+        (torch.eye(3), torch.ones(4), {}, ValueError, r"\(4,\)"),
+        (torch.eye(3), torch.ones(3, 1, 1), {}, ValueError, "shape"),
+        (torch.eye(3), torch.ones(3).double(), {}, TypeError, "float64"),
+        (torch.eye(3), torch.ones(3).long(), {}, TypeError, "int64"),
+        (torch.eye(3), torch.ones(3), {"rtol": -1.0}, ValueError, "negative"),
+        (torch.eye(3), torch.ones(3), {"rtol": math.nan}, ValueError, "nan"),
+        (torch.eye(3), torch.ones(3), {"maxiter": -1}, ValueError, "negative"),
+        (torch.eye(3), torch.ones(3), {"x0": torch.ones(3, 1)}, ValueError, "x0"),
+        (torch.eye(3), torch.ones(3), {"x0": torch.ones(3).double()}, TypeError, "x0"),
+        (torch.eye(3), torch.ones(3, device="meta"), {}, ValueError, "device"),
+    ],
+)
+def test_errors_at_the_door(A, B, options, error, words):
+    with pytest.raises(error, match=words):
+        cg(A, B, **options)
+
+
+def test_no_graph_is_recorded():
+    A = torch.eye(3, requires_grad=True)
+    assert not cg(A, torch.ones(3, requires_grad=True)).x.requires_grad
+
+
+def test_rotation_is_orthogonal():
+    Q = rotation(20)
+    torch.testing.assert_close(Q.mT @ Q, torch.eye(20, dtype=torch.float64))
+
+
+# Memory and precision.
+
+
+def test_memory_budget_solves_in_groups():
+    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 5)
+    operator = Counted(A)
+    s = cg(operator, B, memory_budget=2 * 12 * 120 * 8)
+    assert max(operator.log) == 2 and s.converged.all() and s.matvecs == sum(operator.log)
+    assert s.history.shape == (s.iterations + 1, 5)
+    assert cg(A, B, memory_budget=0).converged.all()  # one column at a time is the least
+    with pytest.raises(ValueError, match="memory_budget"):
+        cg(A, B, memory_budget=-1)
+
+
+class Precise(Counted):
+    """Counts the products in float64 and those in float32 apart."""
+
+    def __init__(self, matrix, counts=None):
+        super().__init__(matrix)
+        self.counts = {} if counts is None else counts
+
+    def to(self, dtype):
+        return Precise(self.matrix.to(dtype), self.counts)
+
+    def _matmul(self, rhs):
+        self.counts[rhs.dtype] = self.counts.get(rhs.dtype, 0) + rhs.shape[1]
+        return super()._matmul(rhs)
+
+
+@pytest.mark.parametrize("name", ["decaying", "clustered", "flat", "kappa 1e4"])
+def test_refinement_in_float32_reaches_ten_digits_with_one_product_in_ten_in_float64(name):
+    A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
+    operator = Precise(A)
+    s = cg(operator, B, rtol=1e-10, refine=torch.float32)
+    assert s.x.dtype == torch.float64 and s.converged.all()
+    assert (true_residuals(A, s.x, B) <= 1.01e-10).all()
+    assert s.exact_matvecs == operator.counts[torch.float64]
+    assert s.matvecs == sum(operator.counts.values())
+    assert s.exact_matvecs <= 0.1 * s.matvecs
+    assert cg(A, B, rtol=1e-10, refine=torch.float32).exact_matvecs == s.exact_matvecs
+
+
+def test_refinement_takes_a_float64_preconditioner_and_names_bad_dtypes():
+    A, B = symmetric(SPECTRA["kappa 1e6"]), right_hand_sides(120, 2)
+    M = torch.linalg.inv(A + 1e-4 * torch.eye(120, dtype=torch.float64))
+    s = cg(A, B, rtol=1e-10, refine=torch.float32, preconditioner=M)
+    assert s.converged.all() and (true_residuals(A, s.x, B) <= 1.01e-10).all()
+    with pytest.raises(ValueError, match="float32"):
+        cg(A, B, refine=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_says_why_not_and_what_to_do(dtype):
+    with pytest.raises(TypeError, match=r"too coarse.*op\.to\(torch\.float32\)"):
+        cg(torch.eye(3, dtype=dtype), torch.ones(3, dtype=dtype))
+
+
+def test_non_symmetric_is_named():
+    g = torch.Generator().manual_seed(0)
+    A = torch.eye(50, dtype=torch.float64) + torch.randn(50, 50, generator=g, dtype=torch.float64) / 7
+    s = cg(A, right_hand_sides(50, 1))
+    assert s.reasons[0] in (Reason.NOT_SYMMETRIC, Reason.NOT_POSITIVE_DEFINITE)
+    assert Reason.NOT_SYMMETRIC in cg(A, right_hand_sides(50, 2), block=False).reasons
+
+
+@pytest.mark.parametrize("low", [True, torch.float32])
+def test_refinement_that_ends_at_rounding_names_the_precision_not_the_operator(low):
+    A, B = symmetric(log_spaced(60, 1e5)), right_hand_sides(60, 2)
+    solution = cg(A, B, rtol=0, refine=low, maxiter=10_000)
+    assert solution.reasons == (Reason.PRECISION_LIMIT,) * 2
+    norms = torch.linalg.vector_norm(A @ solution.x - B, dim=0) / (
+        torch.linalg.matrix_norm(A, 2) * solution.x.norm(dim=0) + B.norm(dim=0)
+    )
+    assert (solution.backward_errors < 5e-14).all() and (solution.backward_errors >= 0.5 * norms).all()

@@ -1,0 +1,67 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import Dense, dual_descent
+from curvops.linalg.core.results import Reason
+from tests.linalg.systems import right_hand_sides, true_residuals
+
+
+def kernel(n=400, length=1.0, seed=0):
+    X = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.exp(-torch.cdist(X, X).square() / (2 * length**2))
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+K, NOISE = kernel(), 1.0
+A = K + NOISE * torch.eye(400, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch_size", [20, 100, 1000])
+def test_reaches_the_solution_with_true_residuals(batch_size, dtype):
+    B = right_hand_sides(400, 3).to(dtype)
+    s = dual_descent(K.to(dtype), B, noise=NOISE, batch_size=batch_size, rtol=1e-3, maxiter=600, generator=seeded())
+    assert s.reasons == (Reason.CONVERGED,) * 3 and (s.relative_residuals <= 1e-3).all()
+    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-3, atol=1e-6)
+    exact = torch.linalg.solve(A, B.double())
+    assert (s.x.double() - exact).norm() <= 2e-3 * exact.norm()
+    assert s.history.shape[1] == 3 and s.iterations < 600
+
+
+def test_operators_with_rows_and_the_generator():
+    b = right_hand_sides(400, 1)[:, 0]
+    tensor = dual_descent(K, b, noise=NOISE, batch_size=50, generator=seeded(1))
+    for operator in (Dense(K, psd=True), DenseLinearOperator(K)):
+        s = dual_descent(operator, b, noise=NOISE, batch_size=50, generator=seeded(1))
+        torch.testing.assert_close(s.x, tensor.x, rtol=1e-10, atol=1e-12)
+    assert not torch.equal(dual_descent(K, b, noise=NOISE, batch_size=50, generator=seeded(2)).x, tensor.x)
+
+
+def test_a_step_that_diverges_is_halved():
+    b = right_hand_sides(400, 1)[:, 0]
+    s = dual_descent(K, b, noise=NOISE, batch_size=50, step_size=10.0, rtol=1e-2, maxiter=300, generator=seeded())
+    assert s.converged.all() and true_residuals(A, s.x, b)[0] <= 1e-2
+
+
+def test_limits_bad_columns_and_warm_start():
+    B = right_hand_sides(400, 3)
+    B[:, 1], B[0, 2] = 0, math.nan
+    s = dual_descent(K, B, noise=1e-4, maxiter=2, rtol=1e-8, generator=seeded())
+    assert s.reasons == (Reason.ITERATION_LIMIT, Reason.ZERO_RIGHT_HAND_SIDE, Reason.NON_FINITE)
+    b = B[:, 0]
+    exact = torch.linalg.solve(A, b)
+    assert dual_descent(K, b, noise=NOISE, x0=exact).iterations == 0
+    broken = dual_descent(K * math.nan, b, noise=NOISE, generator=seeded())
+    assert broken.reasons == (Reason.NON_FINITE,) and not broken.converged.any()
+
+
+@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"batch_size": 0}, {"noise": -1.0}, {"step_size": 0.0}])
+def test_errors_at_the_door(options):
+    with pytest.raises(ValueError, match="dual_descent needs"):
+        dual_descent(K, torch.ones(400).double(), **options)

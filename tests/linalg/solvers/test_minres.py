@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import minres
+from curvops.linalg.core.results import Reason
+from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
+from tests.linalg.systems import Counted, right_hand_sides, true_residuals
+
+ALTERNATING = torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+
+def indefinite(values):
+    return symmetric(values * ALTERNATING.repeat(len(values) // 2))
+
+
+@pytest.mark.parametrize("sign", ["definite", "indefinite"])
+@pytest.mark.parametrize("name", ["decaying", "step", "clustered", "flat"])
+def test_matches_the_dense_solution(name, sign):
+    A = symmetric(SPECTRA[name]) if sign == "definite" else indefinite(SPECTRA[name])
+    B = right_hand_sides(120, 4)
+    s = minres(A, B, rtol=1e-12, maxiter=4000)
+    exact = torch.linalg.solve(A, B)
+    assert s.accepted
+    kappa = float(SPECTRA[name].max() / SPECTRA[name].min())
+    assert (s.x - exact).norm() / exact.norm() <= 1e-12 * max(kappa, 100)
+
+
+def test_true_residuals_products_and_history():
+    A, B = indefinite(SPECTRA["flat"]), right_hand_sides(120, 3)
+    operator, seen = Counted(A), []
+    s = minres(operator, B, callback=lambda i, r: seen.append((i, r)))
+    assert s.reasons == (Reason.CONVERGED,) * 3
+    assert s.matvecs == sum(operator.log)
+    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-6, atol=1e-12)
+    assert s.history.shape == (s.iterations + 1, 3) and len(seen) == s.iterations + 1
+    assert (s.history.diff(dim=0) <= 1e-9).all()  # the residual of minres never grows
+
+
+def test_residuals_are_the_least_of_the_krylov_space():
+    A, b = indefinite(SPECTRA["flat"]), right_hand_sides(120, 1)[:, 0]
+    krylov = [b]
+    for steps in range(1, 7):
+        krylov.append(A @ krylov[-1])
+        basis = torch.linalg.qr(torch.stack(krylov[:-1], 1)).Q
+        least = torch.linalg.lstsq(A @ basis, b.unsqueeze(1)).solution
+        expected = float((b - A @ (basis @ least)[:, 0]).norm() / b.norm())
+        assert float(minres(A, b, maxiter=steps).relative_residuals[0]) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_systems_give_the_shortest_solution(dtype):
+    values = torch.cat([torch.zeros(20), torch.linspace(1, 3, 20), -torch.linspace(1, 3, 20)]).double()
+    A = symmetric(values)
+    pseudo = torch.linalg.pinv(A, hermitian=True, rtol=1e-10)
+    outside = right_hand_sides(60, 3)
+    digits = 1e-12 if dtype == torch.float64 else 1e-5
+    inside = A @ outside
+    s = minres(A.to(dtype), inside.to(dtype), rtol=digits)
+    assert s.reasons == (Reason.CONVERGED,) * 3
+    torch.testing.assert_close(s.x.double(), pseudo @ inside, rtol=0, atol=20 * digits)
+    s = minres(A.to(dtype), outside.to(dtype))
+    assert s.reasons == (Reason.SINGULAR,) * 3 and not s.converged.any()
+    # r is a difference, so that half of the digits show whether it is a null vector, and as many of x are right.
+    half = 8 * math.sqrt(torch.finfo(dtype).eps)
+    assert (s.normal_residuals <= half).all()
+    assert (s.x.double() - pseudo @ outside).norm() <= half * (pseudo @ outside).norm()
+
+
+def test_the_shortest_minimiser_is_measured_from_the_initial_guess():
+    values = torch.cat([torch.zeros(10), torch.linspace(1, 3, 30)]).double()
+    A, B, x0 = symmetric(values), right_hand_sides(40, 2), right_hand_sides(40, 2, seed=5)
+    null = torch.eye(40, dtype=torch.float64) - torch.linalg.pinv(A, hermitian=True, rtol=1e-10) @ A
+    s = minres(A, B, x0=x0)
+    assert s.reasons == (Reason.SINGULAR,) * 2
+    torch.testing.assert_close(null @ s.x, null @ x0, rtol=0, atol=1e-4)
+    consistent = minres(A, A @ B, x0=x0, rtol=1e-12)
+    torch.testing.assert_close(null @ consistent.x, null @ x0, rtol=0, atol=1e-10)
+
+
+def test_shift_is_added_to_the_diagonal():
+    A, B = symmetric(SPECTRA["flat"]), right_hand_sides(120, 2)
+    s = minres(A, B, shift=-2.0037, rtol=1e-10, maxiter=3000)
+    assert s.converged.all()
+    assert (true_residuals(A - 2.0037 * torch.eye(120, dtype=torch.float64), s.x, B) <= 1.01e-10).all()
+
+
+def test_preconditioners_save_iterations_and_an_indefinite_one_is_an_error():
+    A, B = indefinite(log_spaced(120, 1e4)), right_hand_sides(120, 2)
+    values, vectors = torch.linalg.eigh(A)
+    M = vectors @ torch.diag(1 / (values.abs() + 1e-3)) @ vectors.mT
+    plain = minres(A, B)
+    for preconditioner in (M, DenseLinearOperator(M), lambda V: M @ V):
+        s = minres(A, B, preconditioner=preconditioner)
+        assert s.converged.all() and s.iterations < plain.iterations / 3
+    with pytest.raises(ValueError, match="positive definite"):
+        minres(A, B, preconditioner=-M)
+
+
+def test_asymmetry_is_named_and_small_asymmetry_is_lived_with():
+    g = torch.Generator().manual_seed(0)
+    E = torch.randn(60, 60, generator=g, dtype=torch.float64)
+    B = right_hand_sides(60, 2)
+    s = minres(torch.eye(60, dtype=torch.float64) + E / 8, B)
+    assert s.reasons == (Reason.NOT_SYMMETRIC,) * 2 and "lsmr" in s.reasons[0].value
+    assert minres(symmetric(torch.linspace(1, 10, 60).double()) + 1e-6 * E / 8, B).converged.all()
+
+
+def test_memory_budget_solves_in_groups():
+    A, B = indefinite(SPECTRA["flat"]), right_hand_sides(120, 5)
+    operator = Counted(A)
+    s, whole = minres(operator, B, memory_budget=2 * 16 * 120 * 8), minres(A, B)
+    assert max(operator.log) == 2 and s.converged.all() and s.history.shape == (s.iterations + 1, 5)
+    torch.testing.assert_close(s.x, whole.x, rtol=1e-5, atol=1e-5)
+    assert s.matvecs == sum(operator.log)
+
+
+def test_initial_guess_and_limits():
+    A, B = indefinite(SPECTRA["flat"]), right_hand_sides(120, 2)
+    x = torch.linalg.solve(A, B)
+    assert minres(A, B, x0=x).iterations == 0
+    s = minres(A, B, maxiter=3)
+    assert s.reasons == (Reason.ITERATION_LIMIT,) * 2 and s.iterations == 3
+    torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-10, atol=0)
+    assert minres(A, B[:, 0]).x.shape == (120,)
+
+
+@pytest.mark.parametrize(
+    ("A", "B", "options", "error", "words"),
+    [
+        (torch.ones(3, 2), torch.ones(3), {}, ValueError, "3 x 2"),
+        (torch.eye(3), torch.ones(4), {}, ValueError, r"\(3,\)"),
+        (torch.eye(3), torch.ones(3).double(), {}, TypeError, "float64"),
+        (torch.eye(3), torch.ones(3), {"memory_budget": -1}, ValueError, "memory_budget"),
+        (torch.eye(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), {}, TypeError, "float32"),
+    ],
+)
+def test_errors_at_the_door(A, B, options, error, words):
+    with pytest.raises(error, match=words):
+        minres(A, B, **options)

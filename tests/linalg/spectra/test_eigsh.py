@@ -1,0 +1,323 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import Dense, eigsh
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.solvers.cg import cg
+from tests.linalg.matrices import SPECTRA, symmetric
+
+FLAWLESS = {Reason.CONVERGED}
+EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
+BULK = torch.linspace(0, 0.5, 113, dtype=torch.float64)
+CLUSTER = torch.tensor([2.0, *[1 + 1e-9] * 5, 1.0], dtype=torch.float64)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def ends(values, which, k):
+    """The k wanted of descending values, best first."""
+    if which == "magnitude":
+        return values[values.abs().argsort(descending=True)][:k]
+    low = {"largest": 0, "smallest": k, "both": k // 2}[which]
+    found = torch.cat([values[: k - low], values[len(values) - low :]])
+    return found.flip(0) if which == "smallest" else found
+
+
+def budget(columns, n, block_size=2, itemsize=8):
+    return (columns + 4 * block_size) * n * itemsize
+
+
+def assert_honest(A, pairs, rtol):
+    """Reported residuals are the true ones, and what is called converged is."""
+    A, V = A.double(), pairs.vectors.double()
+    k = len(pairs.values)
+    eps = torch.finfo(pairs.vectors.dtype).eps
+    size = torch.linalg.matrix_norm(A, 2)
+    true = (A @ V - V * pairs.values).norm(dim=0)
+    torch.testing.assert_close(pairs.residuals, true, rtol=1e-3, atol=float(20 * eps * size))
+    torch.testing.assert_close(V.mT @ V, torch.eye(k, dtype=torch.float64), rtol=0, atol=300 * eps)
+    for j, reason in enumerate(pairs.reasons):
+        if reason is Reason.CONVERGED:
+            assert pairs.residuals[j] <= rtol * pairs.values[j].abs()
+        if reason is Reason.PRECISION_LIMIT:
+            assert pairs.residuals[j] <= 20 * eps * size * (1 + 1e-6)
+
+
+class Counted(DenseLinearOperator):
+    """Counts its products, and spoils one."""
+
+    def __init__(self, tensor, log, spoil=None):
+        super().__init__(tensor)
+        self.log, self.spoil = log, spoil
+
+    def _matmul(self, rhs):
+        self.log.append(rhs.shape[1])
+        return self.tensor @ rhs * (math.nan if len(self.log) == self.spoil else 1.0)
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_against_eigh(name, which):
+    A = symmetric(SPECTRA[name])
+    pairs = eigsh(A, 7, which, rtol=1e-10, generator=generator())
+    expected = ends(torch.linalg.eigvalsh(A).flip(0), which, 7)
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=float(1e-14 * SPECTRA[name].max()))
+    assert set(pairs.reasons) <= EXACT
+    assert_honest(A, pairs, 1e-10)
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_restarts_reach_the_same_with_a_small_basis(name):
+    A = symmetric(SPECTRA[name])
+    pairs = eigsh(A, 5, rtol=1e-10, memory_budget=budget(24, 120), generator=generator())
+    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(A).flip(0)[:5], rtol=1e-10, atol=0)
+    assert set(pairs.reasons) == FLAWLESS
+    assert_honest(A, pairs, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kappa", [1e4, 1e6, 1e8, 1e12])
+def test_condition_numbers(kappa, dtype):
+    A = symmetric(torch.logspace(0, -math.log10(kappa), 90, dtype=torch.float64)).to(dtype)
+    pairs = eigsh(A, 6, "both", generator=generator())
+    size = 50 * torch.finfo(dtype).eps
+    expected = ends(torch.linalg.eigvalsh(A.double()).flip(0), "both", 6)
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=size)
+    assert set(pairs.reasons) <= EXACT
+    assert_honest(A, pairs, 1e-6)
+
+
+@pytest.mark.parametrize("columns", [None, 24])
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_every_member_of_a_tight_cluster_is_found(block_size, columns):
+    """scipy#26112: a single vector sees one member of 1, 1 + 1e-9 (five times); seven pairs reach all of them."""
+    A = symmetric(torch.cat([CLUSTER, BULK]))
+    memory = None if columns is None else budget(columns, 120, block_size)
+    pairs = eigsh(A, 7, block_size=block_size, memory_budget=memory, generator=generator())
+    torch.testing.assert_close(pairs.values, CLUSTER, rtol=0, atol=1e-11 + 1e-9 * (columns is not None))
+    assert set(pairs.reasons) == FLAWLESS
+    assert_honest(A, pairs, 1e-6)
+
+
+def test_a_cluster_that_is_all_of_the_matrix():
+    pairs = eigsh(symmetric(CLUSTER), 7, rtol=1e-12, generator=generator())
+    torch.testing.assert_close(pairs.values, CLUSTER, rtol=0, atol=1e-14)
+    assert set(pairs.reasons) == FLAWLESS
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("block_size", "which"), [(1, "largest"), (2, "smallest"), (4, "both")])
+def test_exact_multiplicities_larger_than_the_block(block_size, which, seed):
+    many = torch.full((12,), 3.0, dtype=torch.float64)
+    bulk = 2 * 0.95 ** torch.arange(96, dtype=torch.float64) - 1
+    values = torch.cat([many, bulk, -many])
+    A = symmetric(values, seed)
+    k = 28 if which == "both" else 14
+    pairs = eigsh(
+        A, k, which, block_size=block_size, memory_budget=budget(k + 22, 120, block_size), generator=generator(seed)
+    )
+    torch.testing.assert_close(pairs.values, ends(values, which, k), rtol=0, atol=1e-10)
+    assert set(pairs.reasons) == FLAWLESS
+
+
+def test_a_start_without_the_best_vector_is_found_out():
+    A = symmetric(SPECTRA["exponential"])
+    V = torch.linalg.eigh(A).eigenvectors.flip(1)
+    pairs = eigsh(A, 3, start=V[:, 4:9].mT.contiguous().mT, rtol=1e-10, generator=generator())
+    torch.testing.assert_close(pairs.values, SPECTRA["exponential"][:3], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_tiny_and_huge_operators(size, dtype):
+    values = torch.linspace(-1, 2, 60, dtype=torch.float64)
+    A = (symmetric(values) * size).to(dtype)
+    pairs = eigsh(A, 4, "magnitude", generator=generator())
+    eps = torch.finfo(dtype).eps
+    expected = values.flip(0)[:4] * size
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10 + 20 * eps, atol=0)
+    assert set(pairs.reasons) <= EXACT
+    assert (pairs.residuals <= 20 * eps * 2 * size + 1e-6 * expected).all()
+
+
+@pytest.mark.parametrize("columns", [50, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("ring", [False, True])
+def test_the_smallest_of_a_singular_laplacian_at_any_scale(ring, scale, dtype, columns):
+    """Zero and its neighbours, of a path and of a cycle, against cosines; with restarts and without."""
+    n, k, eps = 100, 3, torch.finfo(dtype).eps
+    neighbours = torch.ones(n - 1, dtype=torch.float64).diag(1)
+    neighbours[0, -1] = float(ring)
+    neighbours = neighbours + neighbours.mT
+    A = ((neighbours.sum(0).diag() - neighbours) * scale).to(dtype)
+    step = torch.tensor([0, 1, 1] if ring else [0, 0.5, 1], dtype=torch.float64)
+    exact = (2 - 2 * torch.cos(2 * math.pi * step / n)) * -float(A[0, 1])
+    memory = budget(columns, n, itemsize=A.element_size())
+    pairs = eigsh(A, k, "smallest", generator=generator(), memory_budget=memory)
+    assert set(pairs.reasons) <= EXACT and pairs.accepted
+    assert dtype == torch.float32 or pairs.reasons[1:] == (Reason.CONVERGED,) * (k - 1)
+    torch.testing.assert_close(pairs.values, exact, rtol=0, atol=4 * eps * 4 * scale)
+    assert_honest(A / scale, replace(pairs, values=pairs.values / scale, residuals=pairs.residuals / scale), 1e-6)
+
+
+@pytest.mark.parametrize("A", [torch.zeros(9, 9), torch.eye(9), 3 * torch.eye(1)], ids=["zero", "identity", "n = 1"])
+@pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
+def test_multiples_of_the_identity(A, which):
+    k = min(4, len(A))
+    pairs = eigsh(A, k, which, generator=generator())
+    torch.testing.assert_close(pairs.values, A.diagonal()[:k].double())
+    assert set(pairs.reasons) <= EXACT and pairs.residuals.max() <= 1e-6
+    torch.testing.assert_close(pairs.vectors.mT @ pairs.vectors, torch.eye(k))
+
+
+@pytest.mark.parametrize("k", [1, 5, 6])
+def test_all_pairs_of_a_small_matrix(k):
+    A = symmetric(torch.tensor([3.0, 1.0, 1.0, 0.0, -2.0, -2.0]).double())
+    pairs = eigsh(A, k, rtol=1e-12, block_size=6, generator=generator())
+    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(A).flip(0)[:k], rtol=0, atol=1e-13)
+
+
+def test_a_small_negative_eigenvalue_is_found():
+    values = torch.cat([torch.tensor([-0.243]).double(), torch.linspace(0.1, 5, 49, dtype=torch.float64)])
+    pairs = eigsh(symmetric(values), 1, "smallest", rtol=1e-8, generator=generator())
+    torch.testing.assert_close(pairs.values, values[:1], rtol=1e-10, atol=0)
+    assert pairs.reasons == (Reason.CONVERGED,)
+
+
+def test_nilpotent_matrix_is_no_success():
+    pairs = eigsh(torch.tensor([[0.0, 1.0], [0.0, 0.0]]).double(), 2, generator=generator())
+    assert set(pairs.reasons) == {Reason.NOT_SYMMETRIC} and pairs.residuals.min() > 0.1
+
+
+def test_slightly_non_symmetric_products():
+    N = torch.randn(120, 120, dtype=torch.float64, generator=generator())
+    A = symmetric(SPECTRA["flat"]) + 1e-6 * N / torch.linalg.matrix_norm(N, 2)
+    strict = eigsh(A, 4, rtol=1e-10, generator=generator())
+    assert set(strict.reasons) == {Reason.STAGNATION} and strict.residuals.max() < 2e-6
+    assert set(eigsh(A, 4, rtol=1e-5, generator=generator()).reasons) == FLAWLESS
+
+
+@pytest.mark.parametrize("spoil", [1, 2, 7, 30])
+def test_nan_in_a_product(spoil):
+    log = []
+    pairs = eigsh(Counted(symmetric(SPECTRA["flat"]), log=log, spoil=spoil), 4, generator=generator())
+    assert set(pairs.reasons) == {Reason.NON_FINITE} and len(log) == spoil
+    assert pairs.values.isnan().all() and pairs.vectors.isnan().all() and pairs.residuals.isinf().all()
+
+
+def test_products_are_counted_and_limited():
+    log = []
+    A = Counted(symmetric(SPECTRA["kappa 1e8"]), log=log)
+    pairs = eigsh(A, 4, "smallest", max_matvecs=50, generator=generator())
+    assert sum(log) == pairs.matvecs <= 50
+    assert set(pairs.reasons) == {Reason.ITERATION_LIMIT}
+    assert_honest(A.tensor, pairs, 1e-6)
+    log.clear()
+    pairs = eigsh(A, 4, generator=generator())
+    assert sum(log) == pairs.matvecs and set(pairs.reasons) == FLAWLESS
+
+
+def test_iterations_are_limited_but_k_products_are_made():
+    pairs = eigsh(symmetric(SPECTRA["flat"]), 7, maxiter=0, generator=generator())
+    assert len(pairs.values) == 7 and pairs.matvecs == 15 and set(pairs.reasons) == {Reason.ITERATION_LIMIT}
+
+
+def test_a_memory_budget_that_was_too_small_is_the_reason():
+    A = symmetric(SPECTRA["kappa 1e8"])
+    pairs = eigsh(A, 4, "smallest", memory_budget=budget(10, 120), maxiter=60, generator=generator())
+    assert set(pairs.reasons) == {Reason.RANK_CAPPED}
+    with pytest.raises(RuntimeError, match="4 of 4 pairs did not converge; .*\nRANK_CAPPED"):
+        pairs.raise_if_failed()
+
+
+def test_what_was_not_checked_is_not_converged():
+    """Twelve equal values and a block of two: the budget ends while the complement is looked at."""
+    values = torch.cat([torch.full((12,), 3.0).double(), torch.linspace(0, 2, 108, dtype=torch.float64)])
+    pairs = eigsh(symmetric(values), 4, rtol=1e-3, max_matvecs=46, generator=generator())
+    assert Reason.CONVERGED not in pairs.reasons and Reason.UNVERIFIED in pairs.reasons
+
+
+def test_seeds_reproduce_and_operators_agree():
+    A = symmetric(SPECTRA["kappa 1e4"])
+    runs = [eigsh(M, 3, generator=generator(5)) for M in (A, A, Dense(A), DenseLinearOperator(A))]
+    runs.append(Dense(A).eigsh(3, generator=generator(5)))
+    for run in runs[1:]:
+        assert torch.equal(run.vectors, runs[0].vectors) and torch.equal(run.values, runs[0].values)
+
+
+def test_callback_sees_the_residuals_shrink():
+    seen = []
+    pairs = eigsh(symmetric(SPECTRA["flat"]) * 64, 3, callback=lambda i, r: seen.append((i, r)), generator=generator())
+    assert [i for i, _ in seen] == sorted({i for i, _ in seen})
+    torch.testing.assert_close(seen[-1][1].max(), pairs.residuals.max(), rtol=0.1, atol=0)
+    assert float(seen[3][1].max()) > 1e3 * float(seen[-1][1].max())
+
+
+def direct(A, B, *, rtol, maxiter):
+    """A solver that cannot fail, as one product a column."""
+    x = torch.linalg.solve(A.to_dense() if not isinstance(A, torch.Tensor) else A, B)
+    nothing = torch.zeros(B.shape[1], dtype=torch.float64)
+    reasons = (Reason.CONVERGED,) * B.shape[1]
+    return Solution(x, reasons, nothing == 0, nothing, nothing, 1, B.shape[1], nothing[None])
+
+
+@pytest.mark.parametrize("sigma", [1.5, 0.031, -0.7])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_interior_pairs_by_shift_and_invert(sigma, lazy):
+    values = torch.cat([-torch.linspace(0.1, 1, 40).double(), torch.logspace(-3, 1, 60, dtype=torch.float64)])
+    A = symmetric(values)
+    pairs = eigsh(
+        DenseLinearOperator(A) if lazy else A,
+        5,
+        "interior",
+        sigma=sigma,
+        rtol=1e-9,
+        solver=direct,
+        generator=generator(),
+    )
+    expected = values[(values - sigma).abs().argsort()][:5]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=1e-13)
+    assert set(pairs.reasons) == FLAWLESS
+    assert_honest(A, pairs, 1e-9)
+
+
+def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
+    values = torch.linspace(0.2, 5, 30, dtype=torch.float64)
+    A = Dense(symmetric(values))
+    for sigma, solver in ((0.1, cg), (0.1, None), (2.01, None)):
+        pairs = A.eigsh(3, "interior", sigma=sigma, solver=solver, generator=generator())
+        expected = values[(values - sigma).abs().argsort()][:3]
+        torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=0)
+        assert set(pairs.reasons) == FLAWLESS
+    inside = A.eigsh(3, "interior", sigma=2.01, solver=cg, generator=generator())
+    assert set(inside.reasons) <= {Reason.NOT_POSITIVE_DEFINITE, Reason.UNVERIFIED}
+
+
+@pytest.mark.parametrize(
+    ("A", "k", "options", "words"),
+    [
+        (torch.eye(4), 0, {}, r"1\.\.4"),
+        (torch.eye(4), 5, {}, r"1\.\.4"),
+        (torch.ones(4, 3), 1, {}, "square"),
+        (torch.eye(4), 1, {"which": "LM"}, "which must be one of 'largest'"),
+        (torch.eye(4), 1, {"which": "interior"}, "sigma"),
+        (torch.eye(4), 1, {"sigma": 1.0}, "sigma"),
+        (torch.eye(4), 1, {"rtol": -1.0}, "rtol"),
+        (torch.eye(4), 1, {"maxiter": -1}, "maxiter"),
+        (torch.eye(4), 1, {"block_size": 0}, "block_size"),
+        (torch.eye(9), 3, {"max_matvecs": 6}, "at least 8"),
+        (torch.eye(9), 3, {"memory_budget": 100}, "at least 324"),
+        (torch.eye(9), 3, {"start": torch.zeros(9, 2)}, "not zero"),
+        (torch.eye(9), 3, {"start": torch.ones(8, 2)}, r"\(9, b\)"),
+    ],
+)
+def test_errors_at_the_door(A, k, options, words):
+    with pytest.raises(ValueError, match=words):
+        eigsh(A, k, **options)

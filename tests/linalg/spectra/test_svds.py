@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from curvops.linalg import Dense, svds
+from curvops.linalg.core.results import Reason
+from tests.linalg.matrices import SPECTRA, rotation
+
+EXACT = {Reason.CONVERGED, Reason.PRECISION_LIMIT}
+SHAPES = [(150, 120), (120, 150), (120, 120)]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def rectangular(values, m, n, seed=0):
+    """A dense m × n matrix with these singular values, and zeros."""
+    r = len(values)
+    return rotation(m, seed)[:, :r] * values @ rotation(n, seed + 1)[:, :r].mT
+
+
+def assert_honest(A, triplets, rtol):
+    A, U, V = A.double(), triplets.U.double(), triplets.V.double()
+    eps, size, k = torch.finfo(triplets.U.dtype).eps, torch.linalg.matrix_norm(A, 2), len(triplets.values)
+    right, left = A @ V - U * triplets.values, A.mT @ U - V * triplets.values
+    true = torch.cat([right, left]).norm(dim=0)
+    torch.testing.assert_close(triplets.residuals, true, rtol=1e-3, atol=float(20 * eps * size))
+    for X in (U, V):
+        torch.testing.assert_close(X.mT @ X, torch.eye(k, dtype=torch.float64), rtol=0, atol=300 * eps)
+    for j, reason in enumerate(triplets.reasons):
+        if reason is Reason.CONVERGED:
+            assert triplets.residuals[j] <= rtol * triplets.values[j]
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_against_svd(name, shape, which):
+    A = rectangular(SPECTRA[name], *shape)
+    triplets = svds(A, 6, which, rtol=1e-10, generator=generator())
+    values = torch.linalg.svdvals(A)
+    expected = values[:6] if which == "largest" else values.flip(0)[:6]
+    torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=float(1e-14 * values[0]))
+    assert set(triplets.reasons) <= EXACT
+    assert_honest(A, triplets, 1e-10)
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_restarts_reach_the_same_with_a_small_basis(name):
+    A = rectangular(SPECTRA[name], 130, 120)
+    triplets = svds(A, 5, rtol=1e-10, memory_budget=(24 + 8) * 250 * 8, generator=generator())
+    expected = SPECTRA[name].sort(descending=True).values[:5]
+    torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=0)
+    assert set(triplets.reasons) == {Reason.CONVERGED}
+    assert_honest(A, triplets, 1e-10)
+
+
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
+def test_rank_deficient_and_all_triplets(shape):
+    A = rectangular(torch.tensor([3.0, 2.0, 2.0, 1e-9], dtype=torch.float64), *shape)
+    triplets = svds(A, 12, rtol=1e-6, generator=generator())
+    expected = torch.cat([torch.tensor([3.0, 2.0, 2.0, 1e-9]), torch.zeros(8)]).double()
+    torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=1e-14)  # squaring would lose the 1e-9
+    assert set(triplets.reasons[:3]) == {Reason.CONVERGED} and set(triplets.reasons) <= EXACT
+    assert_honest(A, triplets, 1e-6)
+    torch.testing.assert_close(triplets.U * triplets.values @ triplets.V.mT, A, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("which", ["largest", "smallest"])
+def test_multiplicities_larger_than_the_block(which, block_size):
+    many = torch.full((9,), 3.0 if which == "largest" else 0.5, dtype=torch.float64)
+    values = torch.cat([many, torch.linspace(1, 2, 71, dtype=torch.float64)])
+    memory = (40 + 4 * block_size) * 180 * 8
+    A = rectangular(values, 100, 80)
+    triplets = svds(A, 11, which, block_size=block_size, memory_budget=memory, generator=generator())
+    expected = values.sort(descending=which == "largest").values[:11]
+    torch.testing.assert_close(triplets.values, expected, rtol=1e-10, atol=0)
+    assert set(triplets.reasons) == {Reason.CONVERGED}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_tiny_and_huge_operators(size, dtype):
+    values = torch.linspace(1, 2, 40, dtype=torch.float64)
+    A = (rectangular(values, 40, 60) * size).to(dtype)
+    triplets = svds(A, 3, generator=generator())
+    tolerance = 1e-10 + 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(triplets.values, values.flip(0)[:3] * size, rtol=tolerance, atol=0)
+    assert set(triplets.reasons) <= EXACT
+
+
+def test_zero_one_by_one_and_a_column():
+    assert svds(torch.zeros(5, 3), 2).values.tolist() == [0.0, 0.0]
+    one = svds(torch.tensor([[-2.0]]).double(), 1)
+    assert one.values.tolist() == [2.0] and (one.U * one.values @ one.V.mT).tolist() == [[-2.0]]
+    column = svds(torch.tensor([[3.0], [4.0]]).double(), 1)
+    torch.testing.assert_close(column.values, torch.tensor([5.0]).double())
+    torch.testing.assert_close(column.U.abs(), torch.tensor([[0.6], [0.8]]).double())
+
+
+def test_nan_budgets_and_limits_are_reasons():
+    A = rectangular(SPECTRA["kappa 1e8"], 130, 120)
+    bad = A.clone()
+    bad[3, 5] = math.nan
+    broken = svds(bad, 2)
+    assert set(broken.reasons) == {Reason.NON_FINITE} and broken.values.isnan().all() and broken.residuals.isinf().all()
+    short = svds(A, 3, "smallest", max_matvecs=60, generator=generator())
+    assert set(short.reasons) == {Reason.ITERATION_LIMIT} and short.matvecs <= 60
+    capped = svds(A, 3, "smallest", maxiter=30, memory_budget=18 * 250 * 8, generator=generator())
+    assert set(capped.reasons) == {Reason.RANK_CAPPED}
+
+
+def test_operators_agree_with_tensors():
+    A = rectangular(SPECTRA["kappa 1e4"][:60], 60, 200)
+    runs = [svds(M, 3, generator=generator(5)) for M in (A, A, Dense(A), DenseLinearOperator(A))]
+    runs.append(Dense(A).svds(3, generator=generator(5)))
+    for run in runs[1:]:
+        torch.testing.assert_close(run.U, runs[0].U, rtol=0, atol=1e-12)
+        torch.testing.assert_close(run.values, runs[0].values, rtol=1e-14, atol=0)
+    assert torch.equal(runs[1].V, runs[0].V)
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "words"),
+    [
+        (0, {}, r"1\.\.3"),
+        (4, {}, r"1\.\.3"),
+        (1, {"which": "both"}, "largest"),
+        (1, {"rtol": -1}, "rtol"),
+        (1, {"maxiter": -1}, "maxiter"),
+        (1, {"block_size": 0}, "block_size"),
+        (1, {"max_matvecs": 3}, "at least 8"),
+        (1, {"memory_budget": 10}, "at least"),
+    ],
+)
+def test_errors_at_the_door(k, options, words):
+    with pytest.raises(ValueError, match=words):
+        svds(torch.ones(3, 5), k, **options)

@@ -1,0 +1,26 @@
+"""Right-hand sides, true residuals, and an operator that counts its products: what tests of every solver share."""
+
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+
+def right_hand_sides(n, k, dtype=torch.float64, seed=1):
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def true_residuals(A, x, B):
+    A, x, B = A.double(), x.double().reshape(len(x), -1), B.double().reshape(len(B), -1)
+    return (B - A @ x).norm(dim=0) / B.norm(dim=0)
+
+
+class Counted(DenseLinearOperator):
+    """A dense operator that counts products and may spoil one of them."""
+
+    def __init__(self, matrix, spoil=None):
+        super().__init__(matrix)
+        self.matrix, self.log, self.spoil = matrix, [], spoil
+
+    def _matmul(self, rhs):
+        self.log.append(rhs.shape[1])
+        out = self.matrix @ rhs
+        return out * torch.nan if len(self.log) == self.spoil else out
