@@ -111,6 +111,16 @@ def resnet(outputs: int) -> nn.Module:
     )
 
 
+def tiny(outputs: int) -> nn.Module:
+    """2-16-C with tanh: what an example in one dimension more than a line takes; 218 parameters at C = 10."""
+    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def small(outputs: int) -> nn.Module:
+    """64-64-64-C with tanh, for 8 × 8 images; 8,970 parameters at C = 10."""
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+
+
 def last_layer(outputs: int) -> nn.Module:
     """A classifier on 512 features."""
     return nn.Linear(512, outputs)
@@ -126,6 +136,8 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 
 # What only `benchmarks.operators` measures on.
 OTHERS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "tiny": (tiny, (64, 2)),
+    "small": (small, (256, 64)),
     "last": (last_layer, (256, 512)),
     "transformer": (transformer.classifier, (64, 32)),
     "language": (transformer.language, (16, 64)),

@@ -20,6 +20,7 @@ import torch
 from benchmarks.machine import cores, facts
 from benchmarks.operators_tables import part_tables
 from benchmarks.parts import (
+    choice,
     diagonal,
     fishers,
     kernel,
@@ -34,6 +35,7 @@ from benchmarks.parts import (
 from benchmarks.parts.figures import Figures, Settings
 
 PARTS: dict[str, Callable[[Figures], None]] = {
+    "choice": choice.measure,
     "diagonal": diagonal.measure,
     "kfac": kfac.measure,
     "fishers": fishers.measure,

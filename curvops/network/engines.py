@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,13 +16,13 @@ from curvops.network.model import Model
 from curvops.network.output_fisher import IDENTITY, Root
 from curvops.network.parameters import Blocks
 from curvops.network.plan import ASKED_FOR, Choice, Kind, Plan
-from curvops.network.probes import Routes, find_routes, proves_itself
+from curvops.network.probes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.reduced import Reduced
 from curvops.network.self_check import mismatches, random_root, wrong_layers
 
 # Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
 LEAST_CHUNK = 16 * 2**20
-# Points on which layer rules are checked before their rows are used.
+# Points on which layer rules are checked before they are used.
 CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
@@ -45,20 +45,31 @@ class Engines:
     """Builds the engine of a batch. `few` are the inputs of the first point or two, on which the model is probed.
 
     The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
-    layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves.
+    layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves, the
+    layer rules on some of its points.
     """
 
     def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
         self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
         self._rejected: dict[str, str] = {}
-        self._verified = self._few_verified = self._rows_verified = False
+        self._verified = self._columns_verified = self._rows_verified = False
         self._routes: dict[tuple[str, ...], Routes] = {}
         self._recorded_verified: set[tuple[str, ...]] = set()
-        self._all_routes = find_routes(model, self._few, model.selection.names, keep=choice != "streamed")
+        self._all_routes = find_routes(model, self._few, model.selection.names, keep=False)
         with torch.no_grad():
             self._num_outputs = model(model.values, self._few).shape[1]
         self.memory_budget = memory_budget
         self.plan = self._make_plan()
+
+    def try_keeping(self) -> Plan:
+        """The plan once it is known whether and how a recorded pass may be kept: who asks for one product need not."""
+        with self.model.lock:
+            if not self._all_routes.tried and self._choice != "streamed":
+                names, plan = self.model.selection.names, self.plan
+                self._all_routes = with_kept(self._all_routes, self.model, self._few, names)
+                rest = None if plan.rest is None else self._routes_of(tuple(plan.others))
+                self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
+            return self.plan
 
     def build(self, kind: Kind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
         """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
@@ -77,36 +88,43 @@ class Engines:
 
     def _proven(self, inputs: Any, room: int, root: Root) -> Engine:
         """The layerwise engine without the layers that turn out not to be right; streamed where none is left."""
-        if root is not IDENTITY:
-            self._prove_on_few(inputs)
+        self._prove_on_few(inputs, whole=root is IDENTITY)
         if not self.plan.layers:
             return self.build("streamed", inputs, room, root)
         layers = self._layerwise(inputs, room, root)
-        wrong = dict.fromkeys(layers.misfits, NO_LAYER)
-        if root is IDENTITY and not wrong and not self._verified:
-            wrong = dict.fromkeys(mismatches(layers, self._streamed(inputs)), WRONG)
-            self._verified = not wrong
-        if not wrong:
+        if not layers.misfits:
             return layers
-        self._rejected |= wrong
-        self.plan = self._make_plan()
+        self._reject(layers.misfits, NO_LAYER)
         return self.build("layerwise", inputs, room, root)
 
-    def _prove_on_few(self, inputs: Any) -> None:
-        """Check the rules on some points, with a random column: residuals may be zero there, and nothing shown."""
+    def _prove_on_few(self, inputs: Any, whole: bool) -> None:
+        """Check on some points that the rules multiply with J (`whole`), or with J and some columns, as autograd does.
+
+        Of columns a random one is taken: residuals may be zero there, and nothing shown.
+        """
         few = take(inputs, slice(0, CHECKED_POINTS))
-        while self.plan.layers and not (self._verified or self._few_verified):
-            names, others = self.model.selection.names, tuple(self.plan.others)
+        names = self.model.selection.names
+        while self.plan.layers and not (self._verified or (self._columns_verified and not whole)):
+            others = tuple(self.plan.others)
             rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
-            root = random_root(num_points(few), self._num_outputs, self.model.theta)
+            reference: Streamed | Reduced = Streamed(self.model, few, names, self._routes_of(names).pushes)
+            root = IDENTITY
+            if not whole:
+                root = random_root(num_points(few), self._num_outputs, self.model.theta)
+                reference = Reduced(reference, root)
             layers = Layerwise(self.model, few, self._owners(self.plan.others), rest, LEAST_CHUNK, root)
-            wrong = dict.fromkeys(layers.misfits, NO_LAYER)
-            reference = Reduced(Streamed(self.model, few, names, self._routes_of(names).pushes), root)
-            wrong = wrong or dict.fromkeys(mismatches(layers, reference), WRONG)
-            self._few_verified = not wrong
-            if wrong:
-                self._rejected |= wrong
-                self.plan = self._make_plan()
+            if layers.misfits:
+                self._reject(layers.misfits, NO_LAYER)
+            elif wrong := mismatches(layers, reference):
+                self._reject(wrong, WRONG)
+            else:
+                self._columns_verified = True
+                self._verified = whole
+
+    def _reject(self, names: Iterable[str], why: str) -> None:
+        """Leave these parameters to autodiff from now on."""
+        self._rejected |= dict.fromkeys(names, why)
+        self.plan = self._make_plan()
 
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
         """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
@@ -116,8 +134,7 @@ class Engines:
                 wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
                 self._rows_verified = not wrong
                 if wrong:
-                    self._rejected |= dict.fromkeys(wrong, WRONG)
-                    self.plan = self._make_plan()
+                    self._reject(wrong, WRONG)
             return self._owners(self.plan.others), tuple(self.plan.others)
 
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:

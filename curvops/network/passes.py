@@ -104,7 +104,7 @@ class Passes:
     @property
     def wanted_bytes(self) -> int:
         """Bytes that engines of all points would take, of the kind that takes most."""
-        plan = None if self._engines is None else self._engines.plan
+        plan = None if self._engines is None else self._engines.try_keeping()
         return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
 
     def shrink(self, most: int) -> None:
@@ -138,6 +138,7 @@ class Passes:
     def plan(self) -> Plan:
         """The plan, with what serves the batches now."""
         with self.model.lock:
+            self.engines.try_keeping()
             kinds = [engine.kind for _, engine in self._kept.values()]
             return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
 
@@ -251,7 +252,7 @@ class Passes:
         for _, engine in cached:
             kind: Kind = engine.kind
             room = self._free() + engine.nbytes
-            if self._rule.choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
+            if self._choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
                 return None
         return cached
 
@@ -259,7 +260,7 @@ class Passes:
         _, present = self._kept.get(index, (None, None))
         built: Kind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
-        kind = self._rule.choose(built, asked, columns, num_points(inputs), room)
+        kind = self._choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
             return present
         replaced, present = present is not None, None  # freed before the next is built: both need not fit at once
@@ -273,6 +274,15 @@ class Passes:
             if replaced:
                 self._asked.clear()
         return engine
+
+    def _choose(self, built: Kind, asked: Counter[int], columns: int, points: int, room: int) -> Kind:
+        """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet."""
+        rule = self._rule
+        kind = rule.choose(built, asked, columns, points, room)
+        if rule.records(kind) and not rule.routes.tried:
+            self.engines.try_keeping()
+            kind = self._rule.choose(built, asked, columns, points, room)
+        return kind
 
     def _free(self) -> int:
         return self.memory.for_engines

@@ -3,8 +3,9 @@
 Unit: one loss gradient of the batch, 3 F multiply-adds where a forward pass takes F. By count:
 
 - streamed: a JVP and a VJP, each with its own forward pass, 2 gradients a vector, nothing built;
-- recorded: the same without the forward passes, 4/3 (a double backward push makes it 5/3), after 2 to build; 4 F
-  less two input gradients of the first layer, and no less for an exact GGN by these passes (docs/engines.md);
+- recorded: the same without the forward passes, 4/3 (a double backward push makes it 5/3), after a forward pass, one
+  with tangents and a product that proves it; 4 F less two input gradients of the first layer, and no less for an exact
+  GGN by these passes (docs/engines.md);
 - layerwise: two products a layer, 2/3 in all, plus reading what is kept once each way, after a forward pass, C backward
   passes and the layer Jacobians to build. Layers without a rule add a recorded product.
 
@@ -12,13 +13,18 @@ Of a Fisher from residuals the layerwise engine keeps one row a sample and point
 for 2/3 of a gradient whatever C, and pays from the first product.
 
 Numbers that are only read (δ, layer Jacobians) cost `READ` multiply-adds each, however many vectors share the reading.
+What a layer costs whatever its size is `OVERHEAD` multiply-adds each time that it is gone through: once a vector by
+autodiff, once a block by the layerwise engine. Small networks cost little else.
+
 As many vectors are expected to follow, in blocks as wide, as were asked for since one engine last took another's place
 (the ski-rental bound: never twice the best cost; a solver whose block narrows does not make two engines take turns).
+After the first product they are `SOLVER` at least: who asks twice solves, and an engine is built while it still pays.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,8 +36,14 @@ Kind = Literal["streamed", "recorded", "layerwise"]
 Choice = Literal["auto", "streamed", "autodiff", "layerwise"]
 ASKED_FOR = "asked for"
 """Why autodiff serves a parameter where the user chose it."""
-READ = 16
-STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD, RECORDING = 2.0, 3.0, 4 / 3, 5 / 3, 2.0
+READ = 8
+SOLVER = 8
+STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
+RECORDING = 7 / 3
+OVERHEAD = 2e7
+THROUGH: dict[Kind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75}
+"""How often a product goes through the layers, as measured beside the recorded engine: passes set the model up anew."""
+THROUGH_TO_BUILD: dict[Kind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +95,10 @@ class Plan:
         """Bytes a point that an engine keeps."""
         return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
+    def records(self, kind: Kind) -> bool:
+        """Whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
+        return kind == "recorded" or (kind == "layerwise" and self.rest is not None and self.rest.recordable)
+
     def candidates(self) -> tuple[Kind, ...]:
         """The engines that may serve, before memory is looked at."""
         recorded: tuple[Kind, ...] = ("recorded",) if self.routes.recordable else ()
@@ -124,7 +140,7 @@ class Plan:
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if layer.as_rows)
         passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
-        return passes + (RECORDING if self.rest is not None and self.rest.recordable else 0.0)
+        return passes + (RECORDING if self.records(kind) else 0.0)
 
     def choose(self, built: Kind, asked: Mapping[int, int], columns: int, points: int, free: int) -> Kind:
         """The engine for a block of `columns` on a batch of `points`, with `free` bytes.
@@ -135,12 +151,24 @@ class Plan:
         if self.prefers_layerwise and "layerwise" in allowed:
             return "layerwise"
 
+        expected = Counter(asked)
+        expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
+
         def cost(kind: Kind) -> float:
-            expected = sum(count * self.per_vector(kind, width) for width, count in asked.items())
-            total = (0.0 if kind == built else self.build(kind)) + expected + columns * self.per_vector(kind, columns)
+            total = 0.0 if kind == built else self.build(kind) + self._overhead(THROUGH_TO_BUILD[kind], points)
+            for width, count in expected.items():
+                shared = width if kind == "layerwise" else 1
+                fixed = self._overhead(THROUGH[kind], points) / shared
+                if kind == "layerwise" and self.rest is not None:
+                    fixed += self._overhead(THROUGH["recorded"], points)
+                total += count * (self.per_vector(kind, width) + fixed)
             return round(total, 9)  # a tie is one whatever the order of the sum: the first, which keeps least, has it
 
         return min(allowed, key=cost)
+
+    def _overhead(self, through: float, points: int) -> float:
+        """Gradients of a batch that going through the layers so often costs whatever their size."""
+        return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
     def _numbers(self, layer: Layer) -> int:
         return self._read(layer) + (0 if layer.as_rows else layer.inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ class Routes:
     """How J v is made for some parameters, and what a recorded pass keeps. Bytes are per point.
 
     `replayed` says whether a kept linearisation replays forward mode, `recordable` whether it may be kept at all
-    (rows are made anew at each product). `shared_bytes` is what a streamed pass of both modes keeps, 0 where there is
-    none. `why` says what forbids forward mode and double backward where rows are all that is left.
+    (rows are made anew at each product). Until keeping one was `tried` both are taken to be so, and to keep what the
+    graph alone does. `shared_bytes` is what a streamed pass of both modes keeps, 0 where there is none. `why` says what
+    forbids forward mode and double backward where rows are all that is left.
     """
 
     pushes: Pushes
@@ -50,6 +51,7 @@ class Routes:
     recorded_bytes: int
     shared_bytes: int = 0
     why: str = ""
+    tried: bool = True
 
 
 class Reference:
@@ -126,21 +128,31 @@ class Reference:
 
 
 def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
-    """The fastest routes to J v that are right for these parameters at these points; `keep` asks for a kept one too.
+    """The fastest routes to J v that are right for these parameters at these points.
 
-    Raises ValueError where the model has no derivatives that any engine could use.
+    With `keep` a kept one is tried too, which about doubles the cost. Raises ValueError where the model has no
+    derivatives that any engine could use.
     """
     reference = Reference(model, inputs, names)
     if _forward_mode_works(reference):
-        found = replay_bytes_of(reference) if keep else 0
-        replayed = found > 0
-        recordable = replayed or (keep and not _lacks_double_backward(reference))
-        recorded = reference.saved_bytes + found if replayed else 3 * reference.saved_bytes
-        shared = _shared_bytes(reference)
-        return Routes("forward mode", replayed, recordable, reference.saved_bytes, recorded, shared)
+        saved, shared = reference.saved_bytes, _shared_bytes(reference)
+        routes = Routes("forward mode", True, True, saved, saved, shared, tried=False)
+        return _with_kept(routes, reference) if keep else routes
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
     return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
+
+
+def with_kept(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
+    """The same routes once keeping a pass was tried at these points."""
+    return routes if routes.tried else _with_kept(routes, Reference(model, inputs, names))
+
+
+def _with_kept(routes: Routes, reference: Reference) -> Routes:
+    found = replay_bytes_of(reference)
+    recordable = found > 0 or not _lacks_double_backward(reference)
+    kept = routes.saved_bytes + found if found > 0 else 3 * routes.saved_bytes
+    return replace(routes, replayed=found > 0, recordable=recordable, recorded_bytes=kept, tried=True)
 
 
 def proves_itself(engine: Recorded) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import curvops.network.plan as plan_module
 from curvops.network.model import Model
 from curvops.network.passes import Passes
 from curvops.network.plan import Plan
@@ -54,6 +55,53 @@ def test_a_single_product_streams_and_many_do_not() -> None:
     assert plan.choose("streamed", {}, 1000, 100, PLENTY) == "layerwise"
 
 
+def test_who_asks_twice_is_taken_for_a_solver() -> None:
+    """The second product builds what eight more pay for; outputs alone are no product."""
+    plan = wide(10)
+    assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
+    assert plan.choose("streamed", {1: 0}, 1, 10**6, 10**12) == "streamed"
+    assert wide(1000).choose("streamed", {1: 1}, 1, 10**6, 10**12) == "recorded"
+
+
+@pytest.mark.parametrize("products", [1, 8, 24])
+@pytest.mark.parametrize("num_outputs", [2, 10, 100, 1000])
+def test_the_choice_costs_little_more_than_the_best_engine_from_the_start(num_outputs: int, products: int) -> None:
+    """By the plan's own count, on a batch so large that overheads do not count."""
+    plan, points, plenty = wide(num_outputs), 10**6, 10**15
+    total, built, asked = 0.0, "streamed", 0
+    for _ in range(products):
+        kind = plan.choose(built, {1: asked} if asked else {}, 1, points, plenty)  # type: ignore[arg-type]
+        total += plan.per_vector(kind) + (plan.build(kind) if kind != built else 0.0)
+        built, asked = kind, asked + 1
+    best = min(plan.build(kind) + products * plan.per_vector(kind) for kind in plan.candidates())
+    assert total <= 1.3 * best
+
+
+def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
+    """By count a recorded pass is the cheaper here, but it goes through the layers once a vector."""
+    plan = plan_of(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(2, 3))
+    assert plan.per_vector("layerwise", 20_000) > plan.per_vector("recorded", 20_000)
+    assert plan.choose("streamed", {}, 20_000, 64, PLENTY) == "layerwise"
+    assert plan.choose("recorded", {}, 20_000, 64, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1, 64, PLENTY) == "streamed"
+
+
+def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
+    """One product of a fresh walk runs the model as often as the engine that keeps nothing, but to find the layers."""
+    counts = {}
+    for engine in ("streamed", "auto"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).eval()
+        calls: list[int] = []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        passes = Passes(Model(model), [(torch.randn(6, 3), None)], engine, PLENTY)  # type: ignore[arg-type]
+        push(passes, columns(passes.model.theta.numel(), 1, torch.float32))
+        counts[engine] = len(calls)
+        assert passes.engines.plan.routes.tried is False
+    assert counts["auto"] == counts["streamed"] + 2
+    assert passes.plan.routes.tried
+    assert passes.plan.recorded_bytes > passes.plan.routes.saved_bytes
+
+
 def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fits() -> None:
     model = Wired(lambda m, x: m.head(m.fc1(x).bfloat16()))
     model.head.bfloat16().requires_grad_(False)
@@ -74,8 +122,10 @@ def test_many_outputs_are_left_to_autodiff() -> None:
     assert plan.choose("streamed", {1: 20}, 1, 100, PLENTY) == "recorded"
 
 
-def undecided() -> Passes:
-    """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks."""
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
+    monkeypatch.setattr(plan_module, "OVERHEAD", 0.0)
     outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
     model = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, outputs)).double()
     passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
@@ -83,9 +133,11 @@ def undecided() -> Passes:
     return passes
 
 
-def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(
+    undecided: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
-    passes, built = undecided(), []
+    passes, built = undecided, []
     build, D = passes.engines.build, passes.model.theta.numel()
     monkeypatch.setattr(passes.engines, "build", lambda kind, *rest: built.append(kind) or build(kind, *rest))
     for step in range(200):
@@ -94,8 +146,8 @@ def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(monkeypatch
     assert passes.plan.in_use == {"layerwise": 1}
 
 
-def test_an_engine_is_freed_before_another_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = undecided()
+def test_an_engine_is_freed_before_another_takes_its_place(undecided: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = undecided
     build, D = passes.engines.build, passes.model.theta.numel()
     for _ in range(5):
         push(passes, columns(D, 1))
