@@ -1,9 +1,8 @@
 """The fast engine where rows are few: J of one batch from each layer's input a and output sensitivity δ.
 
 One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
-Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where the
-layer has fewer parameters than outputs (early convolutions, norms) those rows themselves are the smaller of the two,
-and are kept instead.
+Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where
+the layer's own rows are fewer numbers than a and δ (early convolutions, norms) they are kept instead.
 
 In place of J's C rows a point it serves any R of them, Lᵀ J: the cotangents are then the columns of L, not units. Of a
 Fisher from residuals R is one a sample, whatever C.
@@ -54,10 +53,9 @@ class Layer:
         """Parameters of this layer among the selected."""
         return sum(self.shape_of(local).numel() for local in self.names)
 
-    @property
-    def as_rows(self) -> bool:
-        """Whether the layer's own Jacobian is smaller than its sensitivity δ."""
-        return self.size <= self.output[1:].numel()
+    def as_rows(self, columns: int) -> bool:
+        """Whether so many rows a point of the layer's own Jacobian are fewer numbers than its input a and their δ."""
+        return columns * self.size <= columns * self.output[1:].numel() + self.inputs
 
     def shape_of(self, local: str) -> torch.Size:
         """Shape of the layer's "weight" or "bias"."""
@@ -300,13 +298,13 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
             if delta is None:
                 continue
             with torch.no_grad():
-                piece = _rows(call, delta) if call.layer.as_rows else delta
+                piece = _rows(call, delta) if call.layer.as_rows(columns) else delta
                 store = stores[i]
                 if store is None:
                     store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:])
                 store[:, start : start + width] = piece
     return [
-        Rows(call.layer, store) if call.layer.as_rows else Factors(call.layer, call.kept, store)
+        Rows(call.layer, store) if call.layer.as_rows(columns) else Factors(call.layer, call.kept, store)
         for call, store in zip(calls, stores)
         if store is not None
     ]

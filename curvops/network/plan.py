@@ -138,7 +138,7 @@ class Plan:
         """Expected gradients to build an engine for a batch."""
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
-        rows = sum(layer.multiply_adds for layer in self.layers if layer.as_rows)
+        rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
         passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
         return passes + (RECORDING if self.records(kind) else 0.0)
 
@@ -170,21 +170,24 @@ class Plan:
         """Gradients of a batch that going through the layers so often costs whatever their size."""
         return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
+    def _as_rows(self, layer: Layer) -> bool:
+        return layer.as_rows(self.num_outputs)
+
     def _numbers(self, layer: Layer) -> int:
-        return self._read(layer) + (0 if layer.as_rows else layer.inputs)
+        return self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
 
     def _read(self, layer: Layer) -> int:
         """Numbers kept per point that a product reads: δ, or the layer's own Jacobian."""
-        return self.num_outputs * (layer.size if layer.as_rows else layer.output[1:].numel())
+        return self.num_outputs * (layer.size if self._as_rows(layer) else layer.output[1:].numel())
 
     def _product(self, layer: Layer) -> int:
-        return self._read(layer) + (0 if layer.as_rows else layer.multiply_adds)
+        return self._read(layer) + (0 if self._as_rows(layer) else layer.multiply_adds)
 
     def __str__(self) -> str:
         rows = [("layer", "parameters", "kept as", "bytes a point", "gradients a product")]
         for layer in self.layers:
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
-            kept = "Jacobian rows" if layer.as_rows else "a and δ"
+            kept = "Jacobian rows" if self._as_rows(layer) else "a and δ"
             size = self._numbers(layer) * self.itemsize
             rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{size:,}", f"{cost:.2f}"))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]

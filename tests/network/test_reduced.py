@@ -70,6 +70,20 @@ def test_one_row_a_point_is_kept_from_the_first_product_whatever_the_number_of_o
     assert walk._kept[0][1].nbytes == 40 * walk.plan.layerwise_bytes
 
 
+def test_a_convolution_keeps_its_rows_where_they_are_fewer_numbers_than_its_input_and_sensitivities() -> None:
+    """296 weights, 200 outputs and 100 inputs: one row a point takes less than δ and a, three rows take more."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(200, 3)).double()
+    x, draws = torch.randn(6, 4, 5, 5).double(), torch.randn(1, 6, 3).double()
+    whole = Passes(Model(model), labelled(x, torch.zeros(6), (6,)), "layerwise", PLENTY)
+    walk, V = whole.reduced(Sampled(Gaussian(), draws)), columns(whole.model.theta.numel(), 3)
+    pushed = push(walk, V)
+    assert agree(pushed, torch.einsum("nc,nck->nk", draws[0], push(whole, V).unflatten(0, (6, 3))))
+    assert walk.plan.layerwise_bytes == 8 * (296 + 200 + 3)
+    assert whole.plan.layerwise_bytes == 8 * (3 * 200 + 100 + 200 + 3 * 3)
+    for passes in (whole, walk):
+        assert passes._kept[0][1].nbytes == 6 * passes.plan.layerwise_bytes
+
+
 def test_walks_share_one_budget_and_give_it_back() -> None:
     whole, walk, S = reduced("mlp", "layerwise")
     V = columns(S.shape[1], 1)
