@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from curvops.network.parameters import Blocks
 from curvops.network.reduced import Reduced
 
 Owners = dict[nn.Module, dict[str, str]]
+COLUMN_BYTES = 2**22
+"""Bytes of δ of one cotangent from which on a CPU each has a backward pass of its own: batching rules copy."""
 # On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
 MAPPED_BYTES = 2**25 - 1
 
@@ -312,8 +314,12 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
 
 def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
     """How many cotangents of the outputs can be sent backward at a time within `chunk_bytes` of δ; at least one."""
-    per_cotangent = sum(call.layer.output.numel() for call in calls) * itemsize
-    return max(1, chunk_bytes // max(1, per_cotangent))
+    return max(1, chunk_bytes // max(1, bytes_of_one(calls, itemsize)))
+
+
+def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
+    """Bytes of δ of all calls for one cotangent of the outputs."""
+    return sum(call.layer.output.numel() for call in calls) * itemsize
 
 
 def sensitivities(
@@ -327,14 +333,28 @@ def sensitivities(
         if len(cotangents) == 1:
             found = torch.autograd.grad(outputs, edges, cotangents[0], retain_graph=True, allow_unused=True)
             return [None if g is None else g.detach().unsqueeze(1) for g in found]
-        try:
-            found = torch.autograd.grad(
-                outputs, edges, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
-            )
-            return [None if g is None else g.detach().transpose(0, 1) for g in found]
-        except RuntimeError:  # an operation without a batching rule: one backward pass per cotangent
-            singles = [sensitivities(model, outputs, calls, one) for one in cotangents.split(1)]
-    return [None if column[0] is None else torch.cat(column, 1) for column in zip(*singles)]
+        if outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
+            with suppress(RuntimeError):  # an operation without a batching rule
+                found = torch.autograd.grad(
+                    outputs, edges, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
+                )
+                return [None if g is None else g.detach().transpose(0, 1) for g in found]
+    return _one_by_one(model, outputs, calls, cotangents)
+
+
+def _one_by_one(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> list[Tensor | None]:
+    stores: list[Tensor | None] = [None] * len(calls)
+    for r in range(len(cotangents)):
+        for i, delta in enumerate(sensitivities(model, outputs, calls, cotangents[r : r + 1])):
+            if delta is None:
+                continue
+            store = stores[i]
+            if store is None:
+                store = stores[i] = delta.new_empty(len(cotangents), len(delta), *delta.shape[2:])
+            store[r] = delta[:, 0]
+    return [None if store is None else store.transpose(0, 1) for store in stores]
 
 
 def _rows(call: Call, delta: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from curvops.network.data import Batch
 from curvops.network.engines import LEAST_CHUNK, Engine, Engines
 from curvops.network.inputs import copy, move, num_points, take
+from curvops.network.layerwise import COLUMN_BYTES
 from curvops.network.memory import Memory
 from curvops.network.model import Model
 from curvops.network.output_fisher import IDENTITY, OutputFisher, Root, Unit
@@ -189,19 +190,21 @@ class Passes:
         """(inputs, label) of every batch, for what needs no J."""
         return iter(self._source)
 
-    def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
+    def root_rows(self, fisher: OutputFisher, apart: bool = False) -> Iterator[Group]:
         """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
 
-        Some points at a time with all their columns, so that what depends on a point alone is computed once. The rows
-        held are at most a sixteenth of the memory budget (what is made of them is several times that), beyond what one
-        column of one point needs.
+        Some points at a time with all their columns, so that what depends on a point alone is computed once; `apart`
+        lets columns come in several groups, more points at a time. The rows held are at most a sixteenth of the memory
+        budget (what is made of them is several times that), beyond what one column of one point needs.
         """
         with self._steps("rows of the curvature's root") as steps:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
-                columns = fisher.num_columns(self.engines.plan.num_outputs)
+                columns, chunk = fisher.num_columns(self.engines.plan.num_outputs), self.chunk_bytes
+                if apart and not others and not self.model.theta.is_cuda:
+                    columns, chunk = 1, min(chunk, COLUMN_BYTES)
                 for _, part, label in self._pieces(inputs, batch, columns):
-                    yield from each_group(self.model, label, part, fisher, owners, others, self.chunk_bytes)
+                    yield from each_group(self.model, label, part, fisher, owners, others, chunk)
                     steps.advance(label.num_points)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:

@@ -33,6 +33,14 @@ class Part:
     kept: Tensor
     delta: Tensor
 
+    def left(self) -> Tensor | None:
+        """See `Rule.left`."""
+        return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
+
+    def right(self) -> Tensor:
+        """See `Rule.right`."""
+        return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
+
     def rows(self, points: slice) -> Blocks:
         """The gradients by parameter name, (n, r, *shape)."""
         layer = self.layer
@@ -88,15 +96,17 @@ class Group:
         paths = {part.layer.path for part in self.parts}
         return self.parts[0].layer if len(paths) == 1 and not self.given else None
 
-    def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
-        """(left, right) of each call with gradient Σ_t left ⊗ right (see `Rule.matrices`); None without one."""
+    def lefts(self) -> list[Tensor] | None:
+        """The left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`); None without one. Views of δ."""
         if self.layer is None:
             return None
-        found = [
-            part.layer.rule.matrices(part.layer.module, part.kept, part.delta, tuple(part.layer.names))
-            for part in self.parts
-        ]
-        return [pair for pair in found if pair is not None] if all(pair is not None for pair in found) else None
+        found = [part.left() for part in self.parts]
+        return [left for left in found if left is not None] if all(left is not None for left in found) else None
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
+        """(left, right) of each call; None where there is no left side."""
+        lefts = self.lefts()
+        return None if lefts is None else [(left, part.right()) for left, part in zip(lefts, self.parts)]
 
     def rows(self, points: slice = slice(None)) -> Blocks:
         """The gradients by parameter name, (n, r, *shape); calls that share weights add up."""

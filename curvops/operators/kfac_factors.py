@@ -94,18 +94,21 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     blocks: dict[tuple[str, ...], Block] = {}
     positions = lin.model.selection.positions()
-    for group in lin.root_rows(fisher):
-        matrices = group.matrices()
+    for group in lin.root_rows(fisher, apart=True):
+        lefts = group.lefts()
         if group.names not in blocks:
-            blocks[group.names] = Block(
-                group.names, _positions(positions, group, matrices is not None), lin.theta.dtype
-            )
+            blocks[group.names] = Block(group.names, _positions(positions, group, lefts is not None), lin.theta.dtype)
         block = blocks[group.names]
-        if matrices is None:
+        if lefts is None:
             _add_exact(block, group, positions, lin.passes.chunk_bytes)
-        else:
-            block.layer = layer_with_bias(group)
-            _add_factors(block, group, [shared(pair, sharing) for pair in matrices], sharing)
+            continue
+        block.layer = layer_with_bias(group)
+        if group.first:
+            _add_inputs(block, group, sharing)
+        if sharing == "reduce" and block.tokens is None:
+            lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
+        for left in lefts:
+            block.left.add(left)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
     return [part for block in found for part in block.finished(block.layer if bias == "separate" else None)]
@@ -127,14 +130,6 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
         )
 
 
-def shared(pair: tuple[Tensor, Tensor], sharing: str) -> tuple[Tensor, Tensor]:
-    """The two sides with positions as they are (expand), or δ summed and a averaged over them (reduce)."""
-    left, right = pair
-    if sharing == "expand" or not right.is_floating_point() or right.shape[2] == 1:
-        return pair
-    return left.sum(3, keepdim=True), right.mean(2, keepdim=True)
-
-
 def _counted(group: Group, right: Tensor) -> Tensor:
     """The inputs (n, g, t, …) without points that do not count and, where t is the sequence, without such positions."""
     mask = group.positions
@@ -143,23 +138,24 @@ def _counted(group: Group, right: Tensor) -> Tensor:
     return right.transpose(1, 2)[mask].unsqueeze(2)
 
 
-def _add_factors(block: Block, group: Group, matrices: list[tuple[Tensor, Tensor]], sharing: str) -> None:
+def _add_inputs(block: Block, group: Group, sharing: str) -> None:
+    """The inputs of all calls at their positions as they are (expand), or averaged over calls and positions (reduce).
+
+    Indices always expand.
+    """
     assert group.layer is not None
-    if sharing == "reduce" and len(matrices) > 1 and all(right.is_floating_point() for _, right in matrices):
-        left = torch.stack([pair[0].sum(3, keepdim=True) for pair in matrices]).sum(0)
-        right = torch.stack([pair[1].mean(2, keepdim=True) for pair in matrices]).mean(0)
-        matrices = [(left, right)]
-    for left, right in matrices:
-        block.left.add(left)
-        if group.first:
-            kept = right if group.all_counted else _counted(group, right)
-            if kept.is_floating_point():
-                block.count += kept.shape[0] * kept.shape[2]
-                block.right.add(kept)
-            else:
-                counts = _token_counts(kept, group.layer.module)
-                block.count += int(counts.sum())
-                block.tokens = _plus(block.tokens, counts.unsqueeze(0))
+    rights = [part.right() for part in group.parts]
+    if sharing == "reduce" and rights[0].is_floating_point():
+        rights = [torch.stack([right.mean(2, keepdim=True) for right in rights]).mean(0)]
+    for right in rights:
+        kept = right if group.all_counted else _counted(group, right)
+        if kept.is_floating_point():
+            block.count += kept.shape[0] * kept.shape[2]
+            block.right.add(kept)
+        else:
+            counts = _token_counts(kept, group.layer.module)
+            block.count += int(counts.sum())
+            block.tokens = _plus(block.tokens, counts.unsqueeze(0))
 
 
 def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any) -> Int[Tensor, " V"]:
@@ -175,7 +171,9 @@ def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) 
         flat = flat[:, kept]
         if flat.shape[1] <= MOST_DENSE:
             flat = flat.double()
-            block.exact = _plus(block.exact, flat.mT @ flat)
+            if block.exact is None:
+                block.exact = flat.new_zeros(flat.shape[1], flat.shape[1])
+            block.exact.addmm_(flat.mT, flat)
         else:
             block.exact = _plus(block.exact, flat.square().sum(0))
 

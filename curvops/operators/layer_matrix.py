@@ -12,7 +12,7 @@ from curvops.network.parameters import Blocks
 def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:
     """(g, p, q) as tensors by parameter name: the weight row-major or transposed, a last column the bias.
 
-    The layout is that of `Rule.matrices`.
+    The layout is that of `Rule.left` and `Rule.right`.
     """
     found = {}
     if "bias" in layer.names:

@@ -196,9 +196,12 @@ class Linearization:
         """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
         return self.passes.total(term, columns)
 
-    def root_rows(self, fisher: OutputFisher) -> Iterator[Group]:
-        """Rows g[n, r] = J_nᵀ s[n, r] of Σ_n Σ_r g gᵀ over all data, by layer and in chunks (see `network.roots`)."""
-        return self.passes.root_rows(fisher)
+    def root_rows(self, fisher: OutputFisher, apart: bool = False) -> Iterator[Group]:
+        """Rows g[n, r] = J_nᵀ s[n, r] of Σ_n Σ_r g gᵀ over all data, by layer and in chunks (see `network.roots`).
+
+        `apart`: what takes the rows needs no two columns of a point together.
+        """
+        return self.passes.root_rows(fisher, apart)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""

@@ -15,25 +15,27 @@ from curvops.linalg.operators.structured import in_parts
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
-# From this size on a symmetric product is made of blocks on and above its diagonal: six tenths of the time.
-LEAST_SYMMETRIC = 256
+# From this size on a wide symmetric product is made of blocks on and above its diagonal: six tenths of the time.
+LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
 """Columns up to which outer products are summed in float64; beyond, that would be most of the time of a build."""
-ELEMENTS = 2**17
-"""Numbers that are converted to float64 at a time: they stay in a CPU's cache."""
+ELEMENTS = 2**18
+"""Numbers of few columns that are converted to float64 at a time: they stay in a CPU's cache."""
+ELEMENTS_A_SUM = 2**21
+"""Numbers that are converted to float64 for one product of many columns."""
 ROWS_A_SUM = 2048
-"""Rows that are summed at a time: in float64 as many as are converted, in single precision as many as lose little."""
+"""Rows that are summed at a time in single precision: as many as lose little."""
 ROUNDING_UNITS = 1
 """Rounding units of its largest eigenvalue that the eigenvalues of a wide sum in single precision are off by at most:
 0.8 were seen (600 columns of sizes 1 to 1e-5, 3,000 rows), 0.02 and less for columns of like sizes."""
-TILE = 128
+TILE = 256
 """Columns that are mirrored at a time."""
 
 
 def second_moments(
     matrices: Sequence[tuple[Tensor, Tensor]], width: int, most_bytes: int
 ) -> Float[Tensor, "g p {width}"]:
-    """Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.matrices`, those of several calls added up first.
+    """Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.left`, those of several calls added up first.
 
     At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
     blocks of at most `most_bytes`, one point's R·q numbers at least. `width` is q, which indices do not tell.
@@ -115,9 +117,10 @@ class OuterSum:
     """Σ side ⊗ side over all dimensions of (*m, g, t, p) but g and the last, (g, p, p), as it is added up.
 
     A softmax's factor is singular, and the rounding of a sum in single precision would fill its null space with
-    eigenvalues far above a weak prior. So up to `MOST_EXACT` columns the sum is one in float64. Of wider sides the rows
-    themselves are kept as long as they are fewer than the columns: of them all eigenvalues are known. Only wide sums
-    over many rows are in the sides' own dtype.
+    eigenvalues far above a weak prior. So up to `MOST_EXACT` columns the sum is one in float64, and as long as rows are
+    few (no more than twice the columns; of wider sides fewer than the columns) they are kept themselves: of them all
+    eigenvalues are known, while products need the sum in the sides' own dtype alone. Only wide sums over many rows are
+    in that dtype.
     """
 
     def __init__(self) -> None:
@@ -127,46 +130,74 @@ class OuterSum:
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
         """Read in the order in which the side lies in memory."""
-        if self._add_by_points(side):
+        if self._lies_by_points(side):
+            self._add_by_points(side.squeeze(-3).flatten(0, -3).mT)
             return
         rows = _rows(side)
         p = rows.shape[-1]
-        exact = p <= MOST_EXACT
         self.count += rows.shape[1]
-        if exact or self.count >= p:
-            self.rows = []
-        elif self.count == rows.shape[1] or self.rows:
+        if self.total is None and self.count <= (2 * p if p <= MOST_EXACT else p - 1):
             self.rows.append(rows.clone())
-        beta = 0 if self.total is None else 1
-        if self.total is None:
-            self.total = rows.new_empty(len(rows), p, p, dtype=torch.float64 if exact else rows.dtype)
-        for piece in rows.split(ROWS_A_SUM, 1) if exact else (rows,):
-            _add_upper(self.total, piece.to(self.total.dtype), beta)
-            beta = 1
+            return
+        self._add_kept()
+        self._add_rows(rows)
 
-    def _add_by_points(self, side: Float[Tensor, "*m g t p"]) -> bool:
-        """A product for each point, where columns are few and lie apart (channels): rows would have to be copied."""
+    def _lies_by_points(self, side: Tensor) -> bool:
+        """Whether columns are few and lie apart (channels): rows would have to be copied."""
         p, t = side.shape[-1], side.shape[-2]
-        if side.is_cuda or side.shape[-3] != 1 or p >= min(t, LEAST_SYMMETRIC, MOST_EXACT) or side.stride(-2) != 1:
-            return False
-        points = side.squeeze(-3).flatten(0, -3).mT  # (m, p, t)
+        few = side.shape[-3] == 1 and p < min(t, LEAST_SYMMETRIC, MOST_EXACT)
+        return few and side.stride(-2) == 1 and not side.is_cuda
+
+    def _add_by_points(self, points: Float[Tensor, "m p t"]) -> None:
+        """A product for each point."""
+        m, p, t = points.shape
+        self.count += m * t
+        self._add_kept()
         if self.total is None:
-            self.total = side.new_zeros(1, p, p, dtype=torch.float64)
+            self.total = points.new_zeros(1, p, p, dtype=torch.float64)
         for piece in points.split(max(1, ELEMENTS // (p * t))):
             double = piece.to(torch.float64)
-            self.total[0].addbmm_(double, double.mT)
-        self.count += len(points) * t
-        return True
+            self.total[0] += torch.bmm(double, double.mT).sum(0)
+
+    def _add_kept(self) -> None:
+        """Sum the rows that were kept until now."""
+        kept, self.rows = self.rows, []
+        for rows in kept:
+            self._add_rows(rows)
+
+    def _add_rows(self, rows: Float[Tensor, "g m p"]) -> None:
+        p, beta = rows.shape[-1], 0 if self.total is None else 1
+        exact = p <= MOST_EXACT
+        if self.total is None:
+            self.total = rows.new_empty(len(rows), p, p, dtype=torch.float64 if exact else rows.dtype)
+        if not exact:
+            _add_upper(self.total, rows, beta)
+            return
+        for piece in rows.split(max(1, ELEMENTS_A_SUM // p), 1):
+            double = piece.to(torch.float64)
+            self.total.baddbmm_(double.mT, double, beta=beta)
+            beta = 1
 
     def matrix(self, divisor: int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
         """The sum divided by a number, in a dtype, and what that dtype does not hold. It ends the sum: call it once."""
-        assert self.total is not None
-        total, self.total = mirrored(self.total).div_(divisor), None
-        found, rest = in_parts(total, dtype)
         if self.rows:
-            return found, Details(root=torch.cat(self.rows, 1).div_(math.sqrt(divisor)))
+            rows, self.rows = torch.cat(self.rows, 1), []
+            p = rows.shape[-1]
+            if rows.shape[1] < p or dtype != torch.float64:
+                total = rows.new_empty(len(rows), p, p)
+                _add_upper(total, rows, 0)
+                return _divided(mirrored(total), divisor), Details(root=_divided(rows, math.sqrt(divisor)))
+            self._add_rows(rows)
+        assert self.total is not None
+        total, self.total = _divided(mirrored(self.total), divisor), None
+        found, rest = in_parts(total, dtype)
         own = total.dtype != torch.float64
         return found, Details(rest, rounding=ROUNDING_UNITS * torch.finfo(dtype).eps if own else 0.0)
+
+
+def _divided(tensor: Tensor, divisor: float | int) -> Tensor:
+    """In place."""
+    return tensor if divisor == 1 else tensor.div_(divisor)
 
 
 def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:

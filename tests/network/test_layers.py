@@ -153,16 +153,17 @@ def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
     kept = rule.keep(layer, *inputs)
     s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
     for names in subsets(layer):
-        found = rule.matrices(layer, kept, s, names)
-        assert (found is None) is ("weight" not in names)
-        if found is not None:
-            rows, expected = outer(layer, *found, names), rule.rows(layer, kept, s, names)
+        left = rule.left(layer, kept, s, names)
+        assert (left is None) is ("weight" not in names)
+        if left is not None:
+            right = rule.right(layer, kept, names)
+            rows, expected = outer(layer, left, right, names), rule.rows(layer, kept, s, names)
             for local in names:
                 close(rows[local], expected[local])
 
 
 def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The rows (n, R, *shape) that `matrices` stands for; indices stand for one-hot rows."""
+    """The rows (n, R, *shape) that the two sides stand for; indices stand for one-hot rows."""
     if not right.is_floating_point():
         right = nn.functional.one_hot(right, len(layer.weight)).to(left.dtype)
     products = torch.einsum("nrgtp,ngtq->nrgpq", left, right)
@@ -176,7 +177,7 @@ def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...])
 def test_other_layers_have_no_matrices(name: str) -> None:
     layer, inputs, output = build(name)
     rule = the_rule(layer)
-    assert rule.matrices(layer, rule.keep(layer, *inputs), output.unsqueeze(1), ("weight", "bias")) is None
+    assert rule.left(layer, rule.keep(layer, *inputs), output.unsqueeze(1), ("weight", "bias")) is None
 
 
 @pytest.mark.parametrize(

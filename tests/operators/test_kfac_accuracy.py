@@ -18,6 +18,7 @@ import curvops as co
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import PrecisionLimit, Reason
 from curvops.linalg.operators.kronecker import Details
+from curvops.network import roots
 from curvops.operators import moments
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -102,6 +103,58 @@ def test_rows_of_a_wide_factor_come_in_batches_and_are_dropped_where_they_are_ma
     found, details = many.matrix(1, torch.float64)
     assert details.root is None
     torch.testing.assert_close(found, 2 * rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+def test_few_rows_are_kept_and_decomposed_in_double_precision() -> None:
+    """Twice as many rows as columns, of sizes 1 to 1e-4; beyond, and in double precision, the sum is in float64."""
+    rows = torch.randn(8, 1, 1, 4) * torch.tensor([1.0, 1e-1, 1e-2, 1e-4])
+    exact = torch.einsum("ngtp,ngtq->gpq", rows.double(), rows.double())
+    for count, side in ((1, rows), (2, rows), (1, rows.double())):
+        sums = moments.OuterSum()
+        for _ in range(count):
+            sums.add(side)
+        total, details = sums.matrix(3, side.dtype)
+        assert (details.root is not None) is (count == 1 and side.dtype == torch.float32)
+        torch.testing.assert_close(total.double(), count * exact / 3, rtol=1e-5, atol=1e-12)
+        K = Kronecker(torch.ones(1, 1, dtype=side.dtype), total, details=(Details(), details))
+        expected = torch.linalg.eigvalsh(count * exact / 3)
+        torch.testing.assert_close(K.eigen().values[:, 0].double(), expected, rtol=1e-5, atol=0.0)
+        shift = 1e-12
+        pi = (total.diagonal(dim1=1, dim2=2).mean()).sqrt().double()
+        damped = K.heuristic_damping(shift).eigen().values[:, 0].double()
+        found = damped / (1 + shift**0.5 / pi) - pi * shift**0.5
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(pi) * shift**0.5)
+
+
+def test_rows_after_points_and_points_after_rows() -> None:
+    """A layer that is called at one position and at many: both ways of adding up meet in one sum."""
+    rows, points = torch.randn(3, 1, 1, 4), torch.randn(3, 1, 4, 9).mT
+    expected = sum(torch.einsum("ngtp,ngtq->gpq", side.double(), side.double()) for side in (rows, points))
+    for order in ((rows, points), (points, rows)):
+        sums = moments.OuterSum()
+        for side in order:
+            sums.add(side)
+        total, details = sums.matrix(1, torch.float32)
+        assert details.rest is not None
+        torch.testing.assert_close(total.double() + details.rest, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_columns_may_come_one_at_a_time(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a large network's do: each has a backward pass of its own, and inputs count once."""
+    torch.manual_seed(0)
+    body = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)]
+    lin = co.linearize(
+        nn.Sequential(*body).double(), (torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3), "classification"
+    )
+    expected = [kind(lin, sharing=sharing).to_dense() for kind in (co.KFAC, co.EKFAC)]
+    monkeypatch.setattr("curvops.network.layerwise.COLUMN_BYTES", 1)
+    monkeypatch.setattr("curvops.network.passes.COLUMN_BYTES", 1)
+    with patch("curvops.network.roots.sensitivities", side_effect=roots.sensitivities) as asked:
+        found = co.KFAC(lin, sharing=sharing).to_dense()
+    assert [len(call.args[3]) for call in asked.call_args_list] == [1, 1, 1]
+    torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(co.EKFAC(lin, sharing=sharing).to_dense(), expected[1], rtol=1e-10, atol=1e-12)
 
 
 def test_a_root_of_repeated_and_zero_rows() -> None:

@@ -21,7 +21,7 @@ from curvops.linalg.operators.base import Operator
 class Details:
     """What a factor's dtype does not hold of it, for its eigendecomposition.
 
-    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m), r < m, has the factor as rootᵀ root;
+    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) has the factor as rootᵀ root;
     `rounding` is the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many.
     """
 
@@ -34,6 +34,13 @@ class Details:
         rest, root = self.rest, self.root
         rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
         return Details(rest, root, self.rounding)
+
+    def without_root(self, factor: Tensor) -> Details:
+        """The same of a factor that will be changed by more than a number: the `rest` in place of the root."""
+        if self.root is None:
+            return self
+        rows = self.root.double()
+        return Details((rows.mT @ rows - factor).to(factor.dtype), None, self.rounding)
 
     def block(self, part: slice) -> Details:
         """The details of a diagonal block of the factor."""
@@ -175,9 +182,9 @@ class Kronecker(_Grouped):
         usable = (of_left > 0) & (of_right > 0)
         one = torch.ones_like(of_left)
         pi = (torch.where(usable, of_right, one) / torch.where(usable, of_left, one)).sqrt()
-        known_left, known_right = (Details(one.rest, None, one.rounding) for one in self.details)
+        known = self.details[0].without_root(self.left), self.details[1].without_root(self.right)
         damped = _shifted(self.left, level.sqrt() / pi), _shifted(self.right, level.sqrt() * pi)
-        return Kronecker(*damped, details=(known_left, known_right))
+        return Kronecker(*damped, details=known)
 
 
 class EigenKronecker(_Grouped):
@@ -297,10 +304,10 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     slack, noise = max(eps**0.5, 10 * m * eps), 10 * m * torch.finfo(torch.float64).eps
     if factor.ndim == 2:
         values, vectors, slack, noise = factor.double(), torch.ones_like(factor), 0.0, 0.0
-    elif details.root is not None:
+    elif details.root is not None and details.root.shape[1] < m:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = factor.double() if details.rest is None else factor.double() + details.rest
+        matrix = _in_double(factor, details)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors, noise = values.double(), vectors.to(factor.dtype), max(noise, details.rounding)
     largest = values.detach().abs().amax(1, keepdim=True)
@@ -310,6 +317,14 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
             f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
     return torch.where(values.detach() > noise * largest, values, values - values.detach()), vectors
+
+
+def _in_double(factor: Tensor, details: Details) -> Tensor:
+    """The factor with what its dtype does not hold."""
+    if details.root is not None:
+        rows = details.root.double()
+        return rows.mT @ rows
+    return factor.double() if details.rest is None else factor.double() + details.rest
 
 
 def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:

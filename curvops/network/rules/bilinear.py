@@ -35,9 +35,12 @@ class BilinearRule:
     def rows(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         return _shaped(layer, OUTER.rows(layer, _outer(layer, kept), s, names))
 
-    def matrices(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+    def left(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
         """None: of an outer product of inputs the factors would be those inputs' sizes squared."""
         return None
+
+    def right(self, layer: nn.Bilinear, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        raise NotImplementedError  # there is no left side
 
     def multiply_adds(self, layer: nn.Bilinear, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()

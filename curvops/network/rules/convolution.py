@@ -81,12 +81,13 @@ class ConvolutionRule:
         rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
         return rows.transpose(1, 2).flatten(2, 3)
 
-    def matrices(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
-        """Groups as the layer's, t the output's pixels, p the group's channels, q the entries of a patch."""
-        if "weight" not in names:
-            return None
-        left = s.flatten(3).unflatten(2, (layer.groups, -1)).mT
-        return left, _grouped_patches(layer, kept, "bias" in names)
+    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """Groups as the layer's, t the output's pixels, p the group's channels."""
+        return s.flatten(3).unflatten(2, (layer.groups, -1)).mT if "weight" in names else None
+
+    def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """q the entries of a patch."""
+        return _grouped_patches(layer, kept, "bias" in names)
 
     def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()
@@ -120,7 +121,7 @@ class TransposedConvolutionRule(ConvolutionRule):
             rows.append(torch.matmul(a, windows.reshape(len(a), layer.groups, -1, a.shape[-1]).mT))
         return torch.stack(rows, 1).view(*s.shape[:2], *layer.weight.shape)
 
-    def matrices(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
         """None: the input's pixels do not share the windows of s that they write to."""
         return None
 

@@ -1,6 +1,6 @@
 """Embeddings: the input is indices, the weight's gradient a sum into the rows that they name.
 
-The padding row has no gradient. In `matrices`, right is an integer tensor (n, 1, t) of indices that stand for one-hot
+The padding row has no gradient. `right` is an integer tensor (n, 1, t) of indices that stand for one-hot
 rows, and the matrix is the weight TRANSPOSED: the weight is (V, E), the matrix Σ_t left ⊗ onehot(right) is (E, V).
 """
 
@@ -40,17 +40,19 @@ class EmbeddingRule:
         return {"weight": s.new_zeros(s.shape[1], *layer.weight.shape).index_add_(1, kept.flatten(), left)}
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        found = self.matrices(layer, kept, s, names)
-        if found is None:
+        if not names:
             return {}
-        left, index = found[0].squeeze(2), found[1].unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
+        left = _per_position(layer, kept, s)
+        index = self.right(layer, kept, names).unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
         return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
 
-    def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
-        """Left (n, R, 1, t, E), zero at padding, and the indices (n, 1, t)."""
-        if "weight" not in names:
-            return None
-        return _per_position(layer, kept, s).unsqueeze(2), kept.reshape(kept.shape[0], 1, -1)
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """(n, R, 1, t, E), zero at padding."""
+        return _per_position(layer, kept, s).unsqueeze(2) if "weight" in names else None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The indices (n, 1, t)."""
+        return kept.reshape(kept.shape[0], 1, -1)
 
     def multiply_adds(self, layer: nn.Embedding, output: Tensor) -> int:
         return output[0].numel()
@@ -88,13 +90,15 @@ class EmbeddingBagRule:
         counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
-    def matrices(
-        self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Left (n, R, 1, t, E), s at every position with its share of the mean, and the indices (n, 1, t)."""
+    def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """(n, R, 1, t, E), s at every position with its share of the mean."""
         if "weight" not in names:
             return None
-        return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None], kept.unsqueeze(1)
+        return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
+
+    def right(self, layer: nn.EmbeddingBag, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The indices (n, 1, t)."""
+        return kept.unsqueeze(1)
 
     def multiply_adds(self, layer: nn.EmbeddingBag, output: Tensor) -> int:
         return output[0].numel()

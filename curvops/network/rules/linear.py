@@ -55,13 +55,14 @@ class LinearRule:
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         return output[0].numel() * layer.weight.numel() // output.shape[-1]
 
-    def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
-        """One group, t the product of the dimensions in between, p outputs, q inputs."""
-        if "weight" not in names:
-            return None
-        left = s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1])
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """One group, t the product of the dimensions in between, p outputs."""
+        return s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1]) if "weight" in names else None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """q inputs."""
         right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
-        return left, with_ones(right) if "bias" in names else right
+        return with_ones(right) if "bias" in names else right
 
 
 class TransposedLinearRule(LinearRule):

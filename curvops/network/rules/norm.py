@@ -66,9 +66,12 @@ class ScaleRule:
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
         return output[0].numel()
 
-    def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
         """No weight that is a matrix."""
         return None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        raise NotImplementedError  # there is no left side
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -31,13 +31,20 @@ class Rule(Protocol):
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local: ...
     def multiply_adds(self, layer: Any, output: Tensor) -> int: ...
 
-    def matrices(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor] | None:
-        """The rows as sums of outer products over the positions t that share the weight, or None.
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """The rows as sums of outer products over the positions t that share the weight, or None: their left side.
 
-        Left (n, R, g, t, p) from the sensitivities (n, R, *out), right (n, g, t, q) from the input: of point n, column
-        R and group g, `weight.reshape(g, p, q)` has the gradient Σ_t left ⊗ right. Where the names hold "bias" too,
-        right ends in a column of ones: q is one more, and column q − 1 the gradient of the bias, (g·p).
-        `matrix_is_transposed` says that the matrix is the weight transposed, (1, p, q) for a weight (q, p).
-        None where the names lack "weight", or where the layer has no such structure.
+        Left (n, R, g, t, p) from the sensitivities (n, R, *out), `right` (n, g, t, q) from the input: of point n,
+        column R and group g, `weight.reshape(g, p, q)` has the gradient Σ_t left ⊗ right. `matrix_is_transposed` says
+        that the matrix is the weight transposed, (1, p, q) for a weight (q, p). None where the names lack "weight", or
+        where the layer has no such structure.
+        """
+        ...
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The right side, where there is a left one.
+
+        Where the names hold "bias" too it ends in a column of ones: q is one more, and column q − 1 the gradient of the
+        bias, (g·p).
         """
         ...
