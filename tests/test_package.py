@@ -42,8 +42,3 @@ def test_top_level_folders_are_the_four() -> None:
 
 def test_package_is_typed() -> None:
     assert (ROOT / "curvops" / "py.typed").exists()
-
-
-def test_the_example_of_the_readme_is_fifteen_lines() -> None:
-    example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    assert sum(line.startswith((">>>", "...")) for line in example.splitlines()) <= 15

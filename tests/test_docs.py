@@ -1,0 +1,54 @@
+"""README and documentation: every example runs, and every public name has its place in the reference."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import curvops as co
+from curvops import plots
+from curvops.network import likelihoods
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^ *```(.*?)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+pytestmark = pytest.mark.skipif(len(PAGES) == 1, reason="not a checkout: the documentation is not here")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of the fenced blocks of a page."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_are_python_that_runs_or_say_that_they_are_text(page: Path) -> None:
+    """Python is a session (`>>>`), which doctest runs; nothing else is shown as Python."""
+    for language, text in blocks(page):
+        assert language in ("python", "text"), language
+        assert text.startswith(">>> ") == (language == "python"), text
+
+
+def test_the_readme_has_five_recipes_of_at_most_six_lines() -> None:
+    first, *recipes = [text for language, text in blocks(ROOT / "README.md") if language == "python"]
+    statements = [sum(line.startswith((">>>", "...")) for line in text.splitlines()) for text in recipes]
+    assert first and len(recipes) == 5 and max(statements) <= 6
+
+
+def test_every_public_name_stands_once_in_the_reference() -> None:
+    listed: Counter[str] = Counter()
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for path, heading in re.findall(r"^::: (\S+)(?:\n +options: \{heading: ([\w.]+))?", text, re.MULTILINE):
+            listed[heading or path] += 1
+    public = {f"curvops.linalg.{name}" for name in co.linalg.__all__}
+    public |= {f"curvops.likelihoods.{name}" for name in likelihoods.__all__}
+    public |= {f"curvops.evidence.{name}" for name in co.evidence.__all__}
+    public |= {f"curvops.plots.{name}" for name in plots.__all__}
+    same_as_in_linalg = {"Damped", "LowRank", "low_rank"}
+    modules = {"evidence", "likelihoods", "linalg"}
+    public |= {f"curvops.{name}" for name in set(co.__all__) - same_as_in_linalg - modules}
+    assert listed - Counter(public) == Counter({"curvops.Jacobian": 0, "curvops.posterior.metrics": 1})
+    assert set(listed) >= public
