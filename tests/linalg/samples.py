@@ -1,15 +1,85 @@
-"""Do draws have the covariance that they promise?"""
+"""Do draws have the covariance that they promise?
 
-from scipy.stats import norm
+Draws are R z of standard normals z, so that their covariance is R Rᵀ: unit vectors in place of z show R itself.
+"""
 
-DRAWS = 20_000
-ALARM = 1e-6  # false-alarm rate of one test over all entries of its covariance
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+Sample = Callable[[int, torch.Generator], Tensor]
+"""k draws as columns, (n, k), of a generator: the one given, or torch's own."""
 
 
-def assert_covariance(draws, covariance):
-    """Entries of the sample covariance are near normal with variance (S_ij² + S_ii S_jj)/k: Bonferroni over them."""
-    count, k = covariance.numel(), draws.shape[1]
-    variances = covariance.diagonal()
-    scale = ((covariance.square() + variances[:, None] * variances) / k).sqrt()
-    z = ((draws @ draws.mT / k - covariance) / scale).abs().max()
-    assert z < norm.isf(ALARM / 2 / count), f"{z:.2f} standard errors"
+class Normals:
+    """While entered, what `torch.randn` and `Tensor.normal_` take from one generator is noted, by draws.
+
+    Draws are the first dimension or the last. `rows` has one row a draw, `filled` the numbers as they were asked for.
+
+    With `units` numbers a draw, draw i is given the unit vector i in their place.
+    """
+
+    def __init__(self, draws: int, generator: torch.Generator, units: int = 0) -> None:
+        self.draws, self.generator, self.units = draws, generator, units
+        self.rows: list[Tensor] = []
+        self.filled: list[Tensor] = []
+        self._randn, self._fill = torch.randn, torch.Tensor.normal_
+
+    def __enter__(self) -> Normals:
+        def fill(
+            tensor: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None
+        ) -> Tensor:
+            self._fill(tensor, mean, std, generator=generator)
+            return self._noted(tensor) if self._counts(generator) and (mean, std) == (0.0, 1.0) else tensor
+
+        def randn(*size: Any, generator: torch.Generator | None = None, **options: Any) -> Tensor:
+            found = self._randn(*size, generator=generator, **options)
+            return self._noted(found) if self._counts(generator) else found
+
+        self._patches = [patch.object(torch, "randn", randn), patch.object(torch.Tensor, "normal_", fill)]
+        for each in self._patches:
+            each.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for each in self._patches:
+            each.stop()
+
+    def _counts(self, generator: torch.Generator | None) -> bool:
+        return (torch.default_generator if generator is None else generator) is self.generator
+
+    def _noted(self, numbers: Tensor) -> Tensor:
+        assert self.draws in (numbers.shape[0], numbers.shape[-1]), "numbers that belong to no draw"
+        rows = numbers.view(self.draws, -1) if len(numbers) == self.draws else numbers.view(-1, self.draws).mT
+        self.filled.append(numbers.clone())
+        if self.units:
+            start = sum(row.shape[1] for row in self.rows)
+            rows.copy_(torch.eye(self.units, dtype=numbers.dtype)[:, start : start + rows.shape[1]])
+        self.rows.append(rows.clone())
+        return numbers
+
+
+def assert_covariance(
+    sample: Sample, covariance: Tensor, rtol: float = 1e-10, generator: torch.Generator | None = None
+) -> None:
+    """Draws are R z with R Rᵀ the covariance, to rounding; every number of z comes from the generator, and once."""
+    generator = torch.Generator() if generator is None else generator
+    generator.manual_seed(11)
+    with Normals(3, generator) as normals:
+        draws = sample(3, generator)
+    z, used = torch.cat(normals.rows, 1), generator.get_state()
+    generator.manual_seed(11)
+    for numbers in normals.filled:  # its own numbers in their order: nothing was seeded anew
+        assert numbers.equal(torch.randn(numbers.shape, dtype=numbers.dtype, generator=generator))
+    assert generator.get_state().equal(used)
+    with Normals(z.shape[1], generator, units=z.shape[1]) as normals:
+        R = sample(z.shape[1], generator)
+    assert torch.cat(normals.rows, 1).equal(torch.eye(z.shape[1], dtype=z.dtype))
+    scale = float(covariance.abs().max())
+    torch.testing.assert_close(R @ R.mT, covariance, rtol=rtol, atol=rtol * scale)
+    torch.testing.assert_close(draws, R @ z.mT, rtol=rtol, atol=rtol * scale**0.5)
