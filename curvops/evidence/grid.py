@@ -20,10 +20,22 @@ def grid(
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> list[Estimate]:
-    """log evidence in nats at each scalar prior precision, the weights held where they are.
+    """Log evidence in nats at each scalar prior precision; the weights are held fixed.
 
-    The products are spent once, for the smallest precision; every further value costs none. Raises ValueError for a
-    precision that is not positive or an empty grid.
+    The products are spent once, for the smallest precision; further values cost none.
+
+    Args:
+        post: a posterior by `co.laplace`.
+        prior_precisions: positive numbers, at least one. Tensors keep their gradients.
+        rtol: as in `Laplace.log_evidence`.
+        generator: source of the probes.
+
+    Returns:
+        An `Estimate` for each prior precision.
+
+    Raises:
+        TypeError: not a posterior, or not a sequence of numbers.
+        ValueError: a precision that is not positive and finite, or none at all.
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)

@@ -17,12 +17,24 @@ FURTHEST = 1e10
 def maximize(
     post: Laplace, rtol: float = 0.01, xtol: float = 1e-3, generator: torch.Generator | None = None
 ) -> Laplace:
-    """A posterior like `post` at the scalar prior precision of largest log evidence.
+    """A posterior like `post` at the scalar prior precision of largest log evidence; the weights are held fixed.
 
-    The weights stay where they are. The search starts around the present precision; one set of Lanczos runs serves a
-    whole window of precisions, so that the curve searched is smooth and its maximum exact to a relative `xtol` for
-    these probes. Raises ValueError where the evidence has no maximum between 1e-10 and 1e10 times the present
-    precision, or the present one is a vector.
+    The search starts around the present precision. One set of Lanczos runs serves a whole window of precisions, so that
+    the curve searched is smooth.
+
+    Args:
+        post: a posterior by `co.laplace`, with a scalar prior precision.
+        rtol: as in `Laplace.log_evidence`.
+        xtol: relative accuracy of the maximum for these probes.
+        generator: source of the probes.
+
+    Returns:
+        A new posterior.
+
+    Raises:
+        TypeError: not a posterior.
+        ValueError: the evidence has no maximum between 1e-10 and 1e10 times the present precision, or the present
+            precision is a vector.
     """
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 

@@ -1,4 +1,4 @@
-"""May this model be linearised with these data under this likelihood? All that can be wrong is found here, once."""
+"""Making a linearisation: model, data and likelihood are checked against each other here, once."""
 
 from __future__ import annotations
 
@@ -43,39 +43,48 @@ def linearize(
 ) -> Linearization:
     """Linearise a network at its present weights.
 
-    model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are (N, C),
-        or (N, ..., C) where a point has several positions (a sequence's tokens, an image's pixels): then targets are
-        (N, ...) or (N, ..., m), and positions are left out by ignore_index or by weights (N, ...) of zeros.
-    data: (X, y) tensors, a Dataset, a DataLoader or any re-iterable of (inputs, targets); inputs may be a tensor, a
-        tuple or a mapping. Floating data are cast to the parameters' dtype. Each may be a mapping {"inputs": ...,
-        "targets": ..., "weights": ...} instead: weights (N,), or one per position, multiply log-likelihoods.
-    likelihood: of `co.likelihoods`, `Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`, `Poisson()`,
-        `HeteroscedasticGaussian()`; `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`, `nn.PoissonNLLLoss()`,
-        `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`; "classification" or
-        "regression". A loss of torch takes outputs and targets of its own shapes: `nn.CrossEntropyLoss` has the C
-        classes at dimension 1, all else has them last. Its `reduction` is not used: likelihoods are sums. Whether its
-        gradient is the likelihood's is tried on the first points.
-    parameters: None (all that require a gradient), "last_layer" (the layer whose output is the model's, found by
-        running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions (indices or
-        a mask) in the flat vector: a subnetwork.
-    memory_budget: bytes for cached linearisations and, beside them, the working vectors of every algorithm on the
-        operators made from this (solvers, bases, sketches, predictions), where it is given no budget of its own; None
-        is a quarter of the memory free on the device now. Where both want more, each has half. An algorithm takes what
-        it needs at least, about a dozen vectors, and results that were asked for come on top.
-    engine: "auto" lets the cost rule of `lin.plan` choose; "autodiff" and "layerwise" force one; "streamed" is autodiff
-        that keeps nothing between products (within one, a push and a pull share a pass where the budget holds it).
-    weights: True says that the third items of data hold weights; without it a third item is refused.
-    progress: passes over the data, and algorithms on the operators made from this that are not told otherwise, show a
-        bar after two seconds where standard error is a terminal (None), never (False), or always (True); a function is
-        told (what, points or products done, how many in all or None) at each batch and each product.
+    Args:
+        model: an `nn.Module`, or a pair (function(params, inputs) -> outputs, mapping of parameters). Outputs are
+            (N, C), or (N, ..., C) where a point has several positions (tokens of a sequence, pixels of an image):
+            targets are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in weights
+            (N, ...).
+        data: tensors (X, y), a Dataset, a DataLoader or any iterable of (inputs, targets) that can be read again;
+            inputs may be a tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype. Each item may
+            be a mapping {"inputs": ..., "targets": ..., "weights": ...} instead: weights, (N,) or one per position,
+            multiply log-likelihoods.
+        likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
+            `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
+            `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
+            "classification" or "regression". A loss of torch takes outputs and targets in its own layout:
+            `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the outputs last. Its `reduction` is
+            not used, since likelihoods are sums. Its gradient is compared with the likelihood's on the first points.
+        parameters: None (all that require a gradient), "last_layer" (the layer whose output is the model's, found by
+            running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions (indices
+            or a mask) in the flat vector of all parameters: a subnetwork.
+        memory_budget: bytes for the linearisations kept between products and for the working vectors of algorithms on
+            the operators made from this (solvers, bases, sketches, predictions) that are given no budget of their own.
+            None is a quarter of the memory free on the device at the call. Where both want more, each gets half. An
+            algorithm always gets the least that it needs, about a dozen vectors, and its results come on top.
+        engine: "auto" leaves the choice to the cost rule of `lin.plan`; "autodiff" and "layerwise" force one;
+            "streamed" is autodiff that keeps nothing between products (within one, a push and a pull share a pass
+            where the budget allows it).
+        weights: True says that the third item of a batch holds weights; without it a third item is refused.
+        progress: for passes over the data, and for algorithms on the operators made from this that are not told
+            otherwise. None shows a bar after two seconds where standard error is a terminal, False never, True always;
+            a function is called with (what, points or products done, how many in all or None) after each batch and each
+            product.
 
-    Warns with `NoCurvature` of a likelihood under which every curvature is zero. The model's inputs and torch's random
-    state stay as they are, whatever the model does with them.
+    Returns:
+        A `Linearization`. The model's inputs and torch's random state are left as they were.
 
-    Costs one pass over the data and a few passes over two points. Raises TypeError or ValueError, naming what to do,
-    for empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode that is
-    random or depends on its batch, outputs that are not (N, C) or (N, ..., C), a selection that matches nothing or
-    mixes dtypes.
+    Raises:
+        TypeError: an argument of another kind than those above.
+        ValueError: empty, one-shot or non-finite data, targets that do not suit the likelihood, a module in train mode
+            that is random or depends on its batch, outputs that are not (N, C) or (N, ..., C), or a selection that
+            matches nothing or mixes dtypes. The message says what to do.
+
+    Warns with `NoCurvature` where every curvature is zero under the likelihood. Costs one pass over the data and a few
+    passes over two points.
     """
     if engine not in get_args(Choice):
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
@@ -143,7 +152,7 @@ def _first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any,
 
 
 def _check_scores(model: Model, likelihood: Likelihood, few: Inputs, targets: Tensor, loss: nn.Module | None) -> None:
-    """Score the first points: what a likelihood can say only when it sees outputs and targets together, it says now.
+    """Score the first points, so that errors which need outputs and targets together are raised at the call.
 
     Raises ValueError where it was given as a loss of torch that computes something else.
     """

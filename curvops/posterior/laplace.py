@@ -83,13 +83,22 @@ class Laplace:
         return dataclasses.replace(self, prior_precision=prior)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """k draws of the weights, the mean included: P⁻¹ ε with ε ~ N(0, P), by one block solve of k columns.
+        """Draw k weight vectors from the posterior, θ* + P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.
 
-        Where `lin.memory_budget` has no room for the working vectors of k, by solves of fewer columns one after the
-        other; equal seeds then need equal budgets.
-        Each draw is solved for to a relative residual `rtol`, far below what k draws can tell of the posterior.
-        `lin.unflatten_weights(draw)` has a draw's tensors by name, of a subnetwork with the other weights as they were.
-        Raises `NotConverged` where rtol was not reached; TypeError or ValueError unless k is a whole number from 1 on.
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the draws. Where `lin.memory_budget` has no room for the working vectors of k columns
+                they are solved for in groups, so that equal seeds give equal draws under equal budgets only.
+            rtol: relative residual of each solve, far below the sampling error of k draws.
+
+        Returns:
+            The draws as rows, mean included. `lin.unflatten_weights(draw)` gives the tensors of one by name; weights
+            outside a subnetwork keep their values.
+
+        Raises:
+            NotConverged: rtol was not reached.
+            TypeError: k is not a whole number.
+            ValueError: k is less than 1, or rtol not a positive number.
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
@@ -100,14 +109,18 @@ class Laplace:
     def predict(
         self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None
     ) -> MultivariateNormal:
-        """Distribution of the linearised network's outputs at x, noise not included. A sequence counts as T points.
+        """Distribution of the linearised network's outputs at x, without observation noise.
 
-        joint=False: a `MultivariateNormal` of batch shape (N,) and event (C,), the points independent. joint=True: a
-        `MultitaskMultivariateNormal` over (N, C), covariance J P⁻¹ Jᵀ. Covariances are lazy: exact ones solve for N·C
-        rows of J when first used; those of independent points under KFAC and EKFAC come from rotated factors instead,
-        thousands of times faster. `samples`, draws (k, D) as `sample` returns them, give the covariance
-        mean_k (J z_k)(J z_k)ᵀ, for k products with J: each variance has a relative standard error of √(2/k).
-        `rtol` is the relative residual of the exact solves (None: 1e-6, in float64 1.5e-8).
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
+                True a `MultitaskMultivariateNormal` over (N, C) with covariance J P⁻¹ Jᵀ.
+            samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
+                products with J, and each variance has a relative standard error of √(2/k).
+            rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
+
+        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Under KFAC and EKFAC those of
+        independent points come from rotated factors instead, thousands of times faster.
         """
         check_flag("joint", joint)
         if rtol is not None:
@@ -143,11 +156,17 @@ class Laplace:
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "N C"]:
-        """Class probabilities E[softmax(f)] at x. A sequence counts as T points.
+        """Class probabilities E[softmax(f)] at x, at the cost of `predict`.
 
-        link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples` of
-        the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge. Raises ValueError for
-        another link or a likelihood without classes. Cost: as `predict`.
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples`
+                of the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge.
+            samples: draws (k, D) of the weights, as `sample` returns them.
+            generator: source of the draws of "mc".
+
+        Raises:
+            ValueError: another link, or a likelihood without classes.
         """
         if link not in ("probit", "mc", "bridge"):
             raise ValueError(f"link={link!r}; expected 'probit', 'mc' or 'bridge'.")
@@ -170,18 +189,24 @@ class Laplace:
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """log p(data) under Laplace's approximation, in nats, with its standard error.
 
-        log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants are exact where P has a closed form,
-        and up to 1,024 weights: those cost D products, once for all scalar priors. Else they are estimated by
-        `co.linalg.logdet` to a relative accuracy `rtol`, or as near as 4,000 products come to it, for this prior
-        alone (`co.evidence.grid` and `maximize` prepare for many); the estimate's reason says which.
+        It is log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants are exact where P has a closed
+        form, and up to 1,024 weights, where they cost D products, once for all scalar priors. Otherwise they are
+        estimated for this prior by `co.linalg.logdet` (`co.evidence.grid` and `maximize` serve many priors at once).
 
-        The likelihood is that of the data which the curvature is of: of co.GGN(lin_a) + co.GGN(lin_b), both. A matrix
-        of the user's own (co.linalg.Dense, a product of operators) does not say, and is taken for that of `lin`.
-        Gradients: in the prior precision, and in the likelihood's hyperparameters for curvatures that have them (GGN,
-        EmpiricalFisher), θ* held fixed. Raises ValueError for another gradient; where the curvature is of other data
-        or another likelihood, or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); where data are
-        counted otherwise than once (0.5 * KFAC(lin), GGN(lin) + GGN(lin)); and where one operator in a sum does not
-        say which data it is of.
+        The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
+        the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
+        of `lin`. The value carries gradients for the prior precision, and for the likelihood's hyperparameters where
+        the curvature does (GGN, EmpiricalFisher), with θ* held fixed.
+
+        Args:
+            rtol: relative accuracy of an estimated log-determinant, which at most 4,000 products are spent on; the
+                estimate's `reason` says whether it was reached.
+            generator: source of the probes.
+
+        Raises:
+            ValueError: a gradient for anything else is asked for; the curvature is of other data or another likelihood,
+                or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted exactly once
+                (0.5 * KFAC(lin), GGN(lin) + GGN(lin)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
@@ -192,8 +217,15 @@ class Laplace:
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.
 
-        Exact or estimated, and for as many products, as `log_evidence`. It has gradients where P has a closed form;
-        ValueError where another one is asked for.
+        Exact or estimated as `log_evidence` is, with as many products. The value carries gradients where P has a closed
+        form.
+
+        Args:
+            rtol: as in `log_evidence`.
+            generator: source of the probes.
+
+        Raises:
+            ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
@@ -205,18 +237,26 @@ def laplace(
 ) -> Laplace:
     """The Laplace posterior N(θ*, (G + A)⁻¹) of a linearised network under the prior N(0, A⁻¹).
 
-    curvature: an operator class, built from `lin`, or an operator (D, D). prior_precision: a positive number or a
-    vector (D,): weight decay × N where training minimised a *mean* loss + ½ · weight decay · ‖θ‖². check_mode: compare
-    the gradient of the log posterior with the prior's, one gradient, and warn with `NotAMode` where it is not small.
+    Args:
+        lin: the linearisation, by `co.linearize`.
+        curvature: G, an operator class that is built from `lin`, or an operator (D, D).
+        prior_precision: A, a positive number or a vector (D,): weight decay × N where training minimised a *mean* loss
+            + ½ · weight decay · ‖θ‖².
+        check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
+            warn with `NotAMode` where it is not small.
 
-    A curvature that may be indefinite (co.Hessian, differences) is looked at by 20 products, for a Hessian about 80
-    gradients; where they show that G + A is indefinite, that is an error which names the prior precision that is
-    needed. Others cost nothing here.
+    Returns:
+        A `Laplace`. Nothing is formed.
 
-    Raises ValueError for a prior precision that is not positive and finite or, under KFAC and EKFAC, varies within a
-    block (bias="separate" gives biases blocks of their own), a curvature of another size, at other
-    weights or not known to be symmetric, G + A seen to be indefinite, or (with check_mode) a gradient that is not
-    finite; TypeError for parameters in half precision.
+    Raises:
+        ValueError: a prior precision that is not positive and finite or that varies within a block of KFAC or EKFAC
+            (bias="separate" gives biases blocks of their own), a curvature of another size, at other weights or not
+            known to be symmetric, G + A found to be indefinite, or (with check_mode) a gradient that is not finite.
+        TypeError: parameters in half precision.
+
+    A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
+    Hessian; where they show that G + A is indefinite, the error names the prior precision that is needed. Other
+    curvatures cost nothing here.
     """
     check_linearization(lin)
     check_flag("check_mode", check_mode)

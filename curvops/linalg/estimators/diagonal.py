@@ -55,10 +55,14 @@ def diagonal(
         method: "xdiag" (any A, two products a probe), "xnysdiag" (positive semidefinite A, one product a probe),
             "bekas" (mean of z ∘ Az, streamed), "exact" (n products).
         rtol: add probes until ‖stderr‖, inflated, is at most rtol ‖value‖; earlier products are kept.
-        max_matvecs, generator, memory_budget, progress: as in `trace`. The intervals are for single entries.
+        max_matvecs: as in `trace`. The intervals are for single entries.
+        generator: source of the probes.
+        memory_budget: as in `trace`.
+        progress: as in `cg`.
 
     Raises:
-        ValueError, NotPositiveSemidefinite: as `trace`.
+        ValueError: as `trace`.
+        NotPositiveSemidefinite: xnysdiag met an eigenvalue clearly below zero (it is also a ValueError).
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """

@@ -58,7 +58,11 @@ def frobenius_norm(
         method: "xtrace", the default for square A: leave-one-out estimates ‖A Qᵢ‖_F² + ‖A(I − QᵢQᵢᵀ)ωᵢ‖² with Q from
             the range of A. They are unbiased for every square A, and accurate where A is close to symmetric and decays.
             "hutchinson", the default for others: mean of ‖Az‖² over random signs, streamed. "exact": n products.
-        rtol, max_matvecs, generator, memory_budget, progress: as in `trace`.
+        rtol: as in `trace`.
+        max_matvecs: as in `trace`.
+        generator: source of the probes.
+        memory_budget: as in `trace`.
+        progress: as in `cg`.
 
     Raises:
         ValueError: an unknown method, xtrace of a rectangular A, a product that is not finite, or a budget too small.

@@ -52,7 +52,8 @@ def trace(
         max_matvecs: the budget. Without rtol it is spent, 128 by default, and n or more gives the exact trace; with
             rtol it is a limit, none by default, and the exact trace is taken where growth comes to n products.
         generator: source of the probes.
-        memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says where it was felt.
+        memory_budget: bytes for the blocks that all methods but Hutchinson keep; ``reason`` says where it limited the
+            accuracy.
         progress: as in `cg`.
 
     Raises:
