@@ -5,7 +5,7 @@ from importlib.metadata import version
 from curvops import evidence, linalg
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import likelihoods
-from curvops.network.data import DataChanged
+from curvops.network.data.batches import DataChanged
 from curvops.operators import (
     EKFAC,
     GGN,

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data import Batch
-from curvops.network.likelihood import Likelihood
-from curvops.network.output_fisher import OutputFisher
-from curvops.network.passes import BatchMap, Passes
-from curvops.network.plan import Plan
+from curvops.network.data.batches import Batch
+from curvops.network.engines.plan import Plan
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.walks.passes import BatchMap, Passes
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 from curvops.operators.reading import OfLinearization, Stored

@@ -8,9 +8,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.limits import check_flag, check_generator
-from curvops.network.data import Batch
-from curvops.network.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
-from curvops.network.passes import Passes
+from curvops.network.data.batches import Batch
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
+from curvops.network.walks.passes import Passes
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import Stored

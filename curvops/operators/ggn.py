@@ -7,8 +7,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.operators.base import convert
-from curvops.network.output_fisher import Exact, OutputFisher, Sampled
-from curvops.network.passes import Passes
+from curvops.network.likelihoods.output_fisher import Exact, OutputFisher, Sampled
+from curvops.network.walks.passes import Passes
 from curvops.operators.curvature import Curvature
 from curvops.operators.fisher import sampled_residuals
 from curvops.operators.linearization import Linearization

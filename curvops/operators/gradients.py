@@ -11,11 +11,11 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.spaces import Spaces
-from curvops.network.data import Batch
-from curvops.network.likelihood import Likelihood
-from curvops.network.output_fisher import Empirical, Root
-from curvops.network.passes import accumulate
-from curvops.network.reduced import Reduced
+from curvops.network.data.batches import Batch
+from curvops.network.engines.reduced import Reduced
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.output_fisher import Empirical, Root
+from curvops.network.walks.passes import accumulate
 from curvops.operators.network_operator import NetworkOperator
 
 

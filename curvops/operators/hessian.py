@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data import Batch
-from curvops.network.inputs import take
-from curvops.network.parameters import Blocks
-from curvops.network.probes import tolerance
+from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import take
+from curvops.network.engines.routes import tolerance
+from curvops.network.model.parameters import Blocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 from curvops.operators.reading import OfLinearization, Stored

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.spaces import Spaces
-from curvops.network.passes import Passes, accumulate
-from curvops.network.tangent_space import TangentSpace
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.walks.passes import Passes, accumulate
 from curvops.operators.network_operator import NetworkOperator
 from curvops.progress import Progress
 

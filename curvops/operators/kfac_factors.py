@@ -14,11 +14,11 @@ from torch import Tensor
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.kronecker import Details
 from curvops.linalg.operators.structured import in_parts
-from curvops.network.layerwise import Layer
-from curvops.network.output_fisher import OutputFisher
-from curvops.network.parameters import Blocks
-from curvops.network.plan import ASKED_FOR
-from curvops.network.roots import Group
+from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.plan import ASKED_FOR
+from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.model.parameters import Blocks
+from curvops.network.walks.layer_roots import Group
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import OuterSum, second_moments

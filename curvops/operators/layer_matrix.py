@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvops.network.layerwise import Layer
-from curvops.network.parameters import Blocks
+from curvops.network.engines.layerwise import Layer
+from curvops.network.model.parameters import Blocks
 
 
 def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:

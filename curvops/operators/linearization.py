@@ -15,17 +15,17 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.sources import Sources
-from curvops.network.data import Batch, Batches
-from curvops.network.inputs import Inputs, as_inputs, components, copy, num_points, take
-from curvops.network.likelihood import Likelihood
-from curvops.network.memory import Memory
-from curvops.network.model import Model
-from curvops.network.output_fisher import Empirical, OutputFisher
-from curvops.network.passes import BatchMap, Passes
-from curvops.network.plan import Choice, Plan
-from curvops.network.roots import Group
-from curvops.network.source import Source, source_of
-from curvops.network.tangent_space import TangentSpace
+from curvops.network.data.batches import Batch, Batches
+from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
+from curvops.network.engines.plan import Choice, Plan
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
+from curvops.network.model.model import Model
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.walks.layer_roots import Group
+from curvops.network.walks.memory import Memory
+from curvops.network.walks.passes import BatchMap, Passes
+from curvops.network.walks.source import Source, source_of
 from curvops.operators.gradients import Gradients
 from curvops.operators.jacobian import Jacobian
 from curvops.progress import Progress

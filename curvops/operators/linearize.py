@@ -10,18 +10,18 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from curvops.network.autodiff import saved_bytes
-from curvops.network.data import as_batches, as_source, parts_of
-from curvops.network.inputs import Inputs, move, move_tensor, normalise, num_points, take
-from curvops.network.last_layer import last_layer
-from curvops.network.layout import Layout
-from curvops.network.likelihood import Likelihood
+from curvops.network.data.batches import as_batches, as_source, parts_of
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.data.layout import Layout
+from curvops.network.data.randomness import items, own_randomness
+from curvops.network.engines.autodiff import saved_bytes
+from curvops.network.engines.plan import Choice
 from curvops.network.likelihoods import Sequences, as_likelihood
-from curvops.network.memory import Memory, default_budget
-from curvops.network.model import Model
-from curvops.network.plan import Choice
-from curvops.network.randomness import items, own_randomness
-from curvops.network.torch_losses import Reading, reading_of, require_same_loss
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.torch_losses import Reading, reading_of, require_same_loss
+from curvops.network.model.last_layer import last_layer
+from curvops.network.model.model import Model
+from curvops.network.walks.memory import Memory, default_budget
 from curvops.operators.linearization import Linearization
 from curvops.progress import Progress, check_progress
 

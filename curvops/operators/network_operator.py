@@ -12,7 +12,7 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.base import Operator, convert
-from curvops.network.tangent_space import TangentSpace
+from curvops.network.model.tangent_space import TangentSpace
 from curvops.progress import Progress
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.linalg import Damped, EigenKronecker, Inverse
 from curvops.linalg.operators.closed_forms import OfBlocks, OfEigenKronecker
-from curvops.network.roots import Group
+from curvops.network.walks.layer_roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kfac import EKFAC, KFAC
 from curvops.operators.kfac_factors import Sides, kept_entries, members, rotate

@@ -9,7 +9,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
-from curvops.network.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators.linearization import Linearization
 
 Stored = tuple[tuple[Any, ...], dict[str, Any]]

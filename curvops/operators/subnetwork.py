@@ -16,7 +16,7 @@ from curvops.linalg import Dense
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.structured import in_parts
-from curvops.network.output_fisher import Exact, OutputFisher
+from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of, require_no_gradient

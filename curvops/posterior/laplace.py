@@ -21,7 +21,7 @@ from torch import Tensor
 from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
 from curvops.linalg.core.limits import check_flag, check_generator
 from curvops.network.likelihoods import Categorical, Sequences
-from curvops.network.passes import accumulate
+from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
 from curvops.posterior import links
 from curvops.posterior.arguments import (

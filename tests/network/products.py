@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.network.model import Model
-from curvops.network.passes import Passes
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
 from tests.zoo import ZOO, Network, batches
 
 PLENTY = 10**9

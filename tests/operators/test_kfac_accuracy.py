@@ -18,7 +18,7 @@ import curvops as co
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import PrecisionLimit, Reason
 from curvops.linalg.operators.kronecker import Details
-from curvops.network import roots
+from curvops.network.walks import layer_roots as roots
 from curvops.operators import moments
 
 PRIORS = (1e-6, 1e-4, 1e-2)
@@ -148,9 +148,9 @@ def test_columns_may_come_one_at_a_time(sharing: str, monkeypatch: pytest.Monkey
         nn.Sequential(*body).double(), (torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3), "classification"
     )
     expected = [kind(lin, sharing=sharing).to_dense() for kind in (co.KFAC, co.EKFAC)]
-    monkeypatch.setattr("curvops.network.layerwise.COLUMN_BYTES", 1)
-    monkeypatch.setattr("curvops.network.passes.COLUMN_BYTES", 1)
-    with patch("curvops.network.roots.sensitivities", side_effect=roots.sensitivities) as asked:
+    monkeypatch.setattr("curvops.network.engines.layerwise.COLUMN_BYTES", 1)
+    monkeypatch.setattr("curvops.network.walks.passes.COLUMN_BYTES", 1)
+    with patch("curvops.network.walks.layer_roots.sensitivities", side_effect=roots.sensitivities) as asked:
         found = co.KFAC(lin, sharing=sharing).to_dense()
     assert [len(call.args[3]) for call in asked.call_args_list] == [1, 1, 1]
     torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)

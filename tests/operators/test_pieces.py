@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.network.passes import Passes
+from curvops.network.walks.passes import Passes
 from curvops.operators import moments
 from tests.zoo import ZOO, dense_jacobian
 

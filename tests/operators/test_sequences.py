@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
-from curvops.operators.diagonal import DiagonalGGN
+from curvops.operators.diagonal_ggn import DiagonalGGN
 from curvops.operators.fisher import EmpiricalFisher
 from tests.linalg.samples import assert_covariance
 from tests.network.definitions import (

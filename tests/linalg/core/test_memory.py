@@ -8,7 +8,7 @@ import curvops as co
 from curvops.linalg import Reason
 from curvops.linalg.core.memory import BESIDE, SOLVED, in_parts, memories_of, solved_at_a_time, working
 from curvops.linalg.operators.structured import draw
-from curvops.network import memory
+from curvops.network.walks import memory
 from tests.linalg.matrices import symmetric
 
 D, N, C = 303, 6, 3

@@ -1,0 +1,1 @@
+"""Batches, inputs, and what tells data apart."""

@@ -1,0 +1,279 @@
+"""The general engine: J of one batch by automatic differentiation, streamed or from a recorded graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from curvops.network.data.inputs import components, normalise, num_points, take
+from curvops.network.engines.extents import Held, extent
+from curvops.network.engines.replay import Recorder, Replay
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+Pushes = Literal["forward mode", "double backward", "rows"]
+"""How J v is made of a model's derivatives."""
+
+
+class Streamed:
+    """J of one batch, the passes run again at every product: nothing is kept beyond the product at hand.
+
+    A push costs a forward-mode pass a vector (1 gradient), a pull a forward pass and a backward pass a vector (1
+    gradient). With `roomy`, the pass of a single vector's push is recorded for the pull that follows: 5/3 gradients for
+    both, and the memory of two forward passes. `pushes` by double backward take a second backward pass; by rows they
+    need first derivatives alone: C backward passes for each point by itself, whose rows all vectors share.
+    """
+
+    kind = "streamed"
+    nbytes = 0
+
+    def __init__(
+        self, model: Model, inputs: Any, names: Sequence[str], pushes: Pushes = "forward mode", roomy: bool = False
+    ) -> None:
+        self.model, self.inputs, self.names = model, inputs, tuple(names)
+        self.pushes, self.roomy = pushes, roomy
+        self._outputs: Tensor | None = None
+        self._graph: _Graph | None = None
+
+    @property
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ, inputs)."""
+        if self._outputs is None:
+            with torch.no_grad():
+                self._outputs = self.model(self.model.values, self.inputs)
+        return self._outputs
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        """J V for K tangents by name, (K, *shape) each."""
+        if self.pushes == "double backward":
+            return record_graph(self.model, self.inputs, self.names).push(tangents)
+        if self.pushes == "rows":
+            return self._push_by_rows(tangents)
+        columns = next(iter(tangents.values())).shape[0]
+        record = self.roomy and columns == 1
+        each = ({name: tangents[name][k] for name in self.names} for k in range(columns))
+        return _stacked([self._push_one(tangent, record) for tangent in each])
+
+    def _push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        points = range(num_points(self.inputs))
+        graphs = (record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names) for n in points)
+        return torch.stack([graph.push_by_rows(tangents) for graph in graphs], 1)
+
+    def _push_one(self, tangent: Blocks, record: bool) -> Float[Tensor, "n C"]:
+        if self.roomy:
+            self._outputs, result = self._pass(self.inputs, tangent, record)
+            return result
+        # Half the points at a time: a layer's inputs and outputs are there with their tangents, and what a pull takes
+        # should be the most that a product does.
+        half = -(-num_points(self.inputs) // 2)
+        parts = (take(self.inputs, slice(0, half)), take(self.inputs, slice(half, None)))
+        found = [self._pass(part, tangent, record) for part in parts if num_points(part)]
+        self._outputs, result = (torch.cat(pieces) for pieces in zip(*found))
+        return result
+
+    def _pass(self, inputs: Any, tangent: Blocks, record: bool) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+        """Outputs and their tangents; gradients stay off unless the pass is recorded: the tangent alone is wanted."""
+        with self.model.differentiating(), torch.set_grad_enabled(record), forward_ad.dual_level():
+            values = self.model.values
+            leaves = {name: _apart(values[name]).requires_grad_(record) for name in self.names}
+            duals = {name: forward_ad.make_dual(leaf, _apart(tangent[name])) for name, leaf in leaves.items()}
+            outputs, result = forward_ad.unpack_dual(self.model({**values, **duals}, inputs))
+        self._graph = _Graph(self.model, leaves, outputs) if record else None
+        return outputs.detach(), torch.zeros_like(outputs) if result is None else result.detach()
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        graph, self._graph = self._graph, None
+        return (graph or record_graph(self.model, self.inputs, self.names)).pull(cotangents, keep=False)
+
+
+class Recorded:
+    """J of one batch from one recorded forward pass, kept: 1.33 gradients a push and pull instead of 2.
+
+    Pulls run backward through the graph. Pushes run the replay of a forward-mode pass; without one they differentiate
+    the pull (double backward).
+    """
+
+    kind = "recorded"
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str], replay: Replay | None) -> None:
+        self.model, self.names, self._replay = model, tuple(names), replay
+        with SavedBytes(model, inputs) as saved:
+            self._graph = record_graph(model, inputs, names)
+        # What the graph of a pull keeps besides, for a double backward pass, was not more than as much again, twice.
+        self.nbytes = saved.total * 3 if replay is None else saved.total + replay_bytes(replay, model, inputs)
+
+    @property
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ, inputs)."""
+        return self._graph.outputs.detach()
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        """J V for K tangents by name, (K, *shape) each."""
+        if self._replay is None:
+            return self._graph.push(tangents)
+        columns = next(iter(tangents.values())).shape[0]
+        with torch.no_grad():
+            return _stacked([self._replay({name: tangents[name][k] for name in self.names}) for k in range(columns)])
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Blocks:
+        """Jᵀ U for K cotangents, by name, (K, *shape) each."""
+        return self._graph.pull(cotangents)
+
+
+def record_replay(model: Model, inputs: Any, names: Sequence[str]) -> Replay | None:
+    """One forward-mode pass whose tangents' operations are recorded; None where it fails, or cannot be run again."""
+    recorder = Recorder()
+    with (
+        contextlib.suppress(RuntimeError, NotImplementedError),
+        model.differentiating(),
+        torch.no_grad(),
+        forward_ad.dual_level(),
+        recorder,
+    ):
+        values = model.values
+        duals = {}
+        for name in names:
+            # Any tangent will do: the weights are there already.
+            duals[name] = forward_ad.make_dual(_apart(values[name]), _apart(values[name]))
+            recorder.follow(name, forward_ad.unpack_dual(duals[name]).tangent)
+        return recorder.replay(forward_ad.unpack_dual(model({**values, **duals}, inputs)).tangent)
+    return None
+
+
+class _Graph:
+    """One recorded forward pass: pulls by backward passes, pushes by differentiating a pull (always its adjoint)."""
+
+    def __init__(self, model: Model, leaves: Blocks, outputs: Float[Tensor, "n C"]) -> None:
+        self.model, self.names, self._leaves, self.outputs = model, tuple(leaves), leaves, outputs
+
+    def pull(self, cotangents: Float[Tensor, "K n C"], keep: bool = True) -> Blocks:
+        """Jᵀ U; without `keep` the last backward pass frees the graph behind it, and no other may follow."""
+        last = None if keep else len(cotangents) - 1
+        rows = self._differentiating(lambda: [self._backward(u, k != last) for k, u in enumerate(cotangents)])
+        return {name: _stacked([row[name] for row in rows]) for name in self.names}
+
+    def _backward(self, cotangent: Tensor, keep: bool) -> Blocks:
+        leaves = list(self._leaves.values())
+        if not self.outputs.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
+        # A copy: a custom backward that writes into what it is given would write into the caller's vector.
+        given = cotangent.clone()
+        gradients = torch.autograd.grad(self.outputs, leaves, given, retain_graph=keep, allow_unused=True)
+        pairs = zip(self.names, leaves, gradients)
+        return {name: torch.zeros_like(leaf) if g is None else g.detach() for name, leaf, g in pairs}
+
+    @cached_property
+    def _adjoint(self) -> tuple[Tensor, Blocks]:
+        """A dummy cotangent w and the recorded pull g(w) = Jᵀw, linear in w."""
+        dummy = torch.zeros_like(self.outputs).requires_grad_()
+        gradients = torch.autograd.grad(
+            self.outputs, list(self._leaves.values()), dummy, create_graph=True, allow_unused=True
+        )
+        pairs = zip(self.names, gradients)
+        return dummy, {name: g for name, g in pairs if g is not None and g.requires_grad}
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n C"]:
+        columns = next(iter(tangents.values())).shape[0]
+        return torch.stack(self._differentiating(lambda: [self._forward(tangents, k) for k in range(columns)]))
+
+    def push_by_rows(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K C"]:
+        """J V at the one point of this graph, its rows taken one at a time by backward passes."""
+        (outputs,) = self.outputs.detach()
+        columns = next(iter(tangents.values())).shape[0]
+        result = outputs.new_empty(columns, len(outputs))
+        for c in range(len(outputs)):
+            unit = torch.zeros_like(outputs).index_fill(0, torch.tensor(c, device=outputs.device), 1.0)
+            row = self.pull(unit.view(1, 1, -1), keep=c + 1 < len(outputs))
+            result[:, c] = sum(tangents[name].flatten(1) @ row[name].flatten() for name in self.names)
+        return result
+
+    def _forward(self, tangents: Mapping[str, Tensor], k: int) -> Float[Tensor, "n C"]:
+        dummy, pulled = self._adjoint if self.outputs.requires_grad else (self.outputs, {})
+        if not pulled:  # the derivative is zero whatever the cotangent
+            return torch.zeros_like(self.outputs)
+        along = [_usable(tangents[name][k]) for name in pulled]
+        (result,) = torch.autograd.grad(list(pulled.values()), dummy, along, retain_graph=True)
+        return result.detach()
+
+    def _differentiating(self, run: Callable[[], Any]) -> Any:
+        with self.model.differentiating():
+            return self.model.holding(self._leaves, run)
+
+
+def record_graph(model: Model, inputs: Any, names: Sequence[str]) -> _Graph:
+    """One forward pass with its graph."""
+    with model.differentiating():
+        values = model.values
+        leaves = {name: values[name].detach().requires_grad_() for name in names}
+        return _Graph(model, leaves, model({**values, **leaves}, inputs))
+
+
+def saved_bytes(model: Model, inputs: Any) -> int:
+    """Bytes that one recorded forward pass keeps for these inputs, themselves included."""
+    with SavedBytes(model, inputs) as saved:
+        record_graph(model, inputs, model.selection.names)
+    return saved.total
+
+
+def replay_bytes(replay: Replay, model: Model, inputs: Any) -> int:
+    """Bytes of the constants that a replay keeps, the model's and the inputs' left out."""
+    given = [tensor for _, tensor in components(normalise(inputs))]
+    return replay.nbytes([*model.tensors(), *given])
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """The rows as one tensor; a single one is not copied."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+
+
+def _apart(view: Tensor) -> Tensor:
+    """The same numbers in a storage of their own size, where possible in the same memory.
+
+    A dual number keeps a tangent as it is only if both storages are alike: of views into the flat vector it would
+    allocate one as large as all weights.
+    """
+    if view.device.type in ("cpu", "cuda") and not view.is_inference():
+        return from_dlpack(view.detach())
+    return view.detach().clone()
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+class SavedBytes:
+    """Counts the bytes of the inputs and of the distinct storages that autograd saves while it is entered.
+
+    The model's own storages are left out, and of the inputs', which may be slices of all data, those bytes alone count.
+    """
+
+    def __init__(self, model: Model, inputs: Any, apart: Iterable[Tensor] = ()) -> None:
+        given = [tensor for _, tensor in components(normalise(inputs))]
+        self._apart = Held([*model.tensors(), *given, *apart])
+        self.total = sum(tensor.nbytes for tensor in given)
+
+    def __enter__(self) -> SavedBytes:
+        self._extents: set[tuple[int, int]] = set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor._is_zerotensor():  # an implicit zero of forward mode: it has no storage
+            return tensor
+        if tensor not in self._apart:
+            self._extents.add(extent(tensor))
+        return tensor.detach()  # an operation that saved its own output would hold itself for ever
+
+    def __exit__(self, *details: Any) -> None:
+        self._hooks.__exit__(*details)
+        self.total += sum(end - start for start, end in self._extents)

@@ -1,0 +1,207 @@
+"""The engines of one model: probed once, planned once, built for any batch, and checked before they are believed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from curvops.network.data.inputs import num_points, take
+from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
+from curvops.network.engines.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
+from curvops.network.engines.plan import ASKED_FOR, Choice, Kind, Plan
+from curvops.network.engines.reduced import Reduced
+from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
+from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
+from curvops.network.likelihoods.output_fisher import IDENTITY, Root
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+# Never less than this many bytes of sensitivities at a time while a layerwise engine is built.
+LEAST_CHUNK = 16 * 2**20
+# Points on which layer rules are checked before they are used.
+CHECKED_POINTS = 8
+NO_LAYER = "its layer does not run as a layer"
+WRONG = "the self-check failed"
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """J of one batch of n points, by parameter name: what both engines offer."""
+
+    kind: Any
+    nbytes: int
+
+    @property
+    def outputs(self) -> Tensor: ...
+    def push(self, tangents: Any) -> Tensor: ...
+    def pull(self, cotangents: Tensor) -> Blocks: ...
+
+
+class Engines:
+    """Builds the engine of a batch. `few` are the inputs of the first point or two, on which the model is probed.
+
+    The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
+    layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves, the
+    layer rules on some of its points.
+    """
+
+    def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
+        self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
+        self._rejected: dict[str, str] = {}
+        self._verified = self._columns_verified = self._rows_verified = False
+        self._routes: dict[tuple[str, ...], Routes] = {}
+        self._recorded_verified: set[tuple[str, ...]] = set()
+        self._all_routes = find_routes(model, self._few, model.selection.names, keep=False)
+        with torch.no_grad():
+            self._num_outputs = model(model.values, self._few).shape[1]
+        self.memory_budget = memory_budget
+        self.plan = self._make_plan()
+
+    def try_keeping(self) -> Plan:
+        """The plan once it is known whether and how a recorded pass may be kept: who asks for one product need not."""
+        with self.model.lock:
+            if not self._all_routes.tried and self._choice != "streamed":
+                names, plan = self.model.selection.names, self.plan
+                self._all_routes = with_kept(self._all_routes, self.model, self._few, names)
+                rest = None if plan.rest is None else self._routes_of(tuple(plan.others))
+                self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
+            return self.plan
+
+    def build(self, kind: Kind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
+        """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
+
+        With a root L it multiplies with Lᵀ J.
+        """
+        if kind == "layerwise":
+            return self._proven(inputs, room, root)
+        engine = self._autodiff(kind, inputs, room)
+        return Reduced(engine, root) if root is not IDENTITY else engine
+
+    def _autodiff(self, kind: Kind, inputs: Any, room: int) -> Streamed | Recorded:
+        if kind == "recorded":
+            return self._recorded(inputs, self.model.selection.names)
+        return self._streamed(inputs, room)
+
+    def _proven(self, inputs: Any, room: int, root: Root) -> Engine:
+        """The layerwise engine without the layers that turn out not to be right; streamed where none is left."""
+        self._prove_on_few(inputs, whole=root is IDENTITY)
+        if not self.plan.layers:
+            return self.build("streamed", inputs, room, root)
+        layers = self._layerwise(inputs, room, root)
+        if not layers.misfits:
+            return layers
+        self._reject(layers.misfits, NO_LAYER)
+        return self.build("layerwise", inputs, room, root)
+
+    def _prove_on_few(self, inputs: Any, whole: bool) -> None:
+        """Check on some points that the rules multiply with J (`whole`), or with J and some columns, as autograd does.
+
+        Of columns a random one is taken: residuals may be zero there, and nothing shown.
+        """
+        few = take(inputs, slice(0, CHECKED_POINTS))
+        names = self.model.selection.names
+        while self.plan.layers and not (self._verified or (self._columns_verified and not whole)):
+            others = tuple(self.plan.others)
+            rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
+            reference: Streamed | Reduced = Streamed(self.model, few, names, self._routes_of(names).pushes)
+            root = IDENTITY
+            if not whole:
+                root = random_root(num_points(few), self._num_outputs, self.model.theta)
+                reference = Reduced(reference, root)
+            layers = Layerwise(self.model, few, self._owners(self.plan.others), rest, LEAST_CHUNK, root)
+            if layers.misfits:
+                self._reject(layers.misfits, NO_LAYER)
+            elif wrong := mismatches(layers, reference):
+                self._reject(wrong, WRONG)
+            else:
+                self._columns_verified = True
+                self._verified = whole
+
+    def _reject(self, names: Iterable[str], why: str) -> None:
+        """Leave these parameters to autodiff from now on."""
+        self._rejected |= dict.fromkeys(names, why)
+        self.plan = self._make_plan()
+
+    def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
+        """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
+        with self.model.lock:
+            few = take(inputs, slice(0, CHECKED_POINTS))
+            while self.plan.layers and not (self._verified or self._rows_verified):
+                wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
+                self._rows_verified = not wrong
+                if wrong:
+                    self._reject(wrong, WRONG)
+            return self._owners(self.plan.others), tuple(self.plan.others)
+
+    def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
+        routes = self._routes_of(self.model.selection.names)
+        roomy = routes.shared_bytes > 0 and 2 * routes.shared_bytes * num_points(inputs) <= room
+        return Streamed(self.model, inputs, self.model.selection.names, routes.pushes, roomy)
+
+    def _recorded(self, inputs: Any, names: tuple[str, ...]) -> Recorded | Streamed:
+        """The engine that keeps a recorded pass, once it proved itself on a batch; streamed where none does."""
+        while (routes := self._routes_of(names)).recordable:
+            replay = record_replay(self.model, inputs, names) if routes.replayed else None
+            if routes.replayed is (replay is not None):
+                engine = Recorded(self.model, inputs, names, replay)
+                if names in self._recorded_verified or proves_itself(engine):
+                    self._recorded_verified.add(names)
+                    return engine
+            # What is wrong on this batch shows on it: its routes are those from now on, without the one that failed.
+            found = find_routes(self.model, inputs, names)
+            again = found.recordable and found.replayed is routes.replayed
+            self._routes[names] = dataclasses.replace(found, recordable=False) if again else found
+            self.plan = self._make_plan()
+        return Streamed(self.model, inputs, names, routes.pushes)
+
+    def _layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
+        others = tuple(self.plan.others)
+        rest = self._recorded(inputs, others) if others else None
+        return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8), root)
+
+    def _routes_of(self, names: tuple[str, ...]) -> Routes:
+        """The routes for some of the selected parameters: those for all, or better ones where these are but rows."""
+        found = self._routes.get(names, self._all_routes)
+        if found.pushes == "rows" and names not in self._routes and names != self.model.selection.names:
+            found = self._routes[names] = find_routes(self.model, self._few, names)
+        return found
+
+    def _owners(self, left_out: Mapping[str, str]) -> dict[nn.Module, dict[str, str]]:
+        """Layers and what they own of the parameters that are left to the layerwise engine."""
+        owners = owners_of(self.model)
+        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners.items()}
+        return {module: names for module, names in kept.items() if names}
+
+    def _make_plan(self) -> Plan:
+        layers, others = self._layers()
+        return Plan(
+            engine=self._choice,
+            layers=layers,
+            others=others,
+            num_outputs=self._num_outputs,
+            itemsize=self.model.theta.element_size(),
+            routes=self._routes_of(self.model.selection.names),
+            rest=self._routes_of(tuple(others)) if layers and others else None,
+            memory_budget=self.memory_budget,
+            half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
+        )
+
+    def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
+        names = self.model.selection.names
+        if self._choice in ("streamed", "autodiff"):
+            return (), dict.fromkeys(names, ASKED_FOR)
+        owners = self._owners(self._rejected)
+        if not owners:
+            return (), {name: self._rejected.get(name, "no layer rule") for name in names}
+        _, calls, misfits = record(self.model, self._few, owners)
+        # One point besides two: a dimension of length two is not taken for that of the points.
+        misfits |= record(self.model, take(self._few, slice(0, 1)), owners)[2] | never_ran(calls, owners)
+        self._rejected |= dict.fromkeys(misfits, NO_LAYER)
+        calls = [call for call in calls if not set(call.layer.names.values()) & self._rejected.keys()]
+        served = {name for call in calls for name in call.layer.names.values()}
+        others = {name: self._rejected.get(name, "no layer rule") for name in names if name not in served}
+        return tuple(call.layer for call in calls), others

@@ -1,0 +1,363 @@
+"""The fast engine where rows are few: J of one batch from each layer's input a and output sensitivity δ.
+
+One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
+Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where
+the layer's own rows are fewer numbers than a and δ (early convolutions, norms) they are kept instead.
+
+In place of J's C rows a point it serves any R of them, Lᵀ J: the cotangents are then the columns of L, not units. Of a
+Fisher from residuals R is one a sample, whatever C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from curvops.network.data.inputs import num_points
+from curvops.network.engines.attention import Projections, owns_projection
+from curvops.network.engines.autodiff import Recorded, Streamed
+from curvops.network.engines.layers import Local, Rule, rule_for, rule_of
+from curvops.network.engines.reduced import Reduced
+from curvops.network.likelihoods.output_fisher import IDENTITY, Root
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+Owners = dict[nn.Module, dict[str, str]]
+COLUMN_BYTES = 2**22
+"""Bytes of δ of one cotangent from which on a CPU each has a backward pass of its own: batching rules copy."""
+# On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
+MAPPED_BYTES = 2**25 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer with its rule, the parameters it owns of the selection, and the shape of its output."""
+
+    path: str
+    module: Any
+    rule: Rule
+    names: dict[str, str]  # "weight" -> the parameter's name in the model
+    output: torch.Size
+    inputs: int  # kept of its input per point, in numbers of the parameters' size
+    multiply_adds: int
+
+    @property
+    def size(self) -> int:
+        """Parameters of this layer among the selected."""
+        return sum(self.shape_of(local).numel() for local in self.names)
+
+    def as_rows(self, columns: int) -> bool:
+        """Whether so many rows a point of the layer's own Jacobian are fewer numbers than its input a and their δ."""
+        return columns * self.size <= columns * self.output[1:].numel() + self.inputs
+
+    def shape_of(self, local: str) -> torch.Size:
+        """Shape of the layer's "weight" or "bias"."""
+        return getattr(self.module, local).shape
+
+    def of(self, tangents: Mapping[str, Tensor]) -> Local:
+        """The tangents of this layer, by local name."""
+        return {local: tangents[name] for local, name in self.names.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer in a recorded forward pass: what it was given, and where it stands in the graph."""
+
+    owner: nn.Module
+    layer: Layer
+    inputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    kept: Tensor
+    edge: GradientEdge
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A layer kept as its input a and sensitivity δ (n, R, *out)."""
+
+    layer: Layer
+    kept: Tensor
+    delta: Tensor
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        given = self.layer.of(tangents)
+        parts = self._parts(len(next(iter(given.values()))))
+        return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
+
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+        pieces = [self._pull(cotangents[part]) for part in self._parts(len(cotangents))]
+        return {local: _joined([piece[local] for piece in pieces]) for local in self.layer.names}
+
+    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
+        z = self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2)
+        return torch.bmm(self.delta.flatten(2), z.mT).permute(2, 0, 1)
+
+    def _pull(self, cotangents: Float[Tensor, "k n R"]) -> Local:
+        s = torch.bmm(cotangents.transpose(0, 1), self.delta.flatten(2)).unflatten(2, self.delta.shape[2:])
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+
+    def _parts(self, columns: int) -> list[slice]:
+        """The vectors of a block, as many at a time as have outputs of this layer in memory that is used again."""
+        size = columns * self.layer.output.numel() * self.delta.element_size()
+        if self.delta.is_cuda or size <= MAPPED_BYTES:
+            return [slice(0, columns)]
+        width = math.ceil(columns / math.ceil(size / MAPPED_BYTES))
+        return [slice(start, start + width) for start in range(0, columns, width)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.delta.nbytes + self.kept.nbytes
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A layer kept as its own rows, (n, R, p) with p its parameters, locals side by side."""
+
+    layer: Layer
+    jacobian: Tensor
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        v = torch.cat([tangent.flatten(1) for tangent in self.layer.of(tangents).values()], 1)
+        return (v @ self.jacobian.flatten(0, 1).mT).unflatten(1, self.jacobian.shape[:2])
+
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+        flat = cotangents.flatten(1) @ self.jacobian.flatten(0, 1)
+        shapes = [self.layer.shape_of(local) for local in self.layer.names]
+        parts = flat.split([shape.numel() for shape in shapes], 1)
+        return {local: part.unflatten(1, shape) for local, part, shape in zip(self.layer.names, parts, shapes)}
+
+    @property
+    def nbytes(self) -> int:
+        return self.jacobian.nbytes
+
+
+class Layerwise:
+    """J of one batch, or Lᵀ J for a root L, as layer parts; an autodiff part serves the parameters in `rest`."""
+
+    kind = "layerwise"
+
+    def __init__(
+        self,
+        model: Model,
+        inputs: Any,
+        owners: Owners,
+        rest: Recorded | Streamed | None,
+        chunk_bytes: int,
+        root: Root = IDENTITY,
+    ) -> None:
+        self.model = model
+        self.rest = rest if rest is None or root is IDENTITY else Reduced(rest, root)
+        outputs, calls, self.misfits = record(model, inputs, owners)
+        self.outputs = outputs.detach()
+        self.num_columns = root.num_columns(outputs.shape[1])
+        calls = [] if self.misfits else calls
+        self.parts = model.holding(model.leaves(), lambda: _parts(model, outputs, calls, chunk_bytes, root))
+        self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
+        self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        """Lᵀ J V for K tangents by name, (K, *shape) each."""
+        with torch.no_grad():
+            total = None if self.rest is None else self.rest.push(tangents)
+            for part in self.parts:
+                pushed = part.push(tangents)
+                total = pushed if total is None else total + pushed
+        if total is None:
+            columns = next(iter(tangents.values())).shape[0]
+            return self.outputs.new_zeros(columns, len(self.outputs), self.num_columns)
+        return total
+
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Blocks:
+        """Jᵀ L U for K cotangents, by name, (K, *shape) each."""
+        with torch.no_grad():
+            total: Blocks = {} if self.rest is None else dict(self.rest.pull(cotangents))
+            for part in self.parts:
+                for local, gradient in part.pull(cotangents).items():
+                    name = part.layer.names[local]
+                    total[name] = total[name] + gradient if name in total else gradient
+            for name, value in self._zero.items():
+                if name not in total:  # a layer whose branch does not reach the outputs
+                    total[name] = value.new_zeros(cotangents.shape[0], *value.shape)
+        return total
+
+
+def owners_of(model: Model) -> Owners:
+    """Layers with a rule and what they own of the selection: {layer: {"weight": the parameter's name}}.
+
+    A parameter is left out unless every module that holds it (weights may be tied) is such a layer.
+    """
+    if model.module is None:
+        return {}
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.module.modules():
+        for local, parameter in module.named_parameters(recurse=False):
+            holders[parameter].append((module, local))
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    owners: dict[nn.Module, dict[str, str]] = defaultdict(dict)
+    for parameter, places in holders.items():
+        if names[parameter] in model.selection.names and all(_is_served(*place) for place in places):
+            for module, local in places:
+                owners[module][local] = names[parameter]
+    return dict(owners)
+
+
+def _is_served(module: nn.Module, local: str) -> bool:
+    return rule_for(module) is not None or owns_projection(module, local)
+
+
+def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
+    """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
+
+    A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
+    in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook outlives the
+    pass.
+    """
+    calls: list[Call] = []
+    misfits: set[str] = set()
+    dtype, n = model.theta.dtype, num_points(inputs)
+    assert model.module is not None
+    paths = {module: path for path, module in model.module.named_modules()}
+    attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
+
+    def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
+        rule = rule_of(type(module))
+        assert rule is not None  # hooks are on such layers alone
+        points = output.ndim > 1 and len(output) == n
+        if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
+            misfits.update(names.values())
+            return
+        with torch.no_grad():
+            kept = rule.keep(module, *(a.detach() for a in given))
+        size = kept[0].nbytes // output.element_size()
+        layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
+        # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
+        calls.append(Call(owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
+        note(module, module, paths[module], owners[module], given, output)
+
+    def note_projection(owner: nn.Module, module: nn.Linear, a: Tensor, output: Tensor) -> None:
+        if owner in owners:
+            path = paths[owner] if owner is module else f"{paths[owner]}.in_proj".lstrip(".")
+            names = {local.removeprefix("in_proj_"): name for local, name in owners[owner].items()}
+            note(owner, module, path, names, (a,), output)
+
+    handles: list[Any] = []
+    try:
+        for layer in owners:
+            if rule_of(type(layer)) is not None:
+                handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        with model.differentiating(), Projections(attentions, note_projection) if attentions else nullcontext():
+            outputs = model(model.leaves(), inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for call in calls:
+        if _versions(call.inputs) != call.versions:
+            misfits.update(call.layer.names.values())
+    return outputs, calls, misfits
+
+
+def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the tensors are of that dtype, or indices."""
+    return all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
+
+
+def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
+    """Names of parameters whose layers were not called."""
+    ran = {id(call.owner) for call in calls}
+    return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
+
+
+def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Factors | Rows]:
+    """Factors or rows of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+    n, columns = len(outputs), root.num_columns(outputs.shape[1])
+    step = chunk_size(calls, outputs.element_size(), chunk_bytes)
+    stores: list[Tensor | None] = [None] * len(calls)
+    for start in range(0, columns, step):
+        width = min(step, columns - start)
+        with torch.no_grad():
+            cotangents = root.columns(outputs.detach(), start, start + width)
+        for i, (call, delta) in enumerate(zip(calls, sensitivities(model, outputs, calls, cotangents))):
+            if delta is None:
+                continue
+            with torch.no_grad():
+                piece = _rows(call, delta) if call.layer.as_rows(columns) else delta
+                store = stores[i]
+                if store is None:
+                    store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:])
+                store[:, start : start + width] = piece
+    return [
+        Rows(call.layer, store) if call.layer.as_rows(columns) else Factors(call.layer, call.kept, store)
+        for call, store in zip(calls, stores)
+        if store is not None
+    ]
+
+
+def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
+    """How many cotangents of the outputs can be sent backward at a time within `chunk_bytes` of δ; at least one."""
+    return max(1, chunk_bytes // max(1, bytes_of_one(calls, itemsize)))
+
+
+def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
+    """Bytes of δ of all calls for one cotangent of the outputs."""
+    return sum(call.layer.output.numel() for call in calls) * itemsize
+
+
+def sensitivities(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> list[Tensor | None]:
+    """δ (n, r, *out) of each call for r cotangents of the outputs, None where a branch does not reach them."""
+    if not calls or not outputs.requires_grad:
+        return [None] * len(calls)
+    edges = [call.edge for call in calls]
+    with model.differentiating():
+        if len(cotangents) == 1:
+            found = torch.autograd.grad(outputs, edges, cotangents[0], retain_graph=True, allow_unused=True)
+            return [None if g is None else g.detach().unsqueeze(1) for g in found]
+        if outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
+            with suppress(RuntimeError):  # an operation without a batching rule
+                found = torch.autograd.grad(
+                    outputs, edges, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
+                )
+                return [None if g is None else g.detach().transpose(0, 1) for g in found]
+    return _one_by_one(model, outputs, calls, cotangents)
+
+
+def _one_by_one(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> list[Tensor | None]:
+    stores: list[Tensor | None] = [None] * len(calls)
+    for r in range(len(cotangents)):
+        for i, delta in enumerate(sensitivities(model, outputs, calls, cotangents[r : r + 1])):
+            if delta is None:
+                continue
+            store = stores[i]
+            if store is None:
+                store = stores[i] = delta.new_empty(len(cotangents), len(delta), *delta.shape[2:])
+            store[r] = delta[:, 0]
+    return [None if store is None else store.transpose(0, 1) for store in stores]
+
+
+def _rows(call: Call, delta: Tensor) -> Tensor:
+    layer = call.layer
+    rows = layer.rule.rows(layer.module, call.kept, delta, tuple(layer.names))
+    return torch.cat([rows[local].flatten(2) for local in layer.names], 2)

@@ -1,0 +1,237 @@
+"""J v again and again from one forward-mode pass: the operations that carry tangents, to be run on other tangents.
+
+The pass runs on real tensors under a dispatch mode, which sees the operations below automatic differentiation. Those
+with a tangent among their arguments are linear in it and become the steps of the replay; whatever else they take is a
+constant at these inputs and weights, and is kept. Nothing is traced symbolically: recording costs about as much as the
+pass itself, where `torch.func.linearize` takes some milliseconds for every operation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curvops.network.engines.extents import Held, extent
+from curvops.network.model.parameters import Blocks
+
+_ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tangent among a step's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One operation: its arguments with slots for the tangents, and where its results go (None: not a tensor).
+
+    The last of the arguments are those by keyword.
+    """
+
+    run: Callable[..., Any]
+    args: list[Any]
+    keywords: tuple[str, ...]
+    results: tuple[int | None, ...]
+
+    def __call__(self, held: Sequence[Any]) -> Sequence[Any]:
+        args = _filled(self.args, held)
+        if self.keywords:
+            count = len(args) - len(self.keywords)
+            found = self.run(*args[:count], **dict(zip(self.keywords, args[count:])))
+        else:
+            found = self.run(*args)
+        return found if len(self.results) > 1 else (found,)
+
+
+class Replay:
+    """The recorded steps. Running them is J v for one v, with the constants of the pass that was recorded."""
+
+    def __init__(self, steps: Sequence[_Step], given: dict[str, int], result: int, slots: int) -> None:
+        self._steps, self._given, self._result, self._slots = list(steps), given, result, slots
+        last = {slot.index: i for i, step in enumerate(self._steps) for slot in _slots(step.args)}
+        last.pop(result, None)
+        self._done: list[list[int]] = [[] for _ in self._steps]
+        for slot, i in last.items():
+            self._done[i].append(slot)
+
+    def __call__(self, tangents: Blocks) -> Tensor:
+        """J v for one tangent by name."""
+        held: list[Any] = [None] * self._slots
+        for name, slot in self._given.items():
+            held[slot] = tangents[name]
+        for step, done in zip(self._steps, self._done):
+            for place, value in zip(step.results, step(held)):
+                if place is not None:
+                    held[place] = value
+            for place in done:
+                held[place] = None
+        result: Tensor = held[self._result]
+        return result
+
+    def nbytes(self, apart: Iterable[Tensor]) -> int:
+        """Bytes of the constants, those in the memory of the tensors in `apart` left out."""
+        held = Held(apart)
+        kept = (tensor for step in self._steps for tensor in _tensors(step.args))
+        extents = {extent(tensor) for tensor in kept if _stored(tensor) and tensor not in held}
+        return sum(end - start for start, end in extents)
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is done to the tangents named to `follow` while it is entered.
+
+    Results of one pass only: the values of the steps' constants are those of that pass. A constant that the model
+    overwrites later is copied before. `replay` is None where a tangent was written into memory that is not its own,
+    which a second run would find changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slot_of: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that an identity names one tensor throughout
+        self._given: dict[str, int] = {}
+        self._steps: list[_Step] = []
+        self._kept_in: dict[int, list[list[Any]]] = defaultdict(list)
+        self._writes = self._broken = False
+
+    def follow(self, name: str, tangent: Tensor) -> None:
+        """The tangent of a parameter: an argument of the replay."""
+        self._given[name] = self._slot(tangent)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        for tensor in written:
+            self._copy_what_shares(tensor)
+        found = func(*args, **kwargs)
+        if not any(id(tensor) in self._slot_of for tensor in _tensors([args, kwargs])):
+            return found
+        given = set(self._given.values())
+        slots = [self._slot_of.get(id(tensor)) for tensor in written]
+        self._writes = self._writes or bool(written)
+        self._broken = self._broken or any(slot is None or slot in given for slot in slots)
+        results = found if isinstance(found, tuple | list) else (found,)
+        if any(isinstance(result, Tensor) for result in results):
+            places = tuple(self._slot(result) if isinstance(result, Tensor) else None for result in results)
+            self._steps.append(_Step(func, self._referring([*args, *kwargs.values()]), tuple(kwargs), places))
+        return found
+
+    def replay(self, result: Tensor | None) -> Replay | None:
+        """The steps that lead to the tangent of the outputs."""
+        if result is None or self._broken or id(result) not in self._slot_of:
+            return None
+        end, steps = self._slot_of[id(result)], self._steps
+        if not self._writes:
+            steps = _leading_to(end, _without_zeros(steps, self._alive, end))
+        return Replay(steps, self._given, end, len(self._alive))
+
+    def _slot(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._slot_of:
+            self._slot_of[id(tensor)] = len(self._alive)
+            self._alive.append(tensor)
+        return self._slot_of[id(tensor)]
+
+    def _referring(self, values: list[Any]) -> list[Any]:
+        """Arguments with slots in place of tangents; where a constant stands is noted by its storage."""
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor) and id(value) in self._slot_of:
+                values[i] = _Slot(self._slot_of[id(value)])
+            elif isinstance(value, Tensor) and _stored(value):
+                self._kept_in[extent(value)[0]].append(values)
+            elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
+                values[i] = self._referring(list(value))
+        return values
+
+    def _copy_what_shares(self, tensor: Tensor) -> None:
+        """Constants in memory that is about to be written to become copies."""
+        if not _stored(tensor):
+            return
+        for values in self._kept_in.pop(extent(tensor)[0], []):
+            for i, value in enumerate(values):
+                if isinstance(value, Tensor) and _stored(value) and extent(value)[0] == extent(tensor)[0]:
+                    values[i] = value.clone()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            found += _tensors([value])
+    return found
+
+
+def _without_zeros(steps: Sequence[_Step], alive: Sequence[Tensor], end: int) -> list[_Step]:
+    """The steps but for constants that are added, which in a linear map are zero: what is left of it is a shape."""
+    found: list[_Step] = []
+    same: dict[int, int] = {}
+    for step in steps:
+        args, place = _renamed(step.args, same), step.results[0]
+        if step.run is _ADD and not step.keywords and place is not None and place != end:
+            tangent = next(iter(_slots(args)))
+            constant = next((value for value in args if isinstance(value, Tensor)), None)
+            before, after = alive[tangent.index], alive[place]
+            if constant is not None and before.dtype == after.dtype and not bool(constant.any()):
+                if before.shape == after.shape:
+                    same[place] = tangent.index
+                    continue
+                step, args = replace(step, run=_EXPAND), [tangent, after.shape]
+        found.append(replace(step, args=args))
+    return found
+
+
+def _leading_to(end: int, steps: Sequence[_Step]) -> list[_Step]:
+    """The steps without those whose results nothing needs."""
+    needed, found = {end}, []
+    for step in reversed(steps):
+        if needed.intersection(step.results):
+            needed.update(slot.index for slot in _slots(step.args))
+            found.append(step)
+    return found[::-1]
+
+
+def _renamed(values: list[Any], same: dict[int, int]) -> list[Any]:
+    return [
+        _Slot(same.get(value.index, value.index))
+        if isinstance(value, _Slot)
+        else _renamed(value, same)
+        if isinstance(value, list)
+        else value
+        for value in values
+    ]
+
+
+def _filled(values: Sequence[Any], held: Sequence[Any]) -> list[Any]:
+    return [
+        held[value.index] if type(value) is _Slot else _filled(value, held) if type(value) is list else value
+        for value in values
+    ]
+
+
+def _of_kind(values: Any, kind: type) -> list[Any]:
+    if isinstance(values, kind):
+        return [values]
+    parts = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
+    return [found for part in parts for found in _of_kind(part, kind)]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return _of_kind(values, Tensor)
+
+
+def _slots(values: Any) -> list[_Slot]:
+    return _of_kind(values, _Slot)
+
+
+def _stored(tensor: Tensor) -> bool:
+    """Whether a tensor has memory: the implicit zeros of forward mode have none."""
+    return not tensor._is_zerotensor()

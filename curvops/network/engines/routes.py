@@ -1,0 +1,313 @@
+"""Which derivatives does a model have, and are they right? Proven at a point or two before an engine relies on them.
+
+The reference is Jᵀu by a plain backward pass: what training used. J v comes by forward mode, by a replay of it, by
+differentiating the backward pass, or by rows; each must be the adjoint, ⟨u, Jv⟩ = ⟨Jᵀu, v⟩. A custom
+`autograd.Function` whose backward leaves autograd (numpy, no_grad, a detached part) has no right double backward pass;
+one whose backward is another function's derivative (a straight-through estimator) defines J all the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curvops.network.data.inputs import num_points, take
+from curvops.network.engines.autodiff import (
+    Pushes,
+    Recorded,
+    SavedBytes,
+    Streamed,
+    record_graph,
+    record_replay,
+    replay_bytes,
+)
+from curvops.network.engines.custom_functions import has_custom_functions, named_custom_functions
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+Push = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """How J v is made for some parameters, and what a recorded pass keeps. Bytes are per point.
+
+    `replayed` says whether a kept linearisation replays forward mode, `recordable` whether it may be kept at all
+    (rows are made anew at each product). Until keeping one was `tried` both are taken to be so, and to keep what the
+    graph alone does. `shared_bytes` is what a streamed pass of both modes keeps, 0 where there is none. `why` says what
+    forbids forward mode and double backward where rows are all that is left.
+    """
+
+    pushes: Pushes
+    replayed: bool
+    recordable: bool
+    saved_bytes: int
+    recorded_bytes: int
+    shared_bytes: int = 0
+    why: str = ""
+    tried: bool = True
+
+
+class Reference:
+    """u and Jᵀu at some points by a plain backward pass, and a v that shows what another route gets wrong.
+
+    Block by block v is the part of Jᵀu, scaled so that all blocks contribute alike to ⟨u, Jv⟩, and as much noise: a
+    block that a route loses is missed however small its gradient.
+
+    Raises ValueError where there is no backward pass, or where it is not linear, so that there is no J.
+    """
+
+    def __init__(self, model: Model, inputs: Any, names: Sequence[str]) -> None:
+        self.model, self.inputs, self.names = model, inputs, tuple(names)
+        with warnings.catch_warnings(record=True) as caught, SavedBytes(model, inputs) as saved:
+            warnings.simplefilter("always")
+            graph = record_graph(model, inputs, names)
+        generator = torch.Generator(device=graph.outputs.device).manual_seed(0)
+        self.u = _randn_like(graph.outputs.detach().unsqueeze(0), generator)
+        # Far beyond the range in which a backward pass may clip, and exact in floating point.
+        factor = -(2.0**20) if model.eps <= torch.finfo(torch.float32).eps else -(2.0**6)
+        try:
+            both = graph.pull(torch.cat([self.u, factor * self.u]), keep=False)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
+                "reentrant checkpoint by use_reentrant=False), or leave the parameters before it out of the selection."
+            ) from error
+        if any("None of the inputs have requires_grad" in str(warning.message) for warning in caught):
+            raise ValueError(
+                "a block under torch.utils.checkpoint(use_reentrant=True) would lose its gradients; "
+                "pass use_reentrant=False."
+            )
+        self.saved_bytes = saved.total // num_points(inputs)
+        self.pulled = {name: pulled[:1] for name, pulled in both.items()}
+        self._require(all(_close(both[name][1], factor * pulled[0]) for name, pulled in self.pulled.items()))
+        if has_custom_functions(graph.outputs):
+            self._require_points_apart(generator)
+        self.v = _sharp(self.pulled, generator)
+        self.generator = generator
+
+    def is_adjoint(self, push: Push) -> bool:
+        """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ for the J v of a route, to the accuracy that the model's own rounding allows."""
+        pushed = push(self.v)
+        if adjoint(pushed, self.u, self.v, self.pulled):
+            return True
+        noise = rounding(lambda block: {"": push(block)}, self.v, {"": pushed}, self.generator)[""]
+        return adjoint(pushed, self.u, self.v, self.pulled, noise)
+
+    def is_pull(self, pulled: Mapping[str, Tensor]) -> bool:
+        """Whether another route's Jᵀu is this one."""
+        return all(_close(pulled[name], expected) for name, expected in self.pulled.items())
+
+    def _require_points_apart(self, generator: torch.Generator) -> None:
+        """Jᵀu is the sum over points, which a custom backward may break though the outputs are each its own."""
+        alone: list[Blocks] = []
+        for n in range(num_points(self.inputs)):
+            graph = record_graph(self.model, take(self.inputs, slice(n, n + 1)), self.names)
+            alone.append(graph.pull(self.u[:, n : n + 1], keep=False))
+        total = {name: torch.stack([pulled[name] for pulled in alone]).sum(0) for name in self.names}
+        if not self.is_pull(total):
+            streamed = Streamed(self.model, self.inputs, self.names)
+            noise = rounding(lambda block: streamed.pull(block[""]), {"": self.u}, self.pulled, generator)
+            pairs = self.pulled.items()
+            self._require(all(_close(total[name], expected, noise[name]) for name, expected in pairs))
+
+    def _require(self, linear: bool) -> None:
+        if not linear:
+            raise ValueError(
+                f"the backward pass of {named_custom_functions(self.model, self.inputs)} is not linear in the gradient "
+                "that it is given (it clips, rounds or normalises it, or mixes the points of a batch), so that no "
+                "Jacobian belongs to it; give it a linear backward, remove hooks that change gradients, or leave the "
+                "parameters before it out of the selection."
+            )
+
+
+def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = True) -> Routes:
+    """The fastest routes to J v that are right for these parameters at these points.
+
+    With `keep` a kept one is tried too, which about doubles the cost. Raises ValueError where the model has no
+    derivatives that any engine could use.
+    """
+    reference = Reference(model, inputs, names)
+    if _forward_mode_works(reference):
+        saved, shared = reference.saved_bytes, _shared_bytes(reference)
+        routes = Routes("forward mode", True, True, saved, saved, shared, tried=False)
+        return _with_kept(routes, reference) if keep else routes
+    why = _lacks_double_backward(reference)
+    pushes: Pushes = "rows" if why else "double backward"
+    return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
+
+
+def with_kept(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
+    """The same routes once keeping a pass was tried at these points."""
+    return routes if routes.tried else _with_kept(routes, Reference(model, inputs, names))
+
+
+def _with_kept(routes: Routes, reference: Reference) -> Routes:
+    found = replay_bytes_of(reference)
+    recordable = found > 0 or not _lacks_double_backward(reference)
+    kept = routes.saved_bytes + found if found > 0 else 3 * routes.saved_bytes
+    return replace(routes, replayed=found > 0, recordable=recordable, recorded_bytes=kept, tried=True)
+
+
+def proves_itself(engine: Recorded) -> bool:
+    """Whether a kept engine's pushes are the adjoint of its pulls at its own points. One product."""
+    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
+    u = _randn_like(engine.outputs.unsqueeze(0), generator)
+    pulled = engine.pull(u)
+    v = _sharp(pulled, generator)
+    pushed = engine.push(v)
+    if adjoint(pushed, u, v, pulled):
+        return True
+    noise = rounding(lambda block: {"": engine.push(block)}, v, {"": pushed}, generator)[""]
+    return adjoint(pushed, u, v, pulled, noise)
+
+
+def _forward_mode_works(reference: Reference) -> bool:
+    """Whether forward-mode products exist and are right.
+
+    They are not where an operation has no forward derivative, or a wrong one: an embedding's padding row, which the
+    batches to come may hold even if this one does not.
+    """
+    if looks_up_padding(reference.model, reference.inputs, reference.names):
+        return False
+    return _works(lambda: reference.is_adjoint(Streamed(reference.model, reference.inputs, reference.names).push))
+
+
+def _shared_bytes(reference: Reference) -> int:
+    """Bytes a point that one pass of both modes keeps, 0 where it is wrong: some functions have no such pass."""
+    model, inputs = reference.model, reference.inputs
+    streamed = Streamed(model, inputs, reference.names, roomy=True)
+
+    def right() -> bool:
+        return reference.is_adjoint(streamed.push) and reference.is_pull(streamed.pull(reference.u))
+
+    with SavedBytes(model, inputs, apart=reference.v.values()) as saved:
+        works = _works(right)
+    return max(1, saved.total // num_points(inputs)) if works else 0
+
+
+def replay_bytes_of(reference: Reference) -> int:
+    """Bytes a point that a replay keeps besides the graph, at least 1; 0 where there is none or a wrong one."""
+    model, inputs, names = reference.model, reference.inputs, reference.names
+    replay = record_replay(model, inputs, names)
+    if replay is None:
+        return 0
+    recorded = Recorded(model, inputs, names, replay)
+    # Twice: a replay that changed its constants would be right once.
+    if not all(_works(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
+        return 0
+    return max(1, -(-replay_bytes(replay, model, inputs) // num_points(inputs)))
+
+
+def _lacks_double_backward(reference: Reference) -> str:
+    """Why differentiating the backward pass does not give J v; empty where it does."""
+    graph = record_graph(reference.model, reference.inputs, reference.names)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            right = reference.is_adjoint(graph.push)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"there is neither a forward-mode nor a second derivative ({str(error).splitlines()[0]})"
+    if right:
+        return ""
+    who = named_custom_functions(reference.model, reference.inputs)
+    return f"neither forward mode nor differentiating the backward pass gives the adjoint of Jᵀ ({who})"
+
+
+def _works(right: Callable[[], bool]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return right()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
+    """Tangents in which each block is its part of Jᵀu and as much noise, scaled to contribute alike to ⟨Jᵀu, v⟩."""
+    norms = {name: value.norm() for name, value in pulled.items()}
+    largest = torch.stack(list(norms.values())).max()
+    floor = torch.where(largest > 0, 1e-4 * largest, torch.ones_like(largest))
+    blocks = {}
+    for name, value in pulled.items():
+        noise = _randn_like(value, generator)
+        noise = noise / noise.norm().clamp_min(torch.finfo(noise.dtype).tiny)
+        scale = norms[name].clamp_min(floor)
+        blocks[name] = (value / scale + noise) / scale * largest.clamp_min(floor)
+    return blocks
+
+
+def adjoint(
+    pushed: Tensor,
+    cotangents: Tensor,
+    tangents: Mapping[str, Tensor],
+    pulled: Mapping[str, Tensor],
+    noise: Tensor | float = 0.0,
+) -> bool:
+    """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy, or to that of a Jv of which rounding changes `noise`."""
+    left = (pushed * cotangents).sum(dtype=torch.float64)
+    right = sum(((pulled[name] * tangents[name]).sum(dtype=torch.float64) for name in pulled), torch.zeros_like(left))
+    return bool((left - right).abs() <= allowance(pushed, noise) * cotangents.norm().double())
+
+
+def rounding(
+    product: Callable[[Blocks], Blocks], vectors: Blocks, results: Mapping[str, Tensor], generator: torch.Generator
+) -> Blocks:
+    """‖Px − P(x − y) − Py‖ by name for a random y and `results` = Px: what rounding alone changes in a product with P.
+
+    It may be more than the dtype of x explains: a frozen base in half precision under adapters in single precision.
+    """
+    part = {name: _randn_like(vector, generator) for name, vector in vectors.items()}
+    first, second = product(part), product({name: vectors[name] - part[name] for name in vectors})
+    return {name: (result - first[name] - second[name]).norm() for name, result in results.items()}
+
+
+def allowance(value: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """The norm of the difference from `value` that two routes to it may have, by dtype or by a few times the noise.
+
+    Never more than a tenth of `value`: noise of that size measures something else than rounding.
+    """
+    size = value.norm().double()
+    return torch.maximum(tolerance(value.dtype) * size, (8 * torch.as_tensor(noise).to(size)).clamp(max=0.1 * size))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may make between two routes to one product."""
+    return 10 * float(torch.finfo(dtype).eps) ** 0.5
+
+
+def _close(value: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> bool:
+    return bool((value - expected).norm() <= allowance(expected, noise))
+
+
+def _randn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+
+
+class _PaddedLookups(TorchDispatchMode):
+    """Notices lookups in a differentiated table with a padding row."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            padding = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx", -1)
+            self.seen = self.seen or (padding >= 0 and args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+def looks_up_padding(model: Model, inputs: Any, names: Sequence[str]) -> bool:
+    """Whether one of these parameters is a table with a padding row. One forward pass."""
+    lookups = _PaddedLookups()
+    with lookups, model.differentiating():
+        values = model.values
+        model({**values, **{name: values[name].detach().requires_grad_() for name in names}}, inputs)
+    return lookups.seen

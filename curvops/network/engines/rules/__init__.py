@@ -1,0 +1,1 @@
+"""One file per family of layers; the table of them all is `curvops.network.engines.layers`."""

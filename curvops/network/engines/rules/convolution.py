@@ -1,0 +1,195 @@
+"""Convolutions and transposed convolutions of any number of dimensions; K kernels run as one of K times the channels.
+
+Channels of such a wide convolution are ordered group, column, channel: grouped convolutions stay grouped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
+
+from curvops.network.engines.rules.rule import Local
+
+
+class ConvolutionRule:
+    """Cross-correlation. An input that is padded by other than as many zeros on both sides is kept padded."""
+
+    operands = 1
+    matrix_is_transposed = False
+    transposed = False
+
+    def supports(self, layer: _ConvNd) -> bool:
+        return True
+
+    def keep(self, layer: _ConvNd, a: Tensor) -> Tensor:
+        if not _is_kept_padded(layer):
+            return a
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        return F.pad(a, layer._reversed_padding_repeated_twice, mode)
+
+    def push(self, layer: _ConvNd, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        weight, bias = tangents.get("weight"), tangents.get("bias")
+        if weight is None:
+            bias, size = tangents["bias"], self._output_size(layer, kept.shape[2:])
+            return bias.view(1, *bias.shape, *(1,) * len(size)).expand(kept.shape[0], *bias.shape, *size)
+        output_padding = list(getattr(layer, "output_padding", (0,)))
+        geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
+        z = torch.convolution(kept, self._wide(layer, weight), None, *geometry)
+        z = z.unflatten(1, (layer.groups, weight.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+        return z if bias is None else z + bias.view(1, *bias.shape, *(1,) * (z.ndim - 3))
+
+    def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
+        """K kernels (K, *shape) as one."""
+        return weight.unflatten(1, (layer.groups, -1)).transpose(0, 1).flatten(0, 2)
+
+    def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
+        spans = _spans(layer)
+        sides = zip(size, _padding(layer), spans, layer.stride)
+        return tuple((length + 2 * pad - span) // stride + 1 for length, pad, span, stride in sides)
+
+    def pull(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        sums = (0, *range(3, s.ndim))
+        return {name: self._weight_gradient(layer, kept, s) if name == "weight" else s.sum(sums) for name in names}
+
+    def _weight_gradient(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
+        gradient = self._adjoint(layer, kept, s, (s.shape[1] * layer.weight.shape[0], *layer.weight.shape[1:]))
+        return gradient.unflatten(0, (layer.groups, s.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+
+    def _adjoint(self, layer: _ConvNd, kept: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The gradient of a wide weight of that shape."""
+        wide = s.unflatten(2, (layer.groups, -1)).transpose(1, 2).flatten(1, 3).contiguous()
+        output_padding = getattr(layer, "output_padding", (0,))
+        geometry = *_geometry(layer), self.transposed, output_padding, layer.groups
+        weight = s.new_empty(1).expand(shape)  # only its shape is read
+        return torch.ops.aten.convolution_backward(wide, kept, weight, None, *geometry, (False, True, False))[1]
+
+    def rows(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        sums = tuple(range(3, s.ndim))
+        return {name: self._weight_rows(layer, kept, s) if name == "weight" else s.sum(sums) for name in names}
+
+    def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
+        patches = _patches(layer, kept)
+        n, columns, groups = s.shape[0], s.shape[1], layer.groups
+        patches = patches.view(n * groups, -1, patches.shape[-1])
+        s = s.flatten(3).unflatten(2, (groups, -1)).transpose(1, 2).reshape(n * groups, -1, patches.shape[-1])
+        rows = torch.bmm(s, patches.mT).view(n, groups, columns, -1, *layer.weight.shape[1:])
+        return rows.transpose(1, 2).flatten(2, 3)
+
+    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """Groups as the layer's, t the output's pixels, p the group's channels."""
+        return s.flatten(3).unflatten(2, (layer.groups, -1)).mT if "weight" in names else None
+
+    def right(self, layer: _ConvNd, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """q the entries of a patch."""
+        return _grouped_patches(layer, kept, "bias" in names)
+
+    def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
+        return output[0].numel() * layer.weight[0].numel()
+
+
+class TransposedConvolutionRule(ConvolutionRule):
+    """The adjoint of a convolution; its weight is (in, out / groups, *kernel)."""
+
+    transposed = True
+
+    def _wide(self, layer: _ConvNd, weight: Tensor) -> Tensor:
+        return weight.transpose(0, 1).flatten(1, 2)
+
+    def _output_size(self, layer: _ConvNd, size: Sequence[int]) -> tuple[int, ...]:
+        return tuple((length - 1) * stride + one for length, stride, one in zip(size, layer.stride, _of_one(layer)))
+
+    def _weight_gradient(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
+        inputs, outputs, *kernel = layer.weight.shape
+        gradient = self._adjoint(layer, kept, s, (inputs, s.shape[1] * outputs, *kernel))
+        return gradient.unflatten(1, (s.shape[1], outputs)).transpose(0, 1)
+
+    def _weight_rows(self, layer: _ConvNd, kept: Tensor, s: Tensor) -> Tensor:
+        """Each input pixel against the window of s that it writes to, one column at a time."""
+        a = kept.flatten(2).unflatten(1, (layer.groups, -1))
+        sides = _both_sides(_padding(layer))
+        rows = []
+        for column in s.unbind(1):
+            windows = _windows(layer, F.pad(column, sides))
+            for i, length in enumerate(kept.shape[2:]):  # output_padding may leave room for one more
+                windows = windows.narrow(i - kept.ndim + 2, 0, length)
+            rows.append(torch.matmul(a, windows.reshape(len(a), layer.groups, -1, a.shape[-1]).mT))
+        return torch.stack(rows, 1).view(*s.shape[:2], *layer.weight.shape)
+
+    def left(self, layer: _ConvNd, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+        """None: the input's pixels do not share the windows of s that they write to."""
+        return None
+
+    def multiply_adds(self, layer: _ConvNd, output: Tensor) -> int:
+        sides = zip(output.shape[2:], layer.stride, _of_one(layer))
+        pixels = math.prod((length - one) // stride + 1 for length, stride, one in sides)
+        return pixels * layer.weight.numel()
+
+
+def _is_kept_padded(layer: _ConvNd) -> bool:
+    low, high = layer._reversed_padding_repeated_twice[::2], layer._reversed_padding_repeated_twice[1::2]
+    return layer.padding_mode != "zeros" or low != high
+
+
+def _padding(layer: _ConvNd) -> tuple[int, ...]:
+    """Zeros that the convolution itself adds to both sides of each dimension."""
+    sides = layer._reversed_padding_repeated_twice[::2]
+    return (0,) * len(sides) if _is_kept_padded(layer) else tuple(reversed(sides))
+
+
+def _geometry(layer: _ConvNd) -> tuple[Any, Any, Any]:
+    return layer.stride, _padding(layer), layer.dilation
+
+
+def _spans(layer: _ConvNd) -> tuple[int, ...]:
+    """Pixels from a kernel's first to its last entry, both included."""
+    return tuple(dilation * (kernel - 1) + 1 for dilation, kernel in zip(layer.dilation, layer.kernel_size))
+
+
+def _of_one(layer: Any) -> tuple[int, ...]:
+    """What a transposed convolution makes of one pixel."""
+    sides = zip(_spans(layer), _padding(layer), layer.output_padding)
+    return tuple(span - 2 * pad + further for span, pad, further in sides)
+
+
+def _patches(layer: _ConvNd, kept: Tensor) -> Tensor:
+    """What each output pixel sees of the kept input, (n, channels · kernel, pixels)."""
+    windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer))))
+    return windows.flatten(1, 1 + len(layer.kernel_size)).flatten(2)
+
+
+def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
+    """The same by group, (n, g, pixels, q), with a last column of ones where asked for.
+
+    Points and pixels lie next to each other in memory, so that products summed over both copy nothing.
+    """
+    windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer)))).transpose(0, 1)
+    windows = windows.unflatten(0, (layer.groups, -1))  # (g, channels, n, *kernel, *pixels)
+    windows = windows.movedim(2, 2 + len(layer.kernel_size))
+    entries, kernel, pixels = (
+        math.prod(layer.weight.shape[1:]),
+        layer.kernel_size,
+        windows.shape[-len(layer.kernel_size) :],
+    )
+    result = kept.new_empty(layer.groups, entries + ones, kept.shape[0], math.prod(pixels))
+    result[:, entries:] = 1
+    result[:, :entries].unflatten(1, (-1, *kernel)).unflatten(-1, pixels).copy_(windows)
+    return result.permute(2, 0, 3, 1)
+
+
+def _windows(layer: _ConvNd, a: Tensor) -> Tensor:
+    """The windows of the layer's kernel in a padded tensor (n, channels, *size), (n, channels, *kernel, *pixels)."""
+    dims = len(layer.kernel_size)
+    for i, (span, stride, dilation) in enumerate(zip(_spans(layer), layer.stride, layer.dilation)):
+        a = a.unfold(2 + i, span, stride)[..., ::dilation]
+    return a.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _both_sides(padding: Sequence[int]) -> list[int]:
+    """As `F.pad` takes it: the last dimension first."""
+    return [side for pad in reversed(padding) for side in (pad, pad)]

@@ -1,0 +1,122 @@
+"""Embeddings: the input is indices, the weight's gradient a sum into the rows that they name.
+
+The padding row has no gradient. `right` is an integer tensor (n, 1, t) of indices that stand for one-hot
+rows, and the matrix is the weight TRANSPOSED: the weight is (V, E), the matrix Σ_t left ⊗ onehot(right) is (E, V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvops.network.engines.rules.rule import Local
+
+
+class EmbeddingRule:
+    """Rows of a table. Its own Jacobian (n, K, V, E) is made only where the engine finds V below t."""
+
+    operands = 1
+    matrix_is_transposed = True
+
+    def supports(self, layer: nn.Embedding) -> bool:
+        return True
+
+    def keep(self, layer: nn.Embedding, a: Tensor) -> Tensor:
+        return a.long()  # torch counts, scatters and fills by these alone
+
+    def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        looked_up = tangents["weight"][:, kept].transpose(0, 1)
+        counted = _counted(layer, kept)
+        return looked_up if counted is None else looked_up.masked_fill(~counted[:, None, ..., None], 0)
+
+    def pull(self, layer: nn.Embedding, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        if not names:
+            return {}
+        left = _per_position(layer, kept, s).transpose(0, 1).flatten(1, 2)
+        return {"weight": s.new_zeros(s.shape[1], *layer.weight.shape).index_add_(1, kept.flatten(), left)}
+
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        if not names:
+            return {}
+        left = _per_position(layer, kept, s)
+        index = self.right(layer, kept, names).unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
+        return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
+
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """(n, R, 1, t, E), zero at padding."""
+        return _per_position(layer, kept, s).unsqueeze(2) if "weight" in names else None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The indices (n, 1, t)."""
+        return kept.reshape(kept.shape[0], 1, -1)
+
+    def multiply_adds(self, layer: nn.Embedding, output: Tensor) -> int:
+        return output[0].numel()
+
+
+class EmbeddingBagRule:
+    """Sums or means of rows of a table, (n, t) indices to (n, E): one bag a point."""
+
+    operands = 1
+    matrix_is_transposed = True
+
+    def supports(self, layer: nn.EmbeddingBag) -> bool:
+        return layer.mode in ("sum", "mean")
+
+    def keep(self, layer: nn.EmbeddingBag, a: Tensor) -> Tensor:
+        return a.long()
+
+    def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        mode, padding = layer.mode, layer.padding_idx
+        return torch.stack([F.embedding_bag(kept, v, mode=mode, padding_idx=padding) for v in tangents["weight"]], 1)
+
+    def pull(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        if not names:
+            return {}
+        total = s.new_zeros(s.shape[1], *layer.weight.shape)
+        columns, weights = s.transpose(0, 1), _weights(layer, kept, s.dtype)
+        for index, weight in zip(kept.unbind(1), weights.unbind(1)):  # not all positions at once: t times the memory
+            total.index_add_(1, index, columns * weight.unsqueeze(1))
+        return {"weight": total}
+
+    def rows(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        if not names:
+            return {}
+        counts = s.new_zeros(len(kept), layer.num_embeddings)
+        counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
+        return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
+
+    def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """(n, R, 1, t, E), s at every position with its share of the mean."""
+        if "weight" not in names:
+            return None
+        return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
+
+    def right(self, layer: nn.EmbeddingBag, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The indices (n, 1, t)."""
+        return kept.unsqueeze(1)
+
+    def multiply_adds(self, layer: nn.EmbeddingBag, output: Tensor) -> int:
+        return output[0].numel()
+
+
+def _counted(layer: Any, indices: Tensor) -> Tensor | None:
+    """Where the indices are not padding; None where no row is."""
+    return None if layer.padding_idx is None else indices != layer.padding_idx
+
+
+def _per_position(layer: Any, kept: Tensor, s: Tensor) -> Tensor:
+    """s (n, K, *positions, E) as (n, K, t, E), zero at padding."""
+    flat, counted = s.reshape(*s.shape[:2], -1, s.shape[-1]), _counted(layer, kept)
+    return flat if counted is None else flat * counted.reshape(len(kept), 1, -1, 1)
+
+
+def _weights(layer: nn.EmbeddingBag, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of each position in its bag (n, t), zero at padding."""
+    counted = _counted(layer, kept)
+    weights = torch.ones_like(kept, dtype=dtype) if counted is None else counted.to(dtype)
+    return weights / weights.sum(1, keepdim=True).clamp_min(1) if layer.mode == "mean" else weights

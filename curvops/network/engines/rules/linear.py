@@ -1,0 +1,92 @@
+"""Linear layers, and those that keep their weight transposed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.network.engines.rules.rule import Local
+
+
+class LinearRule:
+    """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
+
+    operands = 1
+    matrix_is_transposed = False
+
+    def supports(self, layer: Any) -> bool:
+        return True
+
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        return a
+
+    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        n, positions = kept.shape[0], kept.shape[1:-1]
+        a = kept.reshape(-1, kept.shape[-1])
+        weight, bias = tangents.get("weight"), tangents.get("bias")
+        columns, out = (weight if weight is not None else tangents["bias"]).shape[:2]
+        if weight is None:
+            z = tangents["bias"].reshape(1, -1).expand(a.shape[0], -1)
+        elif bias is None:
+            z = a @ weight.reshape(-1, weight.shape[-1]).mT
+        else:
+            z = torch.addmm(bias.reshape(-1), a, weight.reshape(-1, weight.shape[-1]).mT)
+        if math.prod(positions) == 1:
+            return z.reshape(n, columns, *positions, out)
+        return z.reshape(n, -1, columns, out).transpose(1, 2).reshape(n, columns, *positions, out)
+
+    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = kept.reshape(-1, kept.shape[-1])
+        columns, out = s.shape[1], s.shape[-1]
+        flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
+        grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
+        return {name: grads[name]() for name in names}
+
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        a = kept.reshape(kept.shape[0], -1, kept.shape[-1])
+        s = s.reshape(s.shape[0], s.shape[1], -1, s.shape[-1])
+        rows = {"weight": lambda: torch.einsum("ncto,nti->ncoi", s, a), "bias": lambda: s.sum(2)}
+        return {name: rows[name]() for name in names}
+
+    def multiply_adds(self, layer: Any, output: Tensor) -> int:
+        return output[0].numel() * layer.weight.numel() // output.shape[-1]
+
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+        """One group, t the product of the dimensions in between, p outputs."""
+        return s.reshape(s.shape[0], s.shape[1], 1, -1, s.shape[-1]) if "weight" in names else None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """q inputs."""
+        right = kept.reshape(kept.shape[0], 1, -1, kept.shape[-1])
+        return with_ones(right) if "bias" in names else right
+
+
+class TransposedLinearRule(LinearRule):
+    """y = a W + b with W (in, out), as Hugging Face's `Conv1D` keeps it: a linear layer of its weight transposed."""
+
+    matrix_is_transposed = True
+
+    def supports(self, layer: Any) -> bool:
+        return layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[1:]
+
+    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        return super().push(layer, kept, _transposed(tangents))
+
+    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transposed(super().pull(layer, kept, s, names))
+
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return _transposed(super().rows(layer, kept, s, names))
+
+
+def _transposed(tensors: Mapping[str, Tensor]) -> Local:
+    return {name: tensor.mT if name == "weight" else tensor for name, tensor in tensors.items()}
+
+
+def with_ones(right: Tensor) -> Tensor:
+    """`right` (n, g, t, q) with a last column of ones, which stands for the bias."""
+    return torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)

@@ -1,0 +1,78 @@
+"""Layers that normalise, then scale and shift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvops.network.engines.rules.rule import Local
+
+
+class ScaleRule:
+    """y = x̂ ∘ w + b for a layer that normalises its input first: x̂ is kept, the rest is elementwise.
+
+    `leading` says whether the parameters run along dimension 1 (channels) or along the last dimensions.
+    """
+
+    operands = 1
+    matrix_is_transposed = False
+
+    def __init__(self, leading: bool) -> None:
+        self.leading = leading
+
+    def supports(self, layer: Any) -> bool:
+        tracked = getattr(layer, "running_mean", None) is not None
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            return tracked and not layer.training
+        return not tracked or not layer.training
+
+    def keep(self, layer: Any, a: Tensor) -> Tensor:
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(a, layer.num_groups, eps=layer.eps)
+        if isinstance(layer, nn.LayerNorm):
+            return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
+        if isinstance(layer, nn.RMSNorm):
+            return F.rms_norm(a, layer.normalized_shape, eps=layer.eps)
+        if layer.running_mean is None:
+            return F.group_norm(a, layer.num_features, eps=layer.eps)  # of one channel each: instance norm
+        return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+
+    def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
+        terms = []
+        for name, tangent in tangents.items():
+            spread = self._spread(tangent, kept)
+            terms.append(kept.unsqueeze(1) * spread if name == "weight" else spread.expand(-1, -1, *kept.shape[1:]))
+        return (terms[0] + terms[1] if len(terms) == 2 else terms[0]).expand(kept.shape[0], -1, *kept.shape[1:])
+
+    def _spread(self, tangent: Tensor, kept: Tensor) -> Tensor:
+        trailing = kept.ndim - 2 if self.leading else 0
+        leading = 0 if self.leading else kept.ndim - tangent.ndim
+        return tangent.reshape(1, tangent.shape[0], *(1,) * leading, *tangent.shape[1:], *(1,) * trailing)
+
+    def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        return {name: rows.sum(0) for name, rows in self.rows(layer, kept, s, names).items()}
+
+    def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
+        weight: Tensor = layer.weight
+        if self.leading:
+            shared = tuple(range(3, s.ndim))
+        else:
+            shared = tuple(range(2, s.ndim - weight.ndim))
+        return {name: _sum(s * kept.unsqueeze(1) if name == "weight" else s, shared) for name in names}
+
+    def multiply_adds(self, layer: Any, output: Tensor) -> int:
+        return output[0].numel()
+
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
+        """No weight that is a matrix."""
+        return None
+
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        raise NotImplementedError  # there is no left side
+
+
+def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return tensor.sum(dims) if dims else tensor

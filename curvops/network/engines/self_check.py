@@ -1,0 +1,77 @@
+"""Does the layerwise engine multiply by the Jacobian that automatic differentiation has?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.network.data.batches import Batch
+from curvops.network.engines.autodiff import Streamed
+from curvops.network.engines.layerwise import Layerwise, Owners, record, sensitivities
+from curvops.network.engines.reduced import Reduced
+from curvops.network.engines.routes import allowance, rounding, tolerance
+from curvops.network.likelihoods.gaussian import Gaussian
+from curvops.network.likelihoods.output_fisher import Root, Sampled
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+
+def mismatches(engine: Layerwise, reference: Streamed | Reduced) -> set[str]:
+    """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
+    generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
+    shape = 1, len(engine.outputs), engine.num_columns
+    u = torch.randn(shape, dtype=engine.outputs.dtype, device=generator.device, generator=generator)
+    bad = _differing(engine.pull(u), u, reference, generator)
+    for part in engine.parts:
+        names = part.layer.names
+        tangents = {
+            name: torch.randn(1, *part.layer.shape_of(local), dtype=u.dtype, device=u.device, generator=generator)
+            for local, name in names.items()
+        }
+        pushed = part.push(tangents)
+        pulled = part.pull(pushed)  # not of u: ⟨u, Jv⟩ may be small by chance, and a wrong push with it
+        left = pushed.square().sum()
+        right = torch.stack([(pulled[local] * tangents[name]).sum() for local, name in names.items()]).sum()
+        if not bool((left - right).abs() <= tolerance(u.dtype) * left):
+            bad |= set(names.values())
+    return bad
+
+
+def random_root(points: int, num_outputs: int, like: Tensor) -> Root:
+    """One random column a point: J is checked along it without a target, whose residual may be zero."""
+    generator = torch.Generator(device=like.device).manual_seed(0)
+    draws = torch.randn(1, points, num_outputs, dtype=like.dtype, device=like.device, generator=generator)
+    return Root(Sampled(Gaussian(), draws), Batch((), torch.empty(points)))
+
+
+def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed) -> set[str]:
+    """Names of parameters whose layers do not give autograd's Jᵀu for one random u. One backward pass, whatever C."""
+    outputs, calls, misfits = record(model, inputs, owners)
+    generator = torch.Generator(device=outputs.device).manual_seed(0)
+    u = torch.randn(1, *outputs.shape, dtype=outputs.dtype, device=outputs.device, generator=generator)
+    deltas = model.holding(model.leaves(), lambda: sensitivities(model, outputs, calls, u))
+    values = model.values
+    ours: Blocks = {
+        name: torch.zeros_like(values[name]).unsqueeze(0) for own in owners.values() for name in own.values()
+    }
+    for call, delta in zip(calls, deltas):
+        if delta is not None:
+            layer = call.layer
+            for local, gradient in layer.rule.pull(layer.module, call.kept, delta, tuple(layer.names)).items():
+                ours[layer.names[local]] = ours[layer.names[local]] + gradient
+    return misfits | _differing(ours, u, reference, generator)
+
+
+def _differing(ours: Blocks, u: Tensor, reference: Streamed | Reduced, generator: torch.Generator) -> set[str]:
+    """Names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
+    expected = {name: value for name, value in reference.pull(u).items() if name in ours}
+    scale = torch.stack([value.norm() for value in expected.values()]).norm()
+    tol = tolerance(u.dtype)
+    differences = {name: (ours[name] - value).norm() for name, value in expected.items()}
+    bad = {name for name, value in expected.items() if not bool(differences[name] <= allowance(value) + tol**2 * scale)}
+    if bad:
+        noise = rounding(lambda block: reference.pull(block[""]), {"": u}, expected, generator)
+        bad = {name for name in bad if not bool(differences[name] <= allowance(expected[name], noise[name]))}
+    return bad

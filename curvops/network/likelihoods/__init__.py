@@ -1,0 +1,77 @@
+"""Which likelihoods are there, and which one does a user's word or torch loss stand for?
+
+>>> import torch
+>>> from curvops.network.likelihoods import Categorical
+>>> f, y = torch.zeros(1, 2), torch.tensor([0])
+>>> Categorical().residual(f, y)
+tensor([[-0.5000,  0.5000]])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from curvops.network.likelihoods.bernoulli import Bernoulli
+from curvops.network.likelihoods.categorical import Categorical
+from curvops.network.likelihoods.from_distribution import FromDistribution
+from curvops.network.likelihoods.gaussian import Gaussian
+from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.poisson import Poisson
+from curvops.network.likelihoods.sequences import Sequences
+from curvops.network.likelihoods.torch_losses import reading_of
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "FromDistribution",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "Poisson",
+    "Sequences",
+    "as_likelihood",
+]
+
+REMEDIES: dict[type[nn.Module], str] = {
+    nn.NLLLoss: "It takes log-probabilities: say nn.CrossEntropyLoss(), which gives the same on them as on logits.",
+    nn.BCELoss: "It takes probabilities: drop the model's last sigmoid and say nn.BCEWithLogitsLoss().",
+    nn.GaussianNLLLoss: (
+        "It takes the variance beside the outputs: let the model return m means, then m log variances, and say "
+        "curvops.likelihoods.HeteroscedasticGaussian(); for a known variance Gaussian(noise=variance)."
+    ),
+}
+
+
+def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
+    """The likelihood that a user's word or torch loss stands for.
+
+    ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
+    keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
+    point is a sample weight, given with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``, whether
+    ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
+    errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
+    ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+
+    shape: of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it as in torch.
+    Raises TypeError for anything else, and ValueError for options that have no counterpart.
+    """
+    if isinstance(spec, Likelihood):
+        return spec
+    reading = reading_of(spec)
+    if reading is not None and isinstance(spec, nn.Module):
+        return reading.likelihood(spec, shape)
+    if spec == "classification":
+        return Categorical()
+    if spec == "regression":
+        return Gaussian(noise=1.0)
+    if callable(spec) and not isinstance(spec, nn.Module | type):
+        return FromDistribution(spec)
+    remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
+    raise TypeError(
+        f"No likelihood for {spec!r}. {remedy} Accepted: curvops.likelihoods.Categorical(...), "
+        ".Gaussian(noise=variance), .Bernoulli(...), .Poisson() and .HeteroscedasticGaussian(); instances of "
+        "torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; a function from outputs to a "
+        'torch.distributions.Distribution; "classification" and "regression".'
+    )

@@ -1,0 +1,119 @@
+"""How are yes-or-no targets distributed around logits, one per output?"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from curvops.network.likelihoods.independent import Independent, check_rows, weighted
+from curvops.network.likelihoods.likelihood import Outputs, Weights, within
+
+
+class Bernoulli(Independent):
+    """Independent events with p = sigmoid(f): several labels a point, or two classes from one logit (C = 1).
+
+    Targets (n, C) are 0 or 1 of any dtype, or probabilities. Options mean what they mean in
+    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with a = pos_weight y + 1 - y, the mass that weights
+    give to a target, the residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
+
+    weight, pos_weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position
+        and output (T, C). With either, exp(log-likelihood) is no longer normalised over y. Weights of points are sample
+        weights and come with the data.
+    Raises ValueError for other weights.
+    """
+
+    def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:
+        for name, tensor in (("weight", weight), ("pos_weight", pos_weight)):
+            if tensor is not None and not (tensor.ndim <= 2 and tensor.is_floating_point() and within(tensor, 0.0)):
+                raise ValueError(
+                    f"Bernoulli {name} must be a floating tensor, 0-d, (C,) or (T, C), finite and not negative; given "
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}. Give weights of points as (inputs, targets, "
+                    "weights) with weights=True."
+                )
+        lengths = {len(tensor) for tensor in (weight, pos_weight) if tensor is not None and tensor.ndim == 2}
+        if len(lengths) > 1:
+            raise ValueError(f"Bernoulli weight and pos_weight are for different numbers of positions, {lengths}.")
+        self.positions = next(iter(lengths), None)
+        self.weight, self.pos_weight = weight, pos_weight
+
+    def __repr__(self) -> str:
+        weight, pos_weight = (None if t is None else t.tolist() for t in (self.weight, self.pos_weight))
+        return f"Bernoulli(weight={weight}, pos_weight={pos_weight})"
+
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        yes, no = self._mass(f, y)
+        return weighted(yes * logsigmoid(f) + no * logsigmoid(-f), w).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        yes, no = self._mass(f, y)
+        return weighted(no * f.sigmoid() - yes * (-f).sigmoid(), w)  # no difference like p - 1 to lose digits
+
+    def curvature(self, f: Outputs, y: Tensor) -> Tensor:
+        return self._total_mass(f, y) * f.sigmoid() * (-f).sigmoid()
+
+    def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
+        return self._total_mass(f, y).sqrt() * (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        return torch.bernoulli(f.detach().sigmoid(), generator=generator)
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        drawn = self.sample(f, generator)
+        unscaled = (1 - drawn) * f.sigmoid() - drawn * (-f).sigmoid()
+        return weighted(self._total_mass(f, y).sqrt() * unscaled, None if w is None else w.sqrt())
+
+    def mean(self, f: Outputs) -> Outputs:
+        return f.sigmoid()
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        if y.is_complex():
+            raise TypeError(f"Bernoulli targets are 0, 1 or probabilities; given {y.dtype}.")
+        check_rows(y, num_outputs, "Bernoulli")
+        for name, tensor in (("weight", self.weight), ("pos_weight", self.pos_weight)):
+            if num_outputs is not None and tensor is not None and tensor.shape[-1:].numel() not in (1, num_outputs):
+                raise ValueError(f"{name} has {tensor.shape[-1]} entries, but the model has {num_outputs} outputs.")
+        if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
+            raise ValueError(
+                "Bernoulli targets lie in [0, 1]: 0, 1 or probabilities. Labels of more than two classes are for "
+                "Categorical, -1 and 1 become (y + 1) / 2."
+            )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Bernoulli:
+        new = copy.copy(self)
+        if self.weight is not None:
+            new.weight = self.weight.to(device=device, dtype=dtype)
+        if self.pos_weight is not None:
+            new.pos_weight = self.pos_weight.to(device=device, dtype=dtype)
+        return new
+
+    def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """What weights give to yes and to no, (n, C) each."""
+        yes = y.to(f.dtype)
+        no = 1 - yes
+        if self.pos_weight is not None:
+            yes = _each_row(self.pos_weight, f) * yes
+        if self.weight is None:
+            return yes, no
+        weight = _each_row(self.weight, f)
+        return weight * yes, weight * no
+
+    def _total_mass(self, f: Tensor, y: Tensor) -> Tensor:
+        if self.weight is None and self.pos_weight is None:
+            return f.new_ones(())  # for y in {0, 1} and between them alike
+        yes, no = self._mass(f, y)
+        return yes + no
+
+
+def _each_row(weight: Tensor, f: Tensor) -> Tensor:
+    """A weight for rows f (n, C), which are those of whole sequences, position by position, where it is (T, C)."""
+    return weight.repeat(len(f) // len(weight), 1) if weight.ndim == 2 else weight

@@ -1,0 +1,202 @@
+"""How are class labels distributed around logits?"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock, Weights, within
+
+
+class Categorical(Likelihood):
+    """Softmax over C classes: p = softmax(f), H = diag(p) - p p^T, L = diag(sqrt p) - p sqrt(p)^T.
+
+    Targets are class indices (n,) of an integer dtype, or class probabilities t, floating rows (n, C) that sum to 1; an
+    index y stands for t = e_y. Options mean what they mean in :class:`torch.nn.CrossEntropyLoss` with
+    ``reduction="sum"``; a point then has the target mass q = weight ((1 - s) t + s / C), the log-likelihood q . log p,
+    the residual |q| p - q and the curvature |q| H, where s is the label smoothing and |q| the sum of q. Without options
+    q is t and |q| is 1.
+
+    weight: (C,) non-negative weights of the classes.
+    ignore_index: points with this index as target count for nothing; one that is a class (0 or more) is refused where
+        targets are class probabilities.
+    label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
+        over y.
+    Raises ValueError for options out of range.
+    """
+
+    def __init__(
+        self, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float | int = 0.0
+    ) -> None:
+        if weight is not None and not (weight.ndim == 1 and weight.is_floating_point() and within(weight, 0.0)):
+            raise ValueError(
+                "Class weights must be a floating tensor of shape (C,), finite and not negative; "
+                f"given {weight.dtype} of shape {tuple(weight.shape)}."
+            )
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1); given {label_smoothing}.")
+        self.weight = weight
+        self.ignore_index = ignore_index
+        self.label_smoothing = float(label_smoothing)
+
+    def __repr__(self) -> str:
+        weight = "None" if self.weight is None else f"<{len(self.weight)} classes>"
+        return (
+            f"Categorical(weight={weight}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing:g})"
+        )
+
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        return (self._target_mass(f, y, w) * f.log_softmax(-1)).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        q = self._target_mass(f, y, w)
+        largest = q.argmax(-1, keepdim=True) if y.is_floating_point() else self._class_index(y)
+        return _zero_sum(q.sum(-1, keepdim=True) * f.softmax(-1) - q, largest)
+
+    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+        p = f.softmax(-1)
+        return self._curvature_weight(f, y, w) * p * _centred(u, p)
+
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+        log_p = f.log_softmax(-1)
+        v = (0.5 * log_p).exp() * z
+        product = _zero_sum(v - log_p.exp() * v.sum(-1, keepdim=True), f.argmax(-1, keepdim=True))
+        return self._curvature_weight(f, y, w).sqrt() * product
+
+    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+        log_p = f.log_softmax(-1)
+        return self._curvature_weight(f, y, w).sqrt() * (0.5 * log_p).exp() * _centred(u, log_p.exp())
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        return torch.multinomial(f.detach().softmax(-1), 1, generator=generator).squeeze(-1)
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        drawn = self.sample(f, generator).unsqueeze(-1)
+        unscaled = _zero_sum(f.softmax(-1).scatter_add(-1, drawn, -torch.ones_like(f[:, :1])), drawn)
+        return self._curvature_weight(f, y, w).sqrt() * unscaled
+
+    def mean(self, f: Outputs) -> Outputs:
+        return f.softmax(-1)
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        if num_outputs is not None:
+            self._check_classes(num_outputs)
+        if y.is_floating_point() and y.ndim == 2:
+            if self.ignore_index >= 0:
+                raise ValueError(
+                    f"ignore_index={self.ignore_index} has no meaning for class probabilities, torch refuses it too; "
+                    "leave points out by weights of zero."
+                )
+            _check_probabilities(y, num_outputs)
+            return
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise TypeError(
+                "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
+                f"floating one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels with y.long(), one-hot rows "
+                'with y.float(); for regression say likelihood="regression".'
+            )
+        if y.ndim != 1:
+            hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
+            raise ValueError(f"Categorical targets have shape (n,); given {tuple(y.shape)}. {hint}")
+        self._check_labels(y, num_outputs)
+
+    def _check_labels(self, y: Tensor, num_outputs: int | None) -> None:
+        labels = y[y != self.ignore_index].long()
+        if labels.numel() == 0:
+            return
+        low, high = (int(bound) for bound in torch.stack(labels.aminmax()).tolist())
+        if low < 0 or (num_outputs is not None and high >= num_outputs):
+            top = "C - 1" if num_outputs is None else f"{num_outputs - 1}"
+            raise ValueError(
+                f"Categorical targets must lie in 0 .. {top} (the model has C = {num_outputs or 'unknown'} outputs) "
+                f"or equal ignore_index = {self.ignore_index}; given values from {low} to {high}. "
+                "Renumber the classes from 0, or give the model more outputs."
+            )
+
+    def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
+        f = y if y.is_floating_point() else torch.zeros((), device=y.device)
+        return (self._curvature_weight(f, y, w) != 0).squeeze(-1)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Categorical:
+        new = copy.copy(self)
+        if self.weight is not None:
+            new.weight = self.weight.to(device=device, dtype=dtype)
+        return new
+
+    def _check_classes(self, num_outputs: int) -> None:
+        if num_outputs < 2:
+            raise ValueError(
+                f"A categorical likelihood needs a model with C >= 2 outputs; it has {num_outputs}. For two classes "
+                "from one logit, use two logits (0, f) instead."
+            )
+        if self.weight is not None and len(self.weight) != num_outputs:
+            raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
+
+    def _class_index(self, y: Tensor) -> Tensor:
+        """Labels (n, 1), with class 0 standing in for ignored ones so that they can be gathered."""
+        return y.long().masked_fill(y == self.ignore_index, 0).unsqueeze(-1)
+
+    def _target_mass(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
+        """The mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
+        smoothing = self.label_smoothing
+        if y.is_floating_point():
+            q = torch.lerp(y, y.new_tensor(1 / y.shape[-1]), smoothing) if smoothing else y
+            q = q if self.weight is None else self.weight * q
+        else:
+            class_weight = f.new_ones(f.shape[-1]) if self.weight is None else self.weight
+            labels = self._class_index(y)
+            on = (1.0 - smoothing) * class_weight[labels]
+            q = (smoothing / f.shape[-1] * class_weight).expand_as(f).scatter_add(-1, labels, on)
+        return q * self._point_weight(y, w, f.dtype)
+
+    def _curvature_weight(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
+        """The factor |q| (n, 1) of H."""
+        if y.is_floating_point():
+            return self._target_mass(f, y, w).sum(-1, keepdim=True)
+        point = self._point_weight(y, w, f.dtype)
+        if self.weight is None:
+            return point
+        label_weight = self.weight[self._class_index(y)]
+        return point * torch.lerp(label_weight, self.weight.mean(), self.label_smoothing)
+
+    def _point_weight(self, y: Tensor, w: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if y.is_floating_point():
+            return y.new_ones(1, 1) if w is None else w.unsqueeze(-1)
+        counted = (y != self.ignore_index).to(dtype)
+        return (counted if w is None else counted * w).unsqueeze(-1)
+
+
+def _centred(u: Tensor, p: Tensor) -> Tensor:
+    """u - p.u, with u first measured from its entry at the likeliest class, so that p near 1 loses no digits."""
+    top = p.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1)
+    u = u - u.gather(-1, top)
+    return u - (p * u).sum(-1, keepdim=True)
+
+
+def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
+    """x, whose rows sum to 0 in exact arithmetic, with the entry at ``index`` (n, 1) set to minus the others' sum.
+
+    That entry is a difference like p - 1, which rounding would leave without digits.
+    """
+    return x.scatter_add(-1, index.expand(*x.shape[:-1], 1), -x.sum(-1, keepdim=True))
+
+
+def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
+    if num_outputs is not None and y.shape[1] != num_outputs:
+        raise ValueError(f"The model has {num_outputs} outputs, but the targets have shape {tuple(y.shape)}.")
+    slack = max(1e-4, 8 * torch.finfo(y.dtype).eps)
+    if y.numel() and not bool((y >= 0).all() & ((y.sum(-1) - 1).abs() <= slack).all()):
+        raise ValueError(
+            "Categorical targets of a floating dtype are class probabilities: at least 0, with rows that sum to 1. "
+            "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
+            'sample weights. For regression say likelihood="regression".'
+        )

@@ -1,0 +1,240 @@
+"""How are targets distributed, where a user says so with a `torch.distributions.Distribution`?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributions
+from torch.distributions import Distribution
+
+from curvops.network.likelihoods.independent import weighted
+from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock, Weights
+
+# The points and draws on which a Hessian is looked at before it is taken for the Fisher.
+POINTS, DRAWS = 8, 64
+MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs samples and residuals alone"
+
+
+class FromDistribution(Likelihood):
+    """p(y | f) = function(f), any distribution with batch shape (n, ...); its batch dimensions are independent.
+
+    Targets (n, ...) have the distribution's batch and event shape. What H is, C x C per point:
+
+    - with a finite support, E[r r^T] by enumeration: a gradient per value and batch entry;
+    - else the Hessian of -log p, where it is the Fisher because it does not depend on y (natural parameters: a normal
+      mean, a log rate): C gradients. That is looked at on the first points, and raises ValueError where it is not so.
+
+    H is found anew at each product, and its symmetric root, for root products, costs O(C^3) per point. Tensors inside
+    `function` get no gradients from an operator, and must have the outputs' device. Pickling needs a `function` that
+    pickles: no lambda. Methods raise TypeError or ValueError for what is no such distribution.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Distribution]) -> None:
+        self.function = function
+        self._constant = False
+
+    def __repr__(self) -> str:
+        return f"FromDistribution({getattr(self.function, '__name__', self.function)})"
+
+    def distribution(self, f: Outputs) -> Distribution:
+        """p(. | f); raises TypeError or ValueError unless it is a distribution with one row a point."""
+        try:
+            found = self.function(f)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Look at what it "
+                "does with the outputs: scales and rates are positive, as f.exp() is, and probabilities logits=f."
+            ) from error
+        if not isinstance(found, Distribution):
+            raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
+        if found.batch_shape[:1] != f.shape[:1]:
+            raise ValueError(
+                f"{self!r} made outputs of shape {tuple(f.shape)} into a distribution of batch shape "
+                f"{tuple(found.batch_shape)}; expected (n, ...) with n = {len(f)}, one row a point."
+            )
+        return found
+
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        return weighted(self._log_factors(f, y), w).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        return weighted(_recording(self._residual, f, y), w)
+
+    def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
+        """H of each point, weights included."""
+        H = _recording(self._fisher, f, y)
+        return H if w is None else H * w[:, None, None]
+
+    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+        return torch.einsum("ncd,...nd->...nc", self.fisher(f, y, w), u)
+
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+        values, vectors = torch.linalg.eigh(self.fisher(f, y, w))
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
+        return torch.einsum("ncd,...nd->...nc", root, z)
+
+    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+        return self.root_product(f, u, y, w)
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        found = self.distribution(f.detach())
+        if generator is None:
+            return self._draw(found)
+        # Distributions draw from torch's default generators alone: seeded here, and put back.
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        accelerator = [] if f.device.type == "cpu" else [f.device]
+        with torch.random.fork_rng(accelerator, device_type=f.device.type if accelerator else "cuda"):
+            torch.default_generator.manual_seed(seed)
+            if accelerator:
+                module = torch.get_device_module(f.device)
+                with module.device(f.device):
+                    module.manual_seed(seed)
+            return self._draw(found)
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        return self.residual(f, self.sample(f, generator), None if w is None else w.sqrt())
+
+    def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
+        found = self.distribution(f)
+        if isinstance(found, distributions.Categorical):
+            return found.probs
+        try:
+            return found.mean.reshape(len(f), -1)
+        except NotImplementedError as error:
+            raise TypeError(f"{self!r} gives a {type(found).__name__}, which has no mean.") from error
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        """As far as possible without outputs; shape and support are checked when targets are scored."""
+        if y.is_floating_point() and y.numel() and not bool(y.isfinite().all()):
+            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
+
+    def _draw(self, found: Distribution) -> Tensor:
+        try:
+            return found.sample().detach()
+        except NotImplementedError as error:
+            raise TypeError(
+                f"{self!r} gives a {type(found).__name__}, which has no sample(); use a distribution that has one, or "
+                "subclass curvops.likelihoods.Likelihood."
+            ) from error
+
+    def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log-probabilities (n, F) of the F independent factors of each point."""
+        found = self.distribution(f)
+        if y.shape != found.batch_shape + found.event_shape:
+            raise ValueError(
+                f"{self!r} gives a {type(found).__name__} over targets of shape "
+                f"{tuple(found.batch_shape + found.event_shape)}; given {tuple(y.shape)}."
+            )
+        return self._score(found, f, y)
+
+    def _scored(self, y: Tensor, f: Tensor) -> Tensor:
+        return self._score(self.distribution(f), f, y)
+
+    def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
+        try:
+            log_p = _base(found).log_prob(y)
+        except NotImplementedError as error:
+            raise TypeError(
+                f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "
+                "or subclass curvops.likelihoods.Likelihood."
+            ) from error
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Look at "
+                "the range and dtype of the targets."
+            ) from error
+        return log_p.reshape(len(f), -1).to(f.dtype)
+
+    def _residual(self, f: Tensor, y: Tensor) -> Tensor:
+        gradient: Tensor = torch.func.grad(lambda g: -self._log_factors(g, y).sum())(f)
+        return gradient
+
+    def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
+        found = _base(self.distribution(f))
+        if found.has_enumerate_support:
+            try:
+                return self._enumerated(f, found.enumerate_support(expand=False))
+            except NotImplementedError:  # a binomial with different total counts, say
+                pass
+        if not self._constant:
+            self._constant = self._hessian_is_fisher(f.detach()[:POINTS], y[:POINTS])
+        return self._hessians(f, y)
+
+    def _enumerated(self, f: Tensor, support: Tensor) -> Tensor:
+        """The sum of p r r^T over values and factors, (n, C, C)."""
+        H = torch.zeros_like(f.unsqueeze(2) * f.unsqueeze(1))
+        for value in support:
+            log_p, pull = _vjp(partial(self._scored, value), f)
+            for j in range(log_p.shape[1]):
+                (r,) = pull(torch.zeros_like(log_p).index_fill(1, torch.tensor([j], device=f.device), 1.0))
+                H = H + log_p[:, j, None, None].exp() * r.unsqueeze(2) * r.unsqueeze(1)
+        return H
+
+    def _hessians(self, f: Tensor, y: Tensor) -> Tensor:
+        """Hessians (n, C, C) of -log p."""
+        _, pull = _vjp(lambda g: self._residual(g, y), f)
+        units = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+        H = torch.stack([pull(unit.expand_as(f))[0] for unit in units], -1)
+        return (H + H.mT) / 2
+
+    def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
+        """Whether the Hessian was seen to be the Fisher: False where all draws were the same, so that nothing is known.
+
+        Raises ValueError where it depends on y, or where E[r r^T] exceeds it by 6 standard errors (a kink or a support
+        that depends on f, as of a Laplace distribution, whose Hessian is 0).
+        """
+        generator = torch.Generator(device=f.device).manual_seed(0)
+        drawn = self.sample(f.repeat(DRAWS, 1), generator)
+        targets = torch.cat([y.to(drawn.dtype), drawn])
+        f = f.repeat(DRAWS + 1, 1)
+        H = self._hessians(f, targets).detach().unflatten(0, (DRAWS + 1, -1))
+        slack = torch.finfo(H.dtype).eps ** 0.5
+        size = H.abs().amax((0, 2, 3))
+        spread = (H - H[0]).abs().amax((0, 2, 3))
+        squares = self._residual(f, targets).detach().square().sum(-1).unflatten(0, (DRAWS + 1, -1))[1:]
+        excess = squares.mean(0) - H[0].diagonal(dim1=-2, dim2=-1).sum(-1)
+        margin = 6 * squares.std(0) / DRAWS**0.5 + slack * size.clamp_min(slack)
+        if bool((spread > slack * size).any()):
+            raise ValueError(
+                f"{self!r}: the Hessian of -log p depends on the target, so it is not the output Fisher (the outputs "
+                f"are no natural parameters), and the support is not finite. {MONTE_CARLO}; or let the outputs be "
+                "natural parameters (a mean at a fixed variance, a log rate)."
+            )
+        if bool((excess > margin).any()):
+            raise ValueError(
+                f"{self!r}: the Hessian of -log p is smaller than the second moment of its gradient, so it is not the "
+                f"output Fisher (log p has a kink, or its support depends on the outputs). {MONTE_CARLO}."
+            )
+        return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
+
+
+def _base(found: Distribution) -> Distribution:
+    """The distribution whose batch entries are the independent factors."""
+    while isinstance(found, distributions.Independent):
+        found = found.base_dist
+    return found
+
+
+def _vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
+    """function(f) and its pull of cotangents."""
+    result: Any = torch.func.vjp(function, f)
+    return result[0], result[1]
+
+
+def _recording(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
+    """compute(f, y), which differentiates, also where the caller records no gradients or is in inference mode."""
+    keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        f, y = (t.clone() if t.is_inference() else t for t in (f, y))
+        result = compute(f if keep or not f.requires_grad else f.detach(), y)
+    return result if keep or not result.requires_grad else result.detach()

@@ -1,0 +1,90 @@
+"""How are real-valued targets distributed around the outputs?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.likelihoods.independent import Independent, check_rows, normal_like, weighted
+from curvops.network.likelihoods.likelihood import Outputs, Weights, within
+
+
+class Gaussian(Independent):
+    """Independent normal targets around the outputs: y ~ N(f, noise), H = I / noise.
+
+    noise: the VARIANCE, as in gpytorch: a positive number, or a floating tensor, 0-d or one entry per output (C,),
+    which may require a gradient. A different known variance per point is a sample weight. Targets have the outputs'
+    shape (n, C). Raises ValueError when the noise is not positive and finite.
+    """
+
+    def __init__(self, noise: float | int | Tensor = 1.0) -> None:
+        tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
+        if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
+            raise ValueError(
+                "Gaussian noise is a variance: a positive finite number, or a floating tensor of such, 0-d or of "
+                f"shape (C,); given {noise!r}."
+            )
+        self.noise = tensor
+
+    def __repr__(self) -> str:
+        return f"Gaussian(noise={self.noise.tolist()})"
+
+    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
+        squares = (f - y).square() / self.noise + (2.0 * math.pi * self.noise).log()
+        return weighted(-0.5 * squares, w).sum(-1)
+
+    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
+        return weighted((f - y) / self.noise, w)
+
+    def curvature(self, f: Outputs, y: Tensor) -> Tensor:
+        return 1 / self.noise
+
+    def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
+        return self.noise.rsqrt()
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        return (f + self.noise.sqrt() * normal_like(f, generator)).detach()
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        return self.root_product(f, normal_like(f, generator), y, w)
+
+    def mean(self, f: Outputs) -> Outputs:
+        return f
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        if not y.is_floating_point():
+            raise TypeError(
+                f"Gaussian targets must have a floating dtype; given {y.dtype}. Convert with y.float(); "
+                'for class labels say likelihood="classification".'
+            )
+        check_rows(y, num_outputs, "Gaussian")
+        if num_outputs is not None and self.noise.numel() not in (1, num_outputs):
+            raise ValueError(
+                f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs."
+            )
+        if y.numel() and not within(y, -math.inf, strict=True):
+            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
+
+    @property
+    def hyperparameters(self) -> tuple[Tensor, ...]:
+        return (self.noise,)
+
+    def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Gaussian:
+        (noise,) = tensors
+        new = copy.copy(self)
+        new.noise = noise
+        return new
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Gaussian:
+        return self.with_hyperparameters((self.noise.to(device=device, dtype=dtype),))

@@ -1,0 +1,185 @@
+"""What stands between J and Jᵀ: the C × C curvature of each point, as products and as columns of a square root."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from curvops.network.data.batches import Batch
+from curvops.network.likelihoods.likelihood import Likelihood
+
+Kind = Literal["exact", "mc", "empirical"]
+
+
+class OutputFisher(ABC):
+    """H_n = Σ_r s_r s_rᵀ for each point n: exactly the likelihood's, or sums over few residuals."""
+
+    likelihood: Likelihood
+
+    @abstractmethod
+    def num_columns(self, num_outputs: int) -> int:
+        """R, the number of columns s_r a point has for C outputs."""
+
+    @abstractmethod
+    def product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch) -> Float[Tensor, "K n C"]:
+        """H u."""
+
+    @abstractmethod
+    def root_product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"], batch: Batch) -> Float[Tensor, "K n C"]:
+        """L z = Σ_r z_r s_r."""
+
+    @abstractmethod
+    def root_transpose_product(
+        self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch
+    ) -> Float[Tensor, "K n R"]:
+        """Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
+
+    def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
+        """Which points, of sequences which positions, count at all."""
+        return self.likelihood.counted(batch.targets, batch.weights)
+
+    def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
+        """The columns s_start … s_(stop−1) of every point."""
+        index = torch.arange(stop - start, device=f.device)
+        units = f.new_zeros(stop - start, f.shape[0], self.num_columns(f.shape[1]))
+        units[index, :, start + index] = 1.0
+        return self.root_product(f, units, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact(OutputFisher):
+    """The output Fisher itself, R = C columns: the curvature of the GGN."""
+
+    likelihood: Likelihood
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.likelihood.root_columns(num_outputs)
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.hessian_product(f, u, batch.targets, batch.weights)
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.root_product(f, z, batch.targets, batch.weights)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self.likelihood.root_transpose_product(f, u, batch.targets, batch.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit(OutputFisher):
+    """H = I: the columns are those of the identity, and the rows those of J itself."""
+
+    def num_columns(self, num_outputs: int) -> int:
+        return num_outputs
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " n"]:
+        return torch.ones(batch.num_points, dtype=torch.bool, device=batch.targets.device)
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return u
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return z
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return u
+
+
+class FromResiduals(OutputFisher):
+    """H_n = Σ_m r_m r_mᵀ over few residuals: few rows J_nᵀ r_m, which are kept however many outputs there are."""
+
+    def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self.root_product(f, self.root_transpose_product(f, u, batch), batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled(FromResiduals):
+    """Residuals at targets drawn from the model once and for all, (M, N, C) divided by √M: the Monte-Carlo Fisher."""
+
+    likelihood: Likelihood
+    draws: Tensor
+
+    def num_columns(self, num_outputs: int) -> int:
+        return len(self.draws)
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("mnc,knm->knc", self._residuals(f, batch), z)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("mnc,knc->knm", self._residuals(f, batch), u)
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return self._residuals(f, batch)[start:stop]
+
+    def _residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "M n C"]:
+        return self.draws[:, batch.start : batch.start + f.shape[0]]
+
+
+@dataclass(frozen=True, eq=False)
+class Empirical(FromResiduals):
+    """The residual at the true target: the empirical Fisher, one outer product a point (R = 1).
+
+    With `positions` T above 1 a point is a sequence of T tokens, and each has an outer product of its own (R = T).
+    """
+
+    likelihood: Likelihood
+    positions: int = 1
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.positions
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return (self._residuals(f, batch) * z.unsqueeze(-1)).flatten(2)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return torch.einsum("ntc,kntc->knt", self._residuals(f, batch), u.unflatten(2, (self.positions, -1)))
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        r = self._residuals(f, batch)
+        columns = r.new_zeros(stop - start, *r.shape)
+        index = torch.arange(start, stop, device=r.device)
+        columns[index - start, :, index] = r[:, start:stop].transpose(0, 1)
+        return columns.flatten(2)
+
+    def _residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "n T C"]:
+        r = self.likelihood.residual(f, batch.targets, batch.weights)
+        return r.unflatten(1, (self.positions, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """L of one batch's points, H = L Lᵀ: what few rows a point, Lᵀ J, are made with."""
+
+    fisher: OutputFisher
+    batch: Batch
+
+    def num_columns(self, num_outputs: int) -> int:
+        """R."""
+        return self.fisher.num_columns(num_outputs)
+
+    def columns(self, f: Float[Tensor, "n C"], start: int, stop: int) -> Float[Tensor, "r n C"]:
+        """Some columns of every point."""
+        return self.fisher.columns(f, self.batch, start, stop)
+
+    def product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"]) -> Float[Tensor, "K n C"]:
+        """L z."""
+        return self.fisher.root_product(f, z, self.batch)
+
+    def transpose_product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"]) -> Float[Tensor, "K n R"]:
+        """Lᵀ u."""
+        return self.fisher.root_transpose_product(f, u, self.batch)
+
+
+IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
+"""L = I of any points: the rows are those of J itself."""
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError for a word that names no Fisher."""
+    if kind not in get_args(Kind):
+        raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target a point) or 'empirical'.")

@@ -1,0 +1,123 @@
+"""How are the targets of a sequence distributed, given a likelihood of the target at one position?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from curvops.network.data.layout import misplaced
+from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock
+
+SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
+
+
+class Sequences(Likelihood):
+    """T targets a point, independent given the outputs: log p is the sum over positions, H block-diagonal.
+
+    Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), as `likelihood` takes
+    them for n·T points. Weights (n, T) are one factor per position (zeros leave positions out), (n,) one per sequence.
+    `co.linearize` makes this of any likelihood where the model returns (N, T, C).
+    """
+
+    positions: int
+
+    def __init__(self, likelihood: Likelihood, positions: int, num_outputs: int) -> None:
+        if likelihood.positions not in (None, positions):
+            raise ValueError(f"{likelihood!r} is for {likelihood.positions} positions a point; given {positions}.")
+        self.likelihood, self.positions, self.num_outputs = likelihood, positions, num_outputs
+
+    def __repr__(self) -> str:
+        return f"Sequences({self.likelihood!r}, positions={self.positions}, num_outputs={self.num_outputs})"
+
+    @property
+    def output_shape(self) -> torch.Size:
+        """(T, C)."""
+        return torch.Size((self.positions, self.num_outputs))
+
+    def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
+        each = self.likelihood.log_prob(self._split(f), y.flatten(0, 1), self._each(w))
+        return each.unflatten(0, (-1, self.positions)).sum(1)
+
+    def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
+        return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._each(w)))
+
+    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: SequenceWeights = None) -> Block:
+        product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
+        return self._join(product)
+
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> Block:
+        product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._each(w))
+        return self._join(product)
+
+    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: SequenceWeights = None) -> RootBlock:
+        product = self.likelihood.root_transpose_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
+        return self._join(product)
+
+    def root_columns(self, num_outputs: int) -> int:
+        return self.positions * self.likelihood.root_columns(num_outputs // self.positions)
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        return self.likelihood.sample(self._split(f), generator).unflatten(0, (-1, self.positions))
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: SequenceWeights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        return self._join(self.likelihood.mc_residual(self._split(f), y.flatten(0, 1), self._each(w), generator))
+
+    def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return self._join(self.likelihood.mean(self._split(f)))
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        if num_outputs not in (None, self.output_shape.numel()):
+            raise ValueError(
+                f"{self!r} needs {self.positions} x {self.num_outputs} = {self.output_shape.numel()} outputs; the "
+                f"model has {num_outputs}."
+            )
+        if y.ndim < 2 or y.shape[1] != self.positions:
+            raise ValueError(misplaced((self.positions,), y))
+        try:
+            self.likelihood.check_targets(y.flatten(0, 1), self.num_outputs)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
+
+    def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"]:
+        """Which positions count."""
+        return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions))
+
+    @property
+    def hyperparameters(self) -> tuple[Tensor, ...]:
+        return self.likelihood.hyperparameters
+
+    def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Sequences:
+        return self._around(self.likelihood.with_hyperparameters(tensors))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sequences:
+        return self._around(self.likelihood.to(device, dtype))
+
+    def _around(self, likelihood: Likelihood) -> Sequences:
+        new = copy.copy(self)
+        new.likelihood = likelihood
+        return new
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(*K, n, T·C) as (*K, n·T, C)."""
+        return x.unflatten(-1, (self.positions, -1)).flatten(-3, -2)
+
+    def _join(self, x: Tensor) -> Tensor:
+        """The inverse of `_split`."""
+        return x.unflatten(-2, (-1, self.positions)).flatten(-2)
+
+    def _each(self, w: Tensor | None) -> Tensor | None:
+        """One factor per position, (n·T,)."""
+        if w is None:
+            return None
+        return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten()

@@ -1,0 +1,123 @@
+"""What does a loss of torch say of the targets' distribution, and is that what the loss itself computes?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from curvops.network.data.layout import Layout
+from curvops.network.likelihoods.bernoulli import Bernoulli
+from curvops.network.likelihoods.categorical import Categorical
+from curvops.network.likelihoods.gaussian import Gaussian
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.poisson import Poisson
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a class of losses is read.
+
+    likelihood: made of a loss and, where it is known, the shape of a point's outputs. class_dim: the dimension of
+    (N, ...) that holds the classes. indices: whether targets may be class indices.
+    """
+
+    likelihood: Callable[[nn.Module, torch.Size | None], Likelihood]
+    class_dim: int = -1
+    indices: bool = False
+
+
+def _cross_entropy(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
+    assert isinstance(loss, nn.CrossEntropyLoss)
+    return Categorical(loss.weight, loss.ignore_index, loss.label_smoothing)
+
+
+def _binary_cross_entropy(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
+    assert isinstance(loss, nn.BCEWithLogitsLoss)
+    return Bernoulli(_over(loss.weight, "weight", shape), _over(loss.pos_weight, "pos_weight", shape))
+
+
+def _poisson(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
+    assert isinstance(loss, nn.PoissonNLLLoss)
+    if not loss.log_input:
+        raise ValueError("PoissonNLLLoss(log_input=False): let the model return log rates, and use log_input=True.")
+    return Poisson()
+
+
+def _squares(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
+    return Gaussian(noise=0.5)
+
+
+READINGS: dict[type[nn.Module], Reading] = {
+    nn.CrossEntropyLoss: Reading(_cross_entropy, class_dim=1, indices=True),
+    nn.BCEWithLogitsLoss: Reading(_binary_cross_entropy),
+    nn.PoissonNLLLoss: Reading(_poisson),
+    nn.MSELoss: Reading(_squares),
+}
+
+
+def reading_of(spec: object) -> Reading | None:
+    """How a loss of torch is read; None for anything else."""
+    return next((reading for kind, reading in READINGS.items() if isinstance(spec, kind)), None)
+
+
+def require_same_loss(
+    loss: nn.Module, likelihood: Likelihood, layout: Layout, outputs: Tensor, targets: Tensor, f: Tensor
+) -> None:
+    """Raise ValueError unless the sum of a torch loss has the likelihood's residual as its gradient.
+
+    `outputs` (n, *shape) and `targets` are as the model and the data give them, `f` the same outputs as rows. Compared
+    at these outputs and at random ones: a subclass that computes something else is found by what it computes.
+    """
+    reading = reading_of(loss)
+    assert reading is not None
+    summed = copy.deepcopy(loss).to(device=outputs.device, dtype=f.dtype)
+    summed.__dict__["reduction"] = "sum"
+    integers = not targets.is_floating_point()
+    y = targets.long() if integers and reading.indices else targets.to(f.dtype)
+    generator = torch.Generator(device=f.device).manual_seed(0)
+    random = torch.randn(outputs.shape, dtype=f.dtype, device=f.device, generator=generator)
+    for g in (outputs.detach().to(f.dtype), random):
+        with torch.inference_mode(False), torch.enable_grad():
+            g = g.clone().requires_grad_()
+            try:
+                (gradient,) = torch.autograd.grad(summed(g, y.clone()).sum(), g)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise ValueError(
+                    f"{loss} itself cannot score outputs of shape {tuple(outputs.shape)} and targets of shape "
+                    f"{tuple(targets.shape)} ({targets.dtype}): {error}"
+                ) from error
+        expected = likelihood.residual(layout.rows(g.detach()), layout.targets(targets))
+        difference, size = (layout.rows(gradient) - expected).norm(), expected.norm()
+        if not bool(difference <= 10 * torch.finfo(f.dtype).eps ** 0.5 * size):
+            raise ValueError(
+                f"{loss} has another gradient than {likelihood} (they differ by {float(difference):.2g}, the "
+                f"likelihood's own is {float(size):.2g}), so it is no plain {_plain(loss)}. Give the likelihood "
+                "itself: one of curvops.likelihoods, or a function from outputs to a torch.distributions.Distribution."
+            )
+
+
+def _plain(loss: nn.Module) -> str:
+    return next(f"torch.nn.{kind.__name__}" for kind in READINGS if isinstance(loss, kind))
+
+
+def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor | None:
+    """A weight that torch broadcasts over (N, *shape), as (C,) or, where it differs between positions, (T, C)."""
+    if weight is None or shape is None or weight.numel() == 1:
+        return weight if weight is None or weight.numel() > 1 else weight.reshape(())
+    if weight.ndim == 1 + len(shape) and len(weight) == 1:
+        weight = weight.squeeze(0)
+    try:
+        full = weight.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"BCEWithLogitsLoss: {name} of shape {tuple(weight.shape)} does not broadcast over the outputs of a point, "
+            f"{tuple(shape)}. Give weights of points with the data: (inputs, targets, weights) and weights=True."
+        ) from error
+    if full.ndim < 2:
+        return full
+    rows = full.flatten(0, -2)
+    return rows[0] if bool((rows == rows[0]).all()) else rows

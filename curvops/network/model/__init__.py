@@ -1,0 +1,1 @@
+"""The user's model: a snapshot, its parameters, how it is called."""

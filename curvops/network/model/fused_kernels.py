@@ -1,0 +1,60 @@
+"""Which kernels a model must run on to be differentiated in both modes, for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
+from curvops.network.model.wrappers import eagerly, holds_compiled
+
+
+def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
+    """Contexts that keep the model on kernels with derivatives of both modes; each is restored after a call."""
+    settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
+    parts = list(module.modules()) if module is not None else []
+    if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
+        settings.append(_no_fast_path)  # in eval mode these take a fused path without derivatives
+    if any(isinstance(part, nn.RNNBase) for part in parts):
+        settings += [_no_mkldnn, _no_cudnn]  # float32 RNNs without forward mode; no backward pass in eval mode
+    return settings
+
+
+def stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
+    """Contexts in which every call of the model runs: the same values by operations that can be differentiated."""
+    parts = list(module.modules()) if module is not None else []
+    stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
+    return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
+
+
+def _unfused_attention() -> Any:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@contextlib.contextmanager
+def _no_mkldnn() -> Iterator[None]:
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set TF32 too, and warn of it
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _no_cudnn() -> Any:
+    return torch.backends.cudnn.flags(enabled=False)
+
+
+@contextlib.contextmanager
+def _no_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

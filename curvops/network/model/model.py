@@ -1,0 +1,362 @@
+"""The user's model as a pure function of its parameters: a snapshot that nothing later can change."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvops.network.data.inputs import Inputs, components, copy, normalise, take
+from curvops.network.data.layout import Layout
+from curvops.network.data.randomness import own_randomness
+from curvops.network.model.calls import Calls
+from curvops.network.model.failures import explained
+from curvops.network.model.fused_kernels import settings_for, stand_ins_for
+from curvops.network.model.parameters import Blocks, Selection, select
+from curvops.network.model.tangent_space import TangentSpace, tangent_space
+from curvops.network.model.wrappers import unwrapped
+
+STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+
+class Model:
+    """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
+
+    Outputs at several positions a point, (n, ..., C), become rows (n, T·C) as its `layout` says, once it has one.
+
+    Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
+    inputs), params). The module itself is called through `functional_call`, its training flags set to what they were at
+    the snapshot and restored after each call. A module can hold one set of values at a time, so everything that calls
+    it takes `lock`.
+    `last` names the parameters of the last layer, where "last_layer" selects them (see `last_layer`).
+    Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
+    """
+
+    @torch.inference_mode(False)  # inference tensors could never be differentiated
+    @torch.no_grad()
+    def __init__(self, source: Any, parameters: Any = None, last: Sequence[str] = ()) -> None:
+        self.lock = threading.RLock()
+        self.module, function, tensors, trainable = _parts(source)
+        self._function = function
+        self._buffers: Blocks = {}
+        if self.module is not None:
+            check_deterministic_modules(self.module)
+            self._modes = {module: module.training for module in self.module.modules()}
+            self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self._places = {} if self.module is None else places(self.module)
+        self.selection: Selection = select(tensors, trainable, parameters, last)
+        self.frozen = {
+            name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
+        }
+        for name, tensor in self.frozen.items():
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"parameter {name!r} holds NaN or Inf; train again, or load other weights.")
+        # One flat copy; the named parameters are views of it.
+        chosen = {name: tensors[name].detach() for name in self.selection.names}
+        self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
+        self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
+        self.layout: Layout | None = None
+        self.calls = Calls(self.module)
+        self._writes = False
+        self._admitted: set[Hashable] = set()
+
+    @property
+    def theta(self) -> Float[Tensor, " D"]:
+        """The selected parameters as one vector."""
+        index = self.selection.index
+        return self._flat if index is None else self._flat[index]
+
+    @property
+    def values(self) -> Blocks:
+        """The selected parameters by name, views of the snapshot."""
+        parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
+        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+
+    def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
+        """Selected parameters by name, entries outside a subnetwork as in the snapshot."""
+        index = self.selection.index
+        flat = weights if index is None else self._flat.to(weights.dtype).index_copy(0, index, weights)
+        parts = flat.split([shape.numel() for shape in self.selection.shapes])
+        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+
+    @cached_property
+    def tangent_space(self) -> TangentSpace:
+        """Where the snapshot stands; a cast keeps it."""
+        return tangent_space(self.selection, {**self.values, **self.frozen, **self._buffers})
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the snapshot."""
+        return [self._flat, *self.frozen.values(), *self._buffers.values()]
+
+    @property
+    def eps(self) -> float:
+        """The coarsest rounding among its tensors' dtypes: a frozen base may be in half precision."""
+        return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
+
+    @property
+    def training(self) -> bool:
+        """Whether a part of the module was in train mode at the snapshot."""
+        return self.module is not None and any(self._modes.values())
+
+    def leaves(self) -> Blocks:
+        """The selected parameters by name, as leaves of a graph to be recorded."""
+        return {name: value.detach().requires_grad_() for name, value in self.values.items()}
+
+    def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
+        """The outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
+
+        Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), of the shape that was fixed.
+        """
+        return self._rows(self.raw(values, inputs))
+
+    def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
+        """What the model returns, (n, ...) as it returns it."""
+        return checked_outputs(self._run(values, inputs), self.layout)
+
+    def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> Layout:
+        """The layout of the outputs at these inputs, found by a forward pass; from now on all outputs must have it.
+
+        class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: take (n,) for (n, 1).
+        The pass also finds out how the model is called, and whether it writes into its inputs. Raises ValueError or
+        TypeError, with the remedy, for an error inside the model.
+        """
+        self.calls.arguments(inputs)
+        given = copy(inputs)
+        before = _versions(given)
+        with torch.no_grad(), explained(inputs):
+            try:
+                outputs = self._call(self.values, given)
+            except TypeError:
+                if not self.calls.turn(inputs):
+                    raise
+                given = copy(inputs)
+                outputs = self._call(self.values, given)
+        pairs = zip(components(given), components(inputs))
+        self._writes = _versions(given) != before or not all(torch.equal(new, old) for (_, new), (_, old) in pairs)
+        if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
+            self.layout = Layout(torch.Size(()))
+            checked_outputs(outputs, self.layout)
+        else:
+            self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
+        self._admitted.add(_form(inputs))
+        return self.layout
+
+    def admit(self, inputs: Inputs) -> None:
+        """Run the model on two points of inputs in dtypes or shapes that it has not seen.
+
+        Raises ValueError or TypeError, with the remedy, for an error inside the model, and for outputs of another
+        shape.
+        """
+        if (form := _form(inputs)) in self._admitted:
+            return
+        few = take(inputs, slice(0, 2))
+        self.calls.arguments(few)
+        with torch.no_grad():
+            with explained(few):
+                outputs = self._run(self.values, few)
+            self._rows(checked_outputs(outputs, self.layout))
+        self._admitted.add(form)
+
+    def _rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
+        layout = self.layout or Layout(outputs.shape[1:])
+        if layout.shape != outputs.shape[1:]:
+            expected = ", ".join(str(length) for length in layout.shape)
+            raise ValueError(
+                f"the model returns shape {tuple(outputs.shape)}, but (N, {expected}) for the first points; pad "
+                "sequences to one length in all batches."
+            )
+        return layout.rows(outputs).to(self._flat.dtype)
+
+    def _run(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
+        inputs = normalise(inputs)
+        if self._writes:
+            return self._call(values, copy(inputs))
+        before = _versions(inputs)
+        outputs = self._call(values, inputs)
+        if _versions(inputs) != before:
+            self._writes = True
+            raise ValueError(
+                "the model wrote into its inputs, as it did not for the first points: the data may have been changed. "
+                "Let it work on a copy, x = x.clone(), check the data, and linearise again."
+            )
+        return outputs
+
+    def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
+        """What the model returns, whatever that is."""
+        module, function, inputs = self.module, self._function, _recordable(inputs)
+        if module is None:
+            assert function is not None
+            inputs = self.calls.as_given(inputs)
+            return self.holding(values, lambda: function({**self.frozen, **values}, inputs))
+        args, kwargs = self.calls.arguments(inputs)
+        return self.holding(values, lambda: module(*args, **kwargs))
+
+    def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+        """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
+        if self.module is None:
+            with own_randomness(self._flat.device):
+                return run()
+        tensors = {**self.frozen, **self._buffers, **self.values, **values}
+        held = {f"module.{place}": tensors[name] for place, name in self._places.items()}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            stack.enter_context(own_randomness(self._flat.device))
+            stack.enter_context(self._as_recorded(self.module))
+            for stand_in in self._stand_ins:
+                stack.enter_context(stand_in())
+            return functional_call(_Holder(self.module), held, (run,), tie_weights=False)
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Record derivatives even under no_grad or inference_mode, through kernels that have them."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for setting in self._settings:
+                stack.enter_context(setting())
+            yield
+
+    @contextlib.contextmanager
+    def _as_recorded(self, module: nn.Module) -> Iterator[None]:
+        present = {part: part.training for part in module.modules()}
+        changed = {part: mode for part, mode in present.items() if self._modes.get(part, mode) != mode}
+        try:
+            for part in changed:
+                part.training = self._modes[part]
+            yield
+        finally:
+            for part, mode in changed.items():
+                part.training = mode
+
+    @torch.inference_mode(False)
+    def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Model:
+        """A copy with parameters and buffers converted; the user's module is still only called, never changed."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+        _ = self.tangent_space  # before rounding
+        other = object.__new__(Model)
+        other.__dict__.update(self.__dict__)
+        other._flat, other._admitted = convert(self._flat), set()
+        other.frozen = {name: convert(tensor) for name, tensor in self.frozen.items()}
+        other._buffers = {name: convert(buffer) for name, buffer in self._buffers.items()}
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
+
+
+class _Holder(nn.Module):
+    """Runs any function while `functional_call` has put other tensors into the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def places(module: nn.Module) -> dict[str, str]:
+    """Every place that holds a parameter or buffer, once, with the first name of what it holds.
+
+    `functional_call` could tie the names itself, but leaves a module under two names holding the tensors of the call.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        names[id(tensor)] = name
+    found = {}
+    for path, part in module.named_modules():
+        for local, held in (*part._parameters.items(), *part._buffers.items()):
+            if held is not None:
+                found[f"{path}.{local}" if path else local] = names[id(held)]
+    return found
+
+
+def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
+    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, ..., C).
+
+    One number a point, (n,), is accepted where the layout says so.
+    """
+    if not isinstance(outputs, Tensor):
+        wanted = "outputs.logits" if hasattr(outputs, "logits") else "the tensor of outputs alone"
+        raise TypeError(
+            f"the model returns {type(outputs).__name__}, expected a tensor (N, C); wrap it so that forward returns "
+            f"{wanted}."
+        )
+    if not outputs.is_floating_point():
+        raise TypeError(f"the model returns {outputs.dtype}, expected a real floating tensor (N, C).")
+    if outputs.ndim == 0 or (outputs.ndim == 1 and (layout is None or layout.shape)):
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}, expected (N, C), or (N, ..., C) with positions between; "
+            "add outputs.unsqueeze(1)."
+        )
+    if outputs.shape[1:].numel() == 0:
+        raise ValueError(
+            f"the model returns shape {tuple(outputs.shape)}: a point has no outputs, expected at least one."
+        )
+    return outputs
+
+
+def check_deterministic_modules(module: nn.Module) -> None:
+    """Raise ValueError where a module is in a mode that makes its outputs random or dependent on the batch."""
+    for name, part in module.named_modules():
+        if part.training and isinstance(part, STOCHASTIC) and getattr(part, "p", 1) > 0:
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) is in train mode: outputs would be random or depend "
+                "on the other points of a batch; call model.eval() first."
+            )
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so that each point's "
+                "output depends on its batch; use track_running_stats=True or another normalisation."
+            )
+
+
+def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:
+    """Module, function, all named tensors, and the trainable names."""
+    source = unwrapped(source)
+    if isinstance(source, nn.Module):
+        tensors: dict[str, Tensor] = dict(source.named_parameters())
+        trainable = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        return source, None, tensors, trainable
+    if isinstance(source, tuple) and len(source) == 2 and callable(source[0]) and isinstance(source[1], Mapping):
+        function, tensors = unwrapped(source[0]), dict(source[1])
+        bad = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+        if bad:
+            raise TypeError(f"the params mapping must hold tensors by name; {bad} are not.")
+        return None, function, tensors, list(tensors)
+    raise TypeError(
+        f"model must be an nn.Module or a pair (function(params, inputs), params mapping), got {type(source).__name__}."
+    )
+
+
+def _form(inputs: Inputs) -> Hashable:
+    """What a model may depend on besides the numbers: names, dtypes and shapes without the points."""
+    return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
+
+
+def _versions(inputs: Inputs) -> list[int]:
+    """How often each tensor was written to."""
+    return [-1 if tensor.is_inference() else tensor._version for _, tensor in components(inputs)]
+
+
+def _recordable(inputs: Any) -> Any:
+    """The inputs, copied where they were made in inference mode and are now to be differentiated through."""
+    if isinstance(inputs, Mapping):
+        return {name: _recordable(part) for name, part in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_recordable(part) for part in inputs)
+    return inputs.clone() if inputs.is_inference() and not torch.is_inference_mode_enabled() else inputs

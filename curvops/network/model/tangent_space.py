@@ -1,0 +1,103 @@
+"""Where a network was linearised: the parameters selected, and the values of all that the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from curvops.network.data.fingerprints import fingerprint, in_single
+from curvops.network.model.parameters import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class TangentSpace:
+    """The tangent space at θ, in which steps, gradients and curvatures live; it keeps fingerprints, not weights.
+
+    `held` has the fingerprint of every tensor of the model by name: frozen weights and buffers change the map as the
+    selected weights do. `index` are the positions of a subnetwork within the named tensors, None where all of them are
+    selected.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    held: Mapping[str, int]
+    index: Int[Tensor, " S"] | None = None
+
+    def difference(self, other: Any) -> str | None:
+        """What differs between this and another place to linearise at, and what to do; None where nothing does."""
+        if not isinstance(other, TangentSpace):
+            return f"one is of a network's parameters, the other of {other!r}."
+        if (self.names, self.shapes) != (other.names, other.shapes) or not _same(self.index, other.index):
+            return (
+                f"they are of different parameters ({self._described()} and {other._described()}); linearise both with "
+                "the same parameters=."
+            )
+        # What only one of them holds is another model's part (the head of another task), not another value.
+        moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
+        if moved:
+            return (
+                f"they were linearised at different weights (of {_some(moved)}), so that together they are the "
+                "curvature of neither; linearise both data sets at one set of weights. Where the sum is meant "
+                "(yesterday's curvature as a prior, merged Fishers), take a copy that forgets its weights: "
+                "op.detached_from_weights()."
+            )
+        return None
+
+    def joined(self, other: TangentSpace) -> TangentSpace:
+        """What both of two spaces that do not differ say of the weights."""
+        if other.held.keys() <= self.held.keys():
+            return self
+        return other if self.held.keys() <= other.held.keys() else replace(self, held={**self.held, **other.held})
+
+    def detached(self) -> TangentSpace:
+        """The same parameters, wherever they stand."""
+        return replace(self, held={})
+
+    def part(self, indices: Int[Tensor, " S"]) -> TangentSpace:
+        """The space of a subnetwork, as if its positions had been selected."""
+        index = indices if self.index is None else self.index[indices.to(self.index.device)]
+        kept, moved, start, shift = [], torch.empty_like(index), 0, 0
+        for i, size in enumerate(shape.numel() for shape in self.shapes):
+            inside = (index >= start) & (index < start + size)
+            if bool(inside.any()):
+                kept.append(i)
+                moved[inside] = index[inside] - start + shift
+                shift += size
+            start += size
+        names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
+        return TangentSpace(names, shapes, self.held, _unless_all(moved, shift))
+
+    def _described(self) -> str:
+        count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)
+        return f"{count} in {_some(self.names)}"
+
+
+def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
+    """The tangent space of a selection in a model that holds these values. One pass over them.
+
+    Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
+    """
+    filled = {name: value for name, value in values.items() if value.numel()}
+    found = torch.stack([fingerprint([in_single(value)]) for value in filled.values()]).tolist()
+    index = None if selection.index is None else _unless_all(selection.index, selection.size)
+    return TangentSpace(selection.names, selection.shapes, dict(zip(filled, found)), index)
+
+
+def _unless_all(index: Tensor, size: int) -> Tensor | None:
+    """The positions, None where they are all of them in their order."""
+    return None if torch.equal(index, torch.arange(size, device=index.device)) else index
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other.to(one.device))
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(repr(name) for name in names[:most]) + (", …" if len(names) > most else "")

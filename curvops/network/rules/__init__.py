@@ -1,1 +1,0 @@
-"""One file per family of layers; the table of them all is `curvops.network.layers`."""

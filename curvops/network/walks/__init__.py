@@ -1,0 +1,1 @@
+"""Whatever sums over batches."""

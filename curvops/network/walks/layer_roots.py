@@ -1,0 +1,201 @@
+"""Rows g[n, r] = J_nᵀ s[n, r] of a square root of the curvature, layer by layer and in chunks, never all at once.
+
+One forward pass and a backward pass for each column r give every layer's sensitivity δ; what an operator wants of them
+(squares, second moments, Kronecker factors) it adds up chunk by chunk. Parameters without a layer rule get their rows
+by one backward pass for each point and column: right for any model, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import num_points, take
+from curvops.network.engines.autodiff import record_graph
+from curvops.network.engines.layerwise import Call, Layer, Owners, chunk_size, record, sensitivities
+from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One call of a layer: what its rule keeps, and δ (n, r, *out) for r columns."""
+
+    layer: Layer
+    kept: Tensor
+    delta: Tensor
+
+    def left(self) -> Tensor | None:
+        """See `Rule.left`."""
+        return self.layer.rule.left(self.layer.module, self.kept, self.delta, tuple(self.layer.names))
+
+    def right(self) -> Tensor:
+        """See `Rule.right`."""
+        return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
+
+    def rows(self, points: slice) -> Blocks:
+        """The gradients by parameter name, (n, r, *shape)."""
+        layer = self.layer
+        rows = layer.rule.rows(layer.module, self.kept[points], self.delta[points], tuple(layer.names))
+        return {layer.names[local]: row for local, row in rows.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows for the parameters of one layer, or of layers that share weights.
+
+    `counted` (n,) says which points count, `positions` (n,) or (n, T) which of a sequence, `all_counted` whether each
+    does; `first` whether these are the first columns of their points; `start` is the position of the first point in its
+    batch.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    counted: Tensor
+    first: bool
+    given: Blocks = field(default_factory=dict)
+    start: int = 0
+    positions: Tensor | None = None
+    all_counted: bool = False
+
+    @property
+    def num_points(self) -> int:
+        """n."""
+        return len(self.counted)
+
+    @property
+    def num_columns(self) -> int:
+        """r, of each point."""
+        return self._sample.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """n·r."""
+        return self.num_points * self.num_columns
+
+    @property
+    def first_row(self) -> int:
+        """The position of the first row among those of the batch."""
+        return self.start * self.num_columns
+
+    @property
+    def _sample(self) -> Tensor:
+        return self.parts[0].delta if self.parts else next(iter(self.given.values()))
+
+    @property
+    def layer(self) -> Layer | None:
+        """The one layer that these rows belong to, if there is just one with an outer-product structure."""
+        paths = {part.layer.path for part in self.parts}
+        return self.parts[0].layer if len(paths) == 1 and not self.given else None
+
+    def lefts(self) -> list[Tensor] | None:
+        """The left side of each call with gradient Σ_t left ⊗ right (see `Rule.left`); None without one. Views of δ."""
+        if self.layer is None:
+            return None
+        found = [part.left() for part in self.parts]
+        return [left for left in found if left is not None] if all(left is not None for left in found) else None
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]] | None:
+        """(left, right) of each call; None where there is no left side."""
+        lefts = self.lefts()
+        return None if lefts is None else [(left, part.right()) for left, part in zip(lefts, self.parts)]
+
+    def rows(self, points: slice = slice(None)) -> Blocks:
+        """The gradients by parameter name, (n, r, *shape); calls that share weights add up."""
+        total = {name: rows[points] for name, rows in self.given.items()}
+        for part in self.parts:
+            for name, rows in part.rows(points).items():
+                total[name] = total[name] + rows if name in total else rows
+        return total
+
+    def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
+        """`rows` of some points at a time from the one named on, at most `most_bytes` where one point's fit."""
+        size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
+        step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
+        for start in range(first, self.num_points, step):
+            yield self.rows(slice(start, start + step))
+
+
+def each_group(
+    model: Model, batch: Batch, inputs: Any, fisher: OutputFisher, owners: Owners, others: Sequence[str], chunk: int
+) -> Iterator[Group]:
+    """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken)."""
+    with model.lock:
+        outputs, calls, misfits = _record(model, inputs, owners)
+    if misfits:
+        raise RuntimeError(
+            f"the layers of {sorted(misfits)} did not run as they did on the first points; use engine='autodiff'."
+        )
+    f = outputs.detach()
+    grouped, positions = _grouped(calls), fisher.counted(batch)
+    counted = positions if positions.ndim == 1 else positions.any(1)
+    everyone = bool(positions.all())
+    columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
+    for start in range(0, columns, step):
+        with torch.no_grad():
+            cotangents = fisher.columns(f, batch, start, min(columns, start + step))
+        with model.lock:
+            deltas = model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
+        for names, members in grouped.items():
+            parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
+            if parts:
+                yield Group(names, tuple(parts), counted, start == 0, positions=positions, all_counted=everyone)
+        if others:
+            yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
+        parts = []
+        del deltas, cotangents  # before the next are made
+
+
+def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
+    if owners:
+        return record(model, inputs, owners)
+    with torch.no_grad():
+        return model(model.values, inputs), [], set()
+
+
+def _grouped(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
+    """Indices of calls by the parameters that they share, directly or through one another."""
+    groups: list[tuple[set[str], list[int]]] = []
+    for i, call in enumerate(calls):
+        names, members = set(call.layer.names.values()), [i]
+        apart = []
+        for other in groups:
+            if other[0] & names:
+                names, members = names | other[0], other[1] + members
+            else:
+                apart.append(other)
+        groups = [*apart, (names, members)]
+    return {tuple(sorted(names)): members for names, members in groups}
+
+
+def _others(
+    model: Model,
+    inputs: Any,
+    cotangents: Float[Tensor, "r n C"],
+    counted: Tensor,
+    names: Sequence[str],
+    first: bool,
+    chunk: int,
+) -> Iterator[Group]:
+    """Rows of the parameters without a layer rule, point by point; a group for each module that owns some."""
+    size = sum(model.values[name].numel() for name in names) * len(cotangents) * cotangents.element_size()
+    step, total = max(1, chunk // max(1, size)), num_points(inputs)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    for start in range(0, total, step):
+        found = []
+        for n in range(start, min(total, start + step)):
+            with model.lock:
+                graph = record_graph(model, take(inputs, slice(n, n + 1)), names)
+                found.append(graph.pull(cotangents[:, n : n + 1]))
+        rows = {name: torch.stack([point[name] for point in found]) for name in names}
+        for owner in owners:
+            own = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
+            yield Group(tuple(own), (), counted[start : start + step], first, own, start)

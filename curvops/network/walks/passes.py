@@ -1,0 +1,342 @@
+"""The one place that walks over the data: streaming, the cache of linearisations, and its memory budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+
+from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import copy, move, num_points, take
+from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
+from curvops.network.engines.layerwise import COLUMN_BYTES
+from curvops.network.engines.plan import Choice, Kind, Plan
+from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
+from curvops.network.model.model import Model
+from curvops.network.walks.layer_roots import Group, each_group
+from curvops.network.walks.memory import Memory
+from curvops.progress import Progress, Steps, shown
+
+# On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
+MOST_CHUNK = 2**27
+CACHES = ("_kept", "_asked", "_complete")
+
+
+class BatchMap:
+    """J of one batch on flat vectors: push (D, K) -> (K, n, C) and pull (K, n, C) -> (D, K), both differentiable."""
+
+    def __init__(self, engine: Engine, model: Model) -> None:
+        self._engine, self._selection, self._lock = engine, model.selection, model.lock
+
+    @property
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ, inputs)."""
+        with self._lock:
+            return self._engine.outputs
+
+    def push(self, vectors: Float[Tensor, "D K"]) -> Float[Tensor, "K n C"]:
+        """J V."""
+        return _linear(vectors, self._push, self._pull)
+
+    def pull(self, cotangents: Float[Tensor, "K n C"]) -> Float[Tensor, "D K"]:
+        """Jᵀ U."""
+        return _linear(cotangents, self._pull, self._push)
+
+    def _push(self, vectors: Tensor) -> Tensor:
+        with self._lock:
+            return self._engine.push(self._selection.split(vectors))
+
+    def _pull(self, cotangents: Tensor) -> Tensor:
+        with self._lock:
+            return self._selection.join(self._engine.pull(cotangents))
+
+
+class Passes:
+    """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
+
+    `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Memory`, by any. `points`,
+    where they are known, tell what keeping all engines would take. A walk that was `reduced` multiplies with Lᵀ J.
+    Thread-safe: engines are built and run under the model's lock.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: Iterable[tuple[Any, Any]],
+        engine: Choice = "auto",
+        memory_budget: int | Memory = 2**30,
+        engines: Engines | None = None,
+        points: int = 0,
+        progress: Progress = None,
+    ) -> None:
+        self.model, self._source, self._choice, self._points = model, source, engine, points
+        self.memory = memory_budget if isinstance(memory_budget, Memory) else Memory(memory_budget)
+        self.progress = progress
+        self._engines = engines
+        self._fisher: OutputFisher | None = None
+        self._whole: Passes | None = None  # what this walk was reduced from
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: dict[int, tuple[Any, Engine]] = {}
+        self._asked: Counter[int] = Counter()
+        self._complete = False
+        self.memory.register(self)
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes for engines and vectors together."""
+        return self.memory.budget
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the engines kept now."""
+        return sum(engine.nbytes for _, engine in list(self._kept.values()))
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that engines of all points would take, of the kind that takes most."""
+        plan = None if self._engines is None else self._engines.try_keeping()
+        return 0 if plan is None else self._points * max(map(plan.bytes_needed, plan.candidates()))
+
+    def shrink(self, most: int) -> None:
+        """Let engines of the last batches go until at most so many bytes are kept."""
+        with self.model.lock:
+            while self._kept and self.kept_bytes > most:
+                self._kept.popitem()
+                self._complete = False
+
+    def reduced(self, fisher: OutputFisher) -> Passes:
+        """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.
+
+        It keeps engines of its own, within what this walk and all others leave of the memory budget that they share.
+        """
+        walk = Passes(self.model, self._source, self._choice, self.memory, progress=self.progress)
+        walk._fisher, walk._whole = fisher, self
+        return walk
+
+    @property
+    def engines(self) -> Engines:
+        """What builds the engines, probed on the first batch unless it was given."""
+        if self._whole is not None:
+            return self._whole.engines
+        with self.model.lock:
+            if self._engines is None:
+                inputs, _ = next(iter(self._source))
+                self._engines = Engines(self.model, inputs, self._choice, self.memory_budget)
+            return self._engines
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with what serves the batches now."""
+        with self.model.lock:
+            self.engines.try_keeping()
+            kinds = [engine.kind for _, engine in self._kept.values()]
+            return dataclasses.replace(self._rule, in_use={kind: kinds.count(kind) for kind in set(kinds)})
+
+    @property
+    def _rule(self) -> Plan:
+        plan = self.engines.plan
+        return plan if self._fisher is None else plan.for_rows(self._fisher.num_columns(plan.num_outputs))
+
+    def each(self, columns: int) -> Iterator[tuple[Any, BatchMap]]:
+        """(label, J of the batch) for every batch, for a product with `columns` vectors (0: outputs alone are wanted).
+
+        A walk over cached batches does not read the data again.
+        """
+        with self.model.lock:
+            asked, width = Counter(self._asked), max(1, columns)
+            self._asked[width] += columns
+            cached = self._settled(asked, width)
+        if cached is not None:
+            for label, engine in cached:
+                yield label, BatchMap(engine, self.model)
+            return
+        count = 0
+        try:
+            with self._steps("pass over the data") as steps:
+                for index, (inputs, label) in enumerate(self._source):
+                    with self.model.lock:
+                        engine = self._engine_for(index, inputs, label, asked, width)
+                    yield label, BatchMap(engine, self.model)
+                    count = index + 1
+                    steps.advance(num_points(inputs), engine.kind)
+        except Exception:  # the data changed: what was kept of them cannot be trusted
+            with self.model.lock:
+                self._kept.clear()
+                self._complete = False
+            raise
+        with self.model.lock:
+            self._complete = len(self._kept) == count
+
+    def total(self, term: Callable[[Any, BatchMap], Tensor], columns: int) -> Tensor:
+        """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors."""
+        total: Tensor | None = None
+        for label, J in self.each(columns):
+            total = accumulate(total, term(label, J))
+        assert total is not None  # empty data were refused at the door
+        return total
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """(inputs, label) of every batch, for what needs no J."""
+        return iter(self._source)
+
+    def root_rows(self, fisher: OutputFisher, apart: bool = False) -> Iterator[Group]:
+        """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
+
+        Some points at a time with all their columns, so that what depends on a point alone is computed once; `apart`
+        lets columns come in several groups, more points at a time. The rows held are at most a sixteenth of the memory
+        budget (what is made of them is several times that), beyond what one column of one point needs.
+        """
+        with self._steps("rows of the curvature's root") as steps:
+            for inputs, batch in self._source:
+                owners, others = self.engines.checked_owners(inputs)
+                columns, chunk = fisher.num_columns(self.engines.plan.num_outputs), self.chunk_bytes
+                if apart and not others and not self.model.theta.is_cuda:
+                    columns, chunk = 1, min(chunk, COLUMN_BYTES)
+                for _, part, label in self._pieces(inputs, batch, columns):
+                    yield from each_group(self.model, label, part, fisher, owners, others, chunk)
+                    steps.advance(label.num_points)
+
+    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
+        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together.
+
+        Pieces whose first row is below `least` are left out.
+        """
+        total = 0
+        with self._steps("rows of the Jacobian") as steps:
+            for inputs, _ in self._source:
+                owners, others = self.engines.checked_owners(inputs)
+                columns = self.engines.plan.num_outputs
+                batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
+                for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
+                    first = total + start * columns
+                    if first >= least:
+                        yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
+                    steps.advance(label.num_points)
+                total += num_points(inputs) * columns
+
+    def _steps(self, what: str) -> AbstractContextManager[Steps]:
+        return shown(what, self._points or None, self.progress, " points")
+
+    def _pieces(
+        self, inputs: Any, batch: Batch, columns: int, of_others: bool = False
+    ) -> Iterator[tuple[int, Any, Batch]]:
+        """(first point, inputs, batch) of some points at a time: as many as have that many columns in a chunk."""
+        plan, total = self.engines.plan, num_points(inputs)
+        a_column = plan.sensitivity_bytes
+        if of_others:
+            a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
+        step = max(1, self.chunk_bytes // max(1, a_column * columns))
+        for start in range(0, total, step):
+            points = slice(start, start + step)
+            yield start, take(inputs, points), batch.labels(points)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that rows may take at a time."""
+        most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
+        return max(LEAST_CHUNK, min(most, self.memory_budget // 16))
+
+    def _settled(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
+        """The cached engines of all batches, None where one is missing or another would serve it better."""
+        if not self._complete:
+            return None
+        cached = [self._kept[i] for i in range(len(self._kept))]
+        for _, engine in cached:
+            kind: Kind = engine.kind
+            room = self._free() + engine.nbytes
+            if self._choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
+                return None
+        return cached
+
+    def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
+        _, present = self._kept.get(index, (None, None))
+        built: Kind = present.kind if present is not None else "streamed"
+        room = self._free() + (present.nbytes if present is not None else 0)
+        kind = self._choose(built, asked, columns, num_points(inputs), room)
+        if present is not None and present.kind == kind:
+            return present
+        replaced, present = present is not None, None  # freed before the next is built: both need not fit at once
+        self._kept.pop(index, None)
+        if kind != "streamed":
+            inputs = copy(inputs)  # what is kept must not change with the user's tensors
+        root = IDENTITY if self._fisher is None else Root(self._fisher, label)
+        engine = self.engines.build(kind, inputs, room, root)
+        if engine.kind != "streamed" and engine.nbytes <= room:
+            self._kept[index] = (label, engine)
+            if replaced:
+                self._asked.clear()
+        return engine
+
+    def _choose(self, built: Kind, asked: Counter[int], columns: int, points: int, room: int) -> Kind:
+        """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet."""
+        rule = self._rule
+        kind = rule.choose(built, asked, columns, points, room)
+        if rule.records(kind) and not rule.routes.tried:
+            self.engines.try_keeping()
+            kind = self._rule.choose(built, asked, columns, points, room)
+        return kind
+
+    def _free(self) -> int:
+        return self.memory.for_engines
+
+    def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
+        """Walks over so many points each (fewer at the end of a batch), and how many they are."""
+        for inputs, _ in self._source:
+            for start in range(0, num_points(inputs), count):
+                part = take(inputs, slice(start, start + count))
+                yield Passes(self.model, [(part, None)], self._choice, self.memory, self.engines), num_points(part)
+
+    def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
+        """The same walk, unlabelled, with the model and the inputs converted."""
+        parts = [(move(inputs, device, dtype), None) for inputs, _ in self._source]
+        walk = self.model.cast(dtype, device)
+        return Passes(walk, parts, self._choice, self.memory.on(device), progress=self.progress)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Caches stay behind when a linearisation is pickled or copied."""
+        kept = {key: value for key, value in self.__dict__.items() if key not in CACHES}
+        return kept | {"_engines": None, "progress": None}  # a function may not be picklable
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """total + part, in place where no gradient is recorded; None stands for nothing yet."""
+    if total is None:
+        return part
+    if total.requires_grad or part.requires_grad:
+        return total + part
+    return total.add_(part)
+
+
+class _Linear(Function):
+    """A linear map with its adjoint, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
+        ctx.maps = apply, adjoint
+        return apply(argument)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        apply, adjoint = ctx.maps
+        return _linear(gradient, adjoint, apply), None, None
+
+
+def _linear(argument: Tensor, apply: Any, adjoint: Any) -> Tensor:
+    if torch.is_grad_enabled() and argument.requires_grad:
+        return _Linear.apply(argument, apply, adjoint)  # type: ignore[no-untyped-call]
+    return apply(argument.detach())

@@ -1,0 +1,52 @@
+"""Which data and which likelihood is a sum over? Told from fingerprints, so that small operators keep no data."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.network.data.batches import Batches
+from curvops.network.data.fingerprints import fingerprint, in_single
+from curvops.network.likelihoods.likelihood import Likelihood
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data of a log-likelihood and the likelihood itself; equal where both are.
+
+    Data are equal where all batches are: the same points in other batches differ.
+    """
+
+    num_data: int
+    data: int
+    likelihood: Hashable
+
+
+def source_of(data: Batches, likelihood: Likelihood, token: str) -> Source:
+    """The source of a linearisation; `token` stands for a likelihood that holds more than tensors and numbers."""
+    return Source(data.num_data, data.fingerprint, _state(likelihood, token))
+
+
+def _state(likelihood: Likelihood, token: str) -> Hashable:
+    """What tells one likelihood from another, at the present values of its tensors."""
+    attributes = sorted(vars(likelihood).items())
+    if all(_is_plain(value) for _, value in attributes):
+        return type(likelihood), tuple((name, _value(value, token)) for name, value in attributes)
+    return token, tuple(_value(tensor, token) for tensor in likelihood.hyperparameters)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Size | Tensor | Likelihood)
+
+
+def _value(value: Any, token: str) -> Hashable:
+    if isinstance(value, Likelihood):
+        return _state(value, token)
+    if isinstance(value, Tensor):
+        return value.shape, int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+    found: Hashable = value
+    return found

@@ -1,0 +1,280 @@
+"""Every form of data gives the same batches; bad data are refused; changed data are noticed."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from curvops.network.data.batches import DataChanged, as_batches
+from curvops.network.likelihoods import Categorical
+
+N = 10
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(N) % 3
+W = torch.linspace(0, 1, N)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X, Y, strict=True)
+
+
+class Reiterable:
+    """Calls a function at every pass."""
+
+    def __init__(self, batches: Callable[[], object]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.batches())
+
+
+def in_fours(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.split(4) for tensor in tensors), strict=True))
+
+
+FORMS = {
+    "tensors": (X, Y),
+    "list of tensors": [X, Y],
+    "dataset": TensorDataset(X, Y),
+    "iterable dataset": Stream(),
+    "loader": DataLoader(TensorDataset(X, Y), batch_size=4),
+    "list of batches": in_fours(X, Y),
+    "re-iterable": Reiterable(lambda: in_fours(X, Y)),
+}
+
+
+@pytest.mark.parametrize("data", FORMS.values(), ids=FORMS)
+def test_every_form_gives_the_same_batches(data: object) -> None:
+    batches = as_batches(data, 4, "cpu", torch.float64, Categorical().check_targets)
+    assert batches.sizes == (4, 4, 2)
+    assert (batches.num_data, batches.num_batches, len(batches)) == (N, 3, 3)
+    for _ in range(2):
+        read = list(batches)
+        assert torch.equal(torch.cat([batch.inputs for batch in read]), X.double())
+        assert torch.equal(torch.cat([batch.targets for batch in read]), Y)
+        assert all(batch.weights is None for batch in read)
+
+
+@pytest.mark.parametrize(
+    "data", [(X, Y, W), in_fours(X, Y, W), TensorDataset(X, Y, W)], ids=["tensors", "batches", "dataset"]
+)
+def test_sample_weights(data: object) -> None:
+    batches = as_batches(data, 4, dtype=torch.float64, weights=True)
+    assert torch.equal(torch.cat([batch.weights for batch in batches]), W.double())
+
+
+NAMED = {"inputs": X, "targets": Y, "weights": W}
+
+
+class NamedPoints(Dataset):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {name: tensor[i] for name, tensor in NAMED.items()}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [NAMED, UserDict(NAMED), NamedPoints(), [dict(zip(NAMED, parts)) for parts in in_fours(X, Y, W)]],
+    ids=["memory", "mapping", "dataset", "batches"],
+)
+def test_named_weights_need_no_other_word(data: object, declared: bool) -> None:
+    batches = as_batches(data, 4, weights=declared)
+    assert batches.sizes == (4, 4, 2)
+    assert torch.equal(torch.cat([batch.weights for batch in batches]), W)
+    assert torch.equal(torch.cat([batch.inputs for batch in batches]), X)
+
+
+def test_named_inputs_and_targets_alone() -> None:
+    (batch,) = as_batches({"inputs": {"ids": Y, "mask": X}, "targets": Y}, N)
+    assert batch.weights is None and set(batch.inputs) == {"ids", "mask"}
+
+
+def test_masks_become_floating_weights() -> None:
+    (batch,) = as_batches((X, Y, W > 0.5), N, dtype=torch.float64, weights=True)
+    assert batch.weights.dtype == torch.float64
+
+
+INDEX = torch.arange(N)
+UNSAID = {
+    "indices": ((X, Y, INDEX), False, TypeError, r"a third item \(torch.int64 of shape \(10,\)\).*Sample weights need"),
+    "floats": ((X, Y, W), False, TypeError, "torch.float32.*weights=True, or a mapping .'inputs'.*Leave out an index"),
+    "dataset": (TensorDataset(X, Y, INDEX), False, TypeError, r"Batch 0: There is a third item.*for x, y, _ in loader"),
+    "batches": (in_fours(X, Y, INDEX), False, TypeError, "Batch 0: There is a third item"),
+    "names": ([(X, Y, ["a"] * N)], False, TypeError, "Batch 0: There is a third item .list"),
+    "declared indices": ((X, Y, INDEX), True, TypeError, r"floating or boolean; given torch.int64.*w.float\(\)"),
+    "named indices": (NAMED | {"weights": INDEX}, False, TypeError, "floating or boolean; given torch.int64"),
+    "declared, not given": ((X, Y), True, TypeError, "weights=True, but there are inputs and targets alone"),
+    "declared, not named": ({"inputs": X, "targets": Y}, True, TypeError, "weights=True, but"),
+    "other names": (NAMED | {"index": INDEX}, False, TypeError, "dict cannot be read"),
+    "negative": ((X, Y, -W), True, ValueError, "negative sample weights"),
+    "named negative": (NAMED | {"weights": -W}, False, ValueError, "negative sample weights"),
+    "infinite": ((X, Y, W / 0), True, ValueError, "Batch 0: weights .* NaN or inf"),
+    "NaN": ((X, Y, W * torch.nan), True, ValueError, "Batch 0: weights .* NaN or inf"),
+    "shape": ((X, Y, W[:, None]), True, ValueError, r"Batch 0: .* must have shape \(4,\); given \(4, 1\)"),
+    "length": ((X, Y, W[:5]), True, ValueError, r"10 points, but the sample weights have shape \(5,\)"),
+    "a number": ((X, Y, W.sum()), True, ValueError, r"10 points, but the sample weights have shape \(\)"),
+    "no tensors": ([(X, Y, W.tolist())], True, TypeError, "Batch 0: Targets .* must be tensors; given Tensor, list"),
+}
+
+
+@pytest.mark.parametrize(("data", "declared", "error", "message"), UNSAID.values(), ids=UNSAID)
+def test_weights_need_saying(data: object, declared: bool, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_batches(data, 4, weights=declared)
+
+
+def test_structured_inputs() -> None:
+    (first, _, _) = as_batches(((X, Y), Y), 4)
+    assert isinstance(first.inputs, tuple) and len(first.inputs[1]) == 4
+    (first, _, _) = as_batches(({"ids": Y, "mask": X}, Y), 4)
+    assert isinstance(first.inputs, dict) and len(first.inputs["ids"]) == 4
+    (only,) = as_batches([(UserDict(ids=Y), Y)], 4)
+    assert isinstance(only.inputs, dict) and only.num_points == N
+
+
+def test_two_batches_are_not_taken_for_tensors_in_memory() -> None:
+    assert as_batches(in_fours(X[:8], Y[:8]), 1).sizes == (4, 4)
+    assert as_batches(tuple(in_fours(X, Y)), 1).sizes == (4, 4, 2)
+
+
+def test_a_pass_leaves_torchs_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    as_batches(TensorDataset(X, Y), 4).verify()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_in_memory_batches_are_views() -> None:
+    first = next(iter(as_batches((X, Y), 4)))
+    assert first.inputs.data_ptr() == X.data_ptr()
+
+
+def test_to_casts_and_still_knows_the_data() -> None:
+    x = X.clone()
+    batches = as_batches((x, Y), 4)
+    doubled = batches.to(dtype=torch.float64)
+    assert next(iter(doubled)).inputs.dtype == torch.float64
+    x[0, 0] += 1
+    for seen in (batches, doubled):
+        with pytest.raises(DataChanged):
+            seen.verify()
+    with pytest.raises(DataChanged):
+        batches.to(dtype=torch.float64)
+
+
+NAN = X.clone()
+NAN[7, 1] = torch.nan
+BAD = {
+    "no points": ((X[:0], Y[:0]), ValueError, "empty"),
+    "no batches": ([], ValueError, "empty"),
+    "empty dataset": (TensorDataset(X[:0], Y[:0]), ValueError, "empty"),
+    "empty batch": ([(X, Y), (X[:0], Y[:0])], ValueError, "Batch 1 is empty"),
+    "generator": ((pair for pair in in_fours(X, Y)), TypeError, "generator can be read only once.*list.*DataLoader"),
+    "zip": (zip(X.split(4), Y.split(4), strict=True), TypeError, "only once"),
+    "number": (3, TypeError, "int cannot be read"),
+    "mapping": ({"x": X, "y": Y}, TypeError, "dict cannot be read"),
+    "inputs alone": (X, TypeError, "Batch 0: A batch is .inputs, targets.; this is a Tensor"),
+    "batches of inputs": ([X, X, X, X], TypeError, "Batch 0: .* this is a Tensor"),
+    "arrays": ((X.numpy(), Y.numpy()), TypeError, "Batch 0: .* this is a ndarray"),
+    "mapping batches": ([{"ids": Y, "labels": Y}], TypeError, r"Split mappings.*batch\.pop"),
+    "four parts": ([(X, Y, W, W)], TypeError, "Batch 0: .* this is a tuple"),
+    "labels as a list": ([(X, [0] * N)], TypeError, "Batch 0: Targets.*given list"),
+    "single points": (list(zip(X, Y, strict=True)), ValueError, r"targets have shape \(\)"),
+    "inputs in NumPy": ([(X.numpy(), Y)], TypeError, "from_numpy"),
+    "NaN": ((NAN, Y), ValueError, r"Batch 1: inputs of shape \(4, 3\) holds NaN"),
+    "NaN in targets": ((X, NAN.flip(0)), ValueError, "Batch 0: targets .* NaN"),
+    "lengths": ((X, Y[:-1]), ValueError, r"10 inputs, but the targets have shape \(9,\)"),
+    "more targets": ((X[:8], Y), ValueError, r"8 inputs, but the targets have shape \(10,\)"),
+    "lengths in a batch": ([(X, Y), (X, Y[1:])], ValueError, "In batch 1 there are 10 inputs"),
+    "labels": ((X, Y - 1), ValueError, "Batch 0: Categorical targets must lie in 0"),
+    "dtype of labels": ((X, W), TypeError, "Batch 0: Categorical targets"),
+}
+
+
+@pytest.mark.parametrize(("data", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_data_are_refused(data: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_batches(data, 4, check=Categorical().check_targets)
+
+
+def test_batch_size_must_be_positive() -> None:
+    for data in ((X, Y), TensorDataset(X, Y)):
+        with pytest.raises(ValueError, match="batch_size"):
+            as_batches(data, 0)
+    assert as_batches(in_fours(X, Y), 0).num_batches == 3
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i] + 0.01 * torch.randn(3), Y[i]
+
+
+def exhausted_after(passes: int) -> Reiterable:
+    left = iter(range(passes))
+    return Reiterable(lambda: in_fours(X, Y) if next(left, None) is not None else in_fours(X, Y)[:2])
+
+
+def growing() -> Reiterable:
+    lengths = iter([1, 2])
+    return Reiterable(lambda: in_fours(X, Y)[: next(lengths)])
+
+
+def other_shapes() -> Reiterable:
+    sizes = iter([4, 5])
+    return Reiterable(lambda: [(X[:size], Y[:size]) for size in [next(sizes)]])
+
+
+CHANGING = {
+    "shuffling": (lambda: DataLoader(TensorDataset(X, Y), 4, shuffle=True), r"batch \d.*shuffle=False"),
+    "augmentation": (Augmented, r"batch 0 has other values \(3 batches do\).*augmentation"),
+    "fewer": (lambda: exhausted_after(1), "only 2 of the first pass's 3 batches"),
+    "more": (growing, "more than the first pass's 1 batches"),
+    "shapes": (other_shapes, "batch 0 has other shapes"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), CHANGING.values(), ids=CHANGING)
+def test_data_that_change_between_passes_are_noticed(make: Callable[[], object], message: str) -> None:
+    batches = as_batches(make(), 4)
+    with pytest.raises(DataChanged, match=message):
+        batches.verify()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["inputs", "targets", "weights"])
+def test_changes_in_place_are_noticed(which: int) -> None:
+    """Also changes through ``.data`` and NumPy, which leave the version counter alone; undoing them is fine."""
+    data = [X.clone(), Y.clone(), W.clone()]
+    batches = as_batches(tuple(data), 4, weights=True)
+    batches.verify()
+    kept = data[which][5].clone()
+    data[which].numpy()[5] += 1
+    with pytest.raises(DataChanged, match="batch 1 has other values"):
+        batches.verify()
+    data[which].data[5] = kept
+    batches.verify()
+
+
+def test_swapped_labels_are_noticed() -> None:
+    y = Y.clone()
+    batches = as_batches((X, y), N)
+    y[[0, 1]] = y[[1, 0]]
+    with pytest.raises(DataChanged):
+        batches.verify()
+
+
+def test_a_pass_that_is_not_finished_compares_nothing() -> None:
+    x = X.clone()
+    batches = as_batches((x, Y), 4)
+    x += 1
+    assert next(iter(batches)).num_points == 4

@@ -1,0 +1,95 @@
+"""Fingerprints see every change, on every dtype and layout, and raise no false alarm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvops.network.data.fingerprints import (
+    CHUNK,
+    _chunk_sums_at_once,
+    _chunk_sums_in_cache,
+    _odd_weights,
+    fingerprint,
+)
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64),
+]
+
+
+def bits(n: int = 60) -> Tensor:
+    """0 and 1, which as floats differ in high bits only: the hardest case for a sum modulo 2^64."""
+    return torch.arange(n) % 3 % 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_single_change_and_swap_is_seen(dtype: torch.dtype) -> None:
+    x = bits().to(dtype)
+    before = fingerprint([x])
+    for i in range(len(x)):
+        changed = x.clone()
+        changed[i] = changed[i] == 0
+        assert fingerprint([changed]) != before
+        swapped = x.clone()
+        swapped[[i, i - 1]] = x[[i - 1, i]]
+        assert (fingerprint([swapped]) == before) == torch.equal(swapped, x)
+    assert fingerprint([x.clone()]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_signs_and_last_bits_are_seen(dtype: torch.dtype) -> None:
+    x = torch.ones(16, dtype=dtype)
+    x[::2] = -1
+    before = fingerprint([x])
+    assert fingerprint([x.roll(1)]) != before
+    assert fingerprint([-x]) != before
+    assert fingerprint([x.nextafter(torch.tensor(2.0, dtype=dtype))]) != before
+    assert fingerprint([torch.zeros(1, dtype=dtype)]) != fingerprint([-torch.zeros(1, dtype=dtype)])
+
+
+def test_shuffles_of_one_hot_rows_are_seen() -> None:
+    """1000 shuffles; a false pass has a probability below 1e-6 in all."""
+    rows = torch.eye(8).repeat(4, 1)
+    before = fingerprint([rows])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        shuffled = rows[torch.randperm(len(rows), generator=generator)]
+        assert (fingerprint([shuffled]) == before) == torch.equal(shuffled, rows)
+
+
+def test_position_among_tensors_and_chunks_counts() -> None:
+    x, y = bits().float(), bits().float().roll(1)
+    assert fingerprint([x, y]) != fingerprint([y, x])
+    long = torch.zeros(2 * CHUNK + 3, dtype=torch.int32)
+    prints = set()
+    for i in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 2):
+        changed = long.clone()
+        changed[i] = 1
+        prints.add(int(fingerprint([changed])))
+    assert len(prints) == 7
+
+
+def test_layout_and_gradients_do_not_matter() -> None:
+    x = torch.randn(6, 10)
+    assert fingerprint([x.t().contiguous().t()]) == fingerprint([x])
+    assert fingerprint([torch.cat([x[:1], x])[1:]]) == fingerprint([x])
+    assert fingerprint([x.clone().requires_grad_()]) == fingerprint([x])
+    assert fingerprint([torch.tensor(1.0)]).shape == ()
+    assert fingerprint([torch.zeros(0, 3), x]).dtype == torch.int64
+
+
+@pytest.mark.parametrize("n", [5, CHUNK + 7, 3 * CHUNK + 1])
+def test_both_forms_of_the_chunk_sums_agree(n: int) -> None:
+    words = torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32)
+    weights = _odd_weights(words.device)[:CHUNK]
+    assert torch.equal(_chunk_sums_in_cache(words, weights), _chunk_sums_at_once(words, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_columns_of_a_larger_tensor_are_their_values(dtype: torch.dtype) -> None:
+    table = bits().view(20, 3).to(dtype)
+    for part in (table[:, :1], table[:, 1], table[::2], table.mT, table[:1].expand(4, 3)):
+        assert fingerprint([part]) == fingerprint([part.contiguous()])

@@ -1,0 +1,130 @@
+"""Passes leave the user's random state and tensors as they are, whatever the model does."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvops as co
+from curvops.network.data.randomness import items, own_randomness
+from tests.network.definitions import TIGHT, normal
+from tests.zoo_modules import Wired
+
+X, Y = normal(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+CPU = torch.device("cpu")
+
+
+def walk(lin: co.Linearization, x: Tensor) -> Tensor:
+    """One of each kind of pass."""
+    v = normal(lin.num_parameters)
+    lin.predict(x)
+    lin.log_likelihood()
+    lin.gradient()
+    _ = lin.jacobian(x) @ v
+    co.KFAC(lin).to_dense()
+    co.DiagonalGGN(lin).diagonal()
+    _ = co.Hessian(lin) @ v
+    return co.GGN(lin) @ v
+
+
+@pytest.mark.parametrize("engine", ["streamed", "autodiff", "layerwise"])
+@pytest.mark.parametrize("source", ["memory", "loader"])
+def test_a_model_that_draws_leaves_the_state_alone(engine: Any, source: str) -> None:
+    model = Wired(lambda m, x: m.head(x) + 0 * torch.rand(3).to(x)).double().eval()
+    data = (X, Y) if source == "memory" else DataLoader(TensorDataset(X, Y), batch_size=4)
+    state = torch.get_rng_state()
+    walk(co.linearize(model, data, "classification", "head.*", engine=engine), X)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("engine", ["streamed", "autodiff", "layerwise"])
+@pytest.mark.parametrize("write", ["mul_", "data", "view", "setitem", "function"])
+def test_a_model_that_writes_into_its_inputs(write: str, engine: Any) -> None:
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        if write == "mul_":
+            x.mul_(2)
+        elif write == "data":
+            x.data.mul_(2)
+        elif write == "view":
+            x.view(-1)[:] *= 2
+        else:
+            x[:] = 2 * x
+        return m.head(x)
+
+    x, clean = X.clone(), Wired(lambda m, x: m.head(2 * x)).double()
+    model: Any = Wired(wiring).double()
+    model.load_state_dict(clean.state_dict())
+    if write == "function":
+        head = {name: p.detach() for name, p in model.head.named_parameters()}
+        model = (lambda p, x: x.mul_(2) @ p["weight"].mT + p["bias"], head)
+    product = walk(
+        co.linearize(model, (x, Y), "classification", None if write == "function" else "head.*", engine=engine), x
+    )
+    assert torch.equal(x, X)
+    torch.testing.assert_close(product, walk(co.linearize(clean, (X, Y), "classification", "head.*"), X), **TIGHT)
+
+
+def test_writing_that_starts_later_is_an_error() -> None:
+    model = Wired(lambda m, x: m.head(x.clamp_(max=0.1) if x[0, 0] > 100 else x)).double()
+    lin = co.linearize(model, (X, Y), "classification")
+    with pytest.raises(ValueError, match=r"wrote into its inputs, as it did not for the first points.*x = x.clone\(\)"):
+        lin.predict(X + 200)
+
+
+def test_the_stream_goes_on() -> None:
+    """What is random differs from pass to pass, though the user's state does not move."""
+    state = torch.get_rng_state()
+    drawn = []
+    for _ in range(3):
+        with own_randomness(CPU), own_randomness(CPU):
+            drawn.append(torch.rand(4))
+        drawn += [torch.cat(list(items((torch.rand(4) for _ in range(2)), CPU)))[:4]]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 6
+
+
+def test_the_state_comes_back_after_an_error_and_after_threads() -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), own_randomness(CPU):
+        torch.rand(1)
+        _ = 1 / 0
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with own_randomness(CPU):
+            inside.set()
+            leave.wait(10)
+            torch.rand(1)
+
+    thread = threading.Thread(target=other)
+    with own_randomness(CPU):
+        thread.start()
+        inside.wait(10)
+    leave.set()
+    thread.join()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+def test_on_a_device() -> None:
+    model = Wired(lambda m, x: m.head(x) + 0 * torch.rand(3, device=x.device).to(x)).double().cuda().eval()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    walk(co.linearize(model, (X.cuda(), Y.cuda()), "classification", "head.*"), X.cuda())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(), states[1])
+
+
+def test_augmentation_is_still_noticed() -> None:
+    class Augmented(TensorDataset):
+        def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+            x, y = super().__getitem__(i)
+            return x + torch.rand(4), y
+
+    lin = co.linearize(nn.Linear(4, 3).double(), Augmented(X, Y), "classification")
+    with pytest.raises(co.DataChanged, match="random augmentation"):
+        lin.log_likelihood()

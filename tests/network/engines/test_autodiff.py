@@ -1,0 +1,188 @@
+"""The general engine: where forward mode is missing or wrong, where a replay would be, and what is left untouched."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
+from curvops.network.engines.routes import Routes, adjoint, find_routes, tolerance
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
+from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
+from tests.zoo import UNSUPPORTED, ZOO, batches, points, reference
+
+
+def routes(name: str, parameters: Any = None) -> Routes:
+    model, inputs = ZOO[name].build()
+    network = Model(model, parameters)
+    return find_routes(network, points(inputs, slice(0, 2)), network.selection.names)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
+    """Forward mode is replayed wherever it is right, also where the model writes in place."""
+    found = routes(name)
+    assert found.pushes == ZOO[name].pushes
+    assert found.replayed is (found.pushes == "forward mode")
+    assert found.recordable is (found.pushes != "rows")
+    assert bool(found.why) is (found.pushes == "rows")
+
+
+@pytest.mark.parametrize("name", ["embedding_padding", "functional_padding"])
+def test_a_frozen_table_with_a_padding_row_leaves_forward_mode(name: str) -> None:
+    assert routes(name, "head*").pushes == "forward mode"
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_missing_derivatives_are_an_error_that_says_what_to_do(name: str, way: str) -> None:
+    network, message = UNSUPPORTED[name]
+    with pytest.raises(ValueError, match=message):
+        _ = walk(network, way).plan
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_rows_have_no_derivative(way: str) -> None:
+    """Forward mode alone would push a tangent through the padding row."""
+    passes = walk("embedding_padding", way)
+    V = torch.zeros(passes.model.theta.numel(), 1, dtype=torch.float64)
+    V[:4] = 1.0  # token 0
+    for _ in range(4):
+        assert not push(passes, V).any()
+
+
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+def test_checkpointed_blocks_run_again_with_the_snapshot(way: str) -> None:
+    """A backward pass runs them after the forward pass returned the user's weights to the module."""
+    model, inputs = ZOO["checkpointed"].build()
+    passes = Passes(Model(model), batches(inputs), **WAYS[way])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    J = reference("checkpointed")
+    V, U = columns(J.shape[1], 2), columns(J.shape[0], 2)
+    for _ in range(3):
+        assert agree(push(passes, V), J @ V)
+        assert agree(pull(passes, U), J.mT @ U)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "embedding_padding"])
+def test_recorded_and_streamed_are_each_others_equals(name: str) -> None:
+    model, inputs = ZOO[name].build()
+    network = Model(model)
+    names = network.selection.names
+    streamed = Streamed(network, inputs, names, "double backward")
+    recorded = Recorded(network, inputs, names, replay=None)
+    V = network.selection.split(columns(network.theta.numel(), 3))
+    U = torch.randn(3, *streamed.outputs.shape, dtype=torch.float64)
+    assert torch.equal(streamed.outputs, recorded.outputs)
+    assert agree(streamed.push(V), recorded.push(V), 1e-13)
+    for key, value in streamed.pull(U).items():
+        assert agree(value, recorded.pull(U)[key], 1e-13)
+    assert streamed.nbytes == 0 < recorded.nbytes
+
+
+def settings() -> tuple[bool, ...]:
+    return (
+        torch.backends.mha.get_fastpath_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer_encoder", "lstm", "fused_attention"])
+def test_kernels_are_chosen_for_the_length_of_a_call(name: str) -> None:
+    before = settings()
+    J = reference(name)
+    push(walk(name, "recorded"), columns(J.shape[1], 3))
+    assert settings() == before
+
+
+def test_kernel_settings_survive_an_exception() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.attention = nn.LSTM(4, 3, batch_first=True), nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no more")
+
+    before = settings()
+    with pytest.raises(RuntimeError, match="no more"):
+        _ = Passes(Model(Failing().eval()), [(torch.randn(2, 3, 4), None)]).plan
+    assert settings() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+@pytest.mark.parametrize("name", ["resnet_groupnorm", "lstm", "weight_norm"])
+def test_products_inside_no_grad_and_inference_mode(name: str, way: str, mode: type) -> None:
+    J, passes = reference(name), walk(name, way)
+    with mode():
+        V, U = columns(J.shape[1], 3), columns(J.shape[0], 3)
+        for _ in range(2):
+            pushed, pulled = push(passes, V), pull(passes, U)
+            assert agree(pushed, J @ V)
+            assert agree(pulled, J.mT @ U)
+
+
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+def test_model_and_inputs_made_in_inference_mode(way: str) -> None:
+    with torch.inference_mode():
+        model, inputs = ZOO["resnet_groupnorm"].build()
+        passes = Passes(Model(model), batches(inputs.clone()), **WAYS[way])
+        assert inputs.clone().is_inference()
+    J = reference("resnet_groupnorm")
+    V, U = columns(J.shape[1], 3), columns(J.shape[0], 3)
+    for _ in range(2):
+        assert agree(push(passes, V), J @ V)
+        assert agree(pull(passes, U), J.mT @ U)
+
+
+def test_saved_bytes_count_neither_the_model_nor_the_rest_of_the_data() -> None:
+    """Input 4 numbers, tanh 6, ReLU 5: the linear layers save what is counted already."""
+    model, _ = ZOO["mlp"].build()
+    X = torch.randn(1000, 4, dtype=torch.float64)
+    assert saved_bytes(Model(model), X[:2]) == 2 * 8 * (4 + 6 + 5)
+    assert Passes(Model(model), [(X[:2], None)], "autodiff", PLENTY).plan.routes.saved_bytes == 8 * (4 + 6 + 5)
+
+
+def test_activations_are_freed_with_what_recorded_them() -> None:
+    """An operation that saves its own output under a hook holds itself for ever, unless the hook hands out another."""
+    alive: list[weakref.ref[Tensor]] = []
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    model[1].register_forward_hook(lambda _, given, output: alive.append(weakref.ref(output)))
+    network, inputs = Model(model), torch.randn(5, 3)
+    saved_bytes(network, inputs)
+    names = network.selection.names
+    find_routes(network, inputs, names)
+    for replay in (record_replay(network, inputs, names), None):
+        recorded = Recorded(network, inputs, names, replay)
+        del recorded, replay
+    assert alive and all(output() is None for output in alive)
+
+
+def test_a_streamed_pull_leaves_no_graph() -> None:
+    graph = record_graph(Model(nn.Linear(3, 2)), torch.randn(5, 3), ("weight", "bias"))
+    graph.pull(torch.ones(2, 5, 2), keep=False)
+    with pytest.raises(RuntimeError, match="a second time"):
+        graph.pull(torch.ones(1, 5, 2))
+
+
+def test_the_adjoint_test_sees_a_difference_of_one_percent() -> None:
+    pushed, cotangents = torch.ones(1, 2, 3).double(), torch.ones(1, 2, 3).double()
+    tangents, pulled = {"w": torch.ones(1, 6).double()}, {"w": torch.ones(1, 6).double()}
+    assert adjoint(pushed, cotangents, tangents, pulled)
+    assert not adjoint(1.01 * pushed, cotangents, tangents, pulled)
+    assert tolerance(torch.float32) < 0.01

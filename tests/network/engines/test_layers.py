@@ -1,0 +1,242 @@
+"""The table of layer rules: each against autograd on the layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from curvops.network.engines.layers import Rule, rule_for, rule_of
+
+K, SIX = 3, (6, 6)
+Inputs = tuple[Tensor, ...]
+
+
+def randn(*shape: int) -> Inputs:
+    return (torch.randn(shape, dtype=torch.float64),)
+
+
+def tokens(*shape: int) -> Inputs:
+    """Two points with every token of 5, 0 and 4 among them."""
+    return ((torch.arange(torch.Size(shape).numel()) % 5).view(shape),)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "linear": (lambda: nn.Linear(3, 4), randn(2, 3)),
+    "linear_positions": (lambda: nn.Linear(3, 4), randn(2, 5, 3)),
+    "linear_grid": (lambda: nn.Linear(3, 4), randn(2, 5, 2, 3)),
+    "transposed_linear": (lambda: Conv1D(4, 3), randn(2, 3)),
+    "transposed_linear_square": (lambda: Conv1D(3, 3), randn(2, 5, 3)),
+    "transposed_linear_grid": (lambda: Conv1D(4, 3), randn(2, 5, 2, 3)),
+    "linear_no_bias": (lambda: nn.Linear(3, 4, bias=False), randn(2, 3)),
+    "conv": (lambda: nn.Conv2d(2, 4, 3), randn(2, 2, *SIX)),
+    "conv_stride": (lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1), randn(2, 2, *SIX)),
+    "conv_stride_leaves_rows": (lambda: nn.Conv2d(2, 4, 3, stride=(2, 3)), randn(2, 2, 6, 7)),
+    "conv_dilation": (lambda: nn.Conv2d(2, 4, (3, 2), padding=(2, 1), dilation=(2, 1)), randn(2, 2, *SIX)),
+    "conv_groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), randn(2, 4, *SIX)),
+    "conv_depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), randn(2, 4, *SIX)),
+    "conv_same": (lambda: nn.Conv2d(2, 4, 3, padding="same", dilation=2), randn(2, 2, *SIX)),
+    "conv_same_of_one_side": (lambda: nn.Conv2d(2, 4, (2, 3), padding="same"), randn(2, 2, *SIX)),
+    "conv_circular": (lambda: nn.Conv2d(2, 4, 3, padding=(2, 1), padding_mode="circular"), randn(2, 2, *SIX)),
+    "conv_reflect": (lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect", stride=2), randn(2, 2, *SIX)),
+    "conv_replicate_one_side": (lambda: nn.Conv1d(2, 4, 4, padding="same", padding_mode="replicate"), randn(2, 2, 7)),
+    "conv_1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2), randn(2, 4, 9)),
+    "conv_1d_no_bias": (lambda: nn.Conv1d(3, 2, 1, bias=False), randn(2, 3, 5)),
+    "conv_3d": (
+        lambda: nn.Conv3d(2, 4, (1, 2, 3), padding=(0, 1, 2), stride=(1, 2, 1), groups=2),
+        randn(2, 2, 2, 3, 4),
+    ),
+    "conv_3d_same": (lambda: nn.Conv3d(2, 3, (2, 1, 3), padding="same", dilation=(1, 1, 2)), randn(2, 2, 2, 3, 4)),
+    "transposed_1d": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2, padding=1), randn(2, 2, 5)),
+    "transposed_2d": (lambda: nn.ConvTranspose2d(3, 4, (3, 2), bias=False), randn(2, 3, 3, 4)),
+    "transposed_2d_groups": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=(2, 3), padding=(1, 0), output_padding=(1, 2), groups=2),
+        randn(2, 4, 3, 4),
+    ),
+    "transposed_2d_dilation": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=1, padding=2, output_padding=1, dilation=2),
+        randn(2, 2, 4, 5),
+    ),
+    "transposed_3d": (lambda: nn.ConvTranspose3d(2, 4, 2, stride=(1, 2, 1), groups=2), randn(2, 2, 2, 2, 3)),
+    "layer_norm": (lambda: nn.LayerNorm(4), randn(2, 4)),
+    "layer_norm_positions": (lambda: nn.LayerNorm(4), randn(2, 3, 4)),
+    "layer_norm_two": (lambda: nn.LayerNorm((3, 4)), randn(2, 5, 3, 4)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), randn(2, 4, *SIX)),
+    "group_norm_flat": (lambda: nn.GroupNorm(2, 4), randn(2, 4)),
+    "rms_norm": (lambda: nn.RMSNorm(4), randn(2, 4)),
+    "rms_norm_two": (lambda: nn.RMSNorm((3, 4), eps=0.1), randn(2, 5, 3, 4)),
+    "instance_norm_1d": (lambda: nn.InstanceNorm1d(4, affine=True), randn(2, 4, 5)),
+    "instance_norm_2d_tracked": (
+        lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        randn(2, 4, *SIX),
+    ),
+    "instance_norm_3d": (lambda: nn.InstanceNorm3d(4, affine=True), randn(2, 4, 2, 3, 2)),
+    "batch_norm_1d": (lambda: nn.BatchNorm1d(4), randn(2, 4)),
+    "batch_norm_1d_positions": (lambda: nn.BatchNorm1d(4), randn(2, 4, 5)),
+    "batch_norm_2d": (lambda: nn.BatchNorm2d(4), randn(2, 4, *SIX)),
+    "batch_norm_3d": (lambda: nn.BatchNorm3d(4), randn(2, 4, 2, 3, 2)),
+    "embedding": (lambda: nn.Embedding(5, 3), tokens(2, 4)),
+    "embedding_vector": (lambda: nn.Embedding(5, 3), tokens(2)),
+    "embedding_padding": (lambda: nn.Embedding(5, 3, padding_idx=1), tokens(2, 2, 2)),
+    "embedding_32_bits": (lambda: nn.Embedding(5, 3, padding_idx=-1), (tokens(2, 4)[0].int(),)),
+    "bag_mean": (lambda: nn.EmbeddingBag(5, 3), tokens(2, 4)),
+    "bag_mean_padding": (lambda: nn.EmbeddingBag(5, 3, padding_idx=1), (torch.tensor([[1, 1, 1], [1, 2, 2]]),)),
+    "bag_sum": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), (tokens(2, 4)[0].int(),)),
+    "bag_sum_padding": (lambda: nn.EmbeddingBag(5, 3, mode="sum", padding_idx=0), tokens(2, 4)),
+    "bilinear": (lambda: nn.Bilinear(2, 3, 4), (*randn(2, 2), *randn(2, 3))),
+    "bilinear_positions": (lambda: nn.Bilinear(3, 2, 4), (*randn(2, 5, 3), *randn(2, 5, 2))),
+    "bilinear_no_bias": (lambda: nn.Bilinear(2, 2, 1, bias=False), (*randn(2, 2), *randn(2, 2))),
+}
+
+
+def build(name: str) -> tuple[nn.Module, Inputs, Tensor]:
+    """The layer, its inputs and its output."""
+    make, inputs = LAYERS[name]
+    layer = make().double().eval()
+    for tensor in [*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())]:
+        tensor.data.uniform_(0.5, 1.5)
+    return layer, inputs, layer(*inputs)
+
+
+def jacobian(layer: nn.Module, output: Tensor, local: str) -> Tensor:
+    """d output / d parameter, (*output, *shape), by one backward pass a row."""
+    parameter = layer.get_parameter(local)
+    rows = [torch.autograd.grad(one, parameter, retain_graph=True)[0] for one in output.flatten()]
+    return torch.stack(rows).view(*output.shape, *parameter.shape)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def the_rule(layer: nn.Module) -> Rule:
+    rule = rule_of(type(layer))
+    assert rule is not None
+    return rule
+
+
+def without_matrices(name: str) -> bool:
+    return any(kind in name for kind in ("norm", "transposed_1d", "transposed_2d", "transposed_3d", "bilinear"))
+
+
+def subsets(layer: nn.Module) -> list[tuple[str, ...]]:
+    names = tuple(name for name, _ in layer.named_parameters())
+    return [names, *((name,) for name in names if len(names) > 1)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_push_pull_and_rows_are_those_of_autograd(name: str) -> None:
+    """Row by row: forward mode does not exist for every layer, and is wrong for padding."""
+    layer, inputs, output = build(name)
+    rule = the_rule(layer)
+    kept = rule.keep(layer, *inputs)
+    J = {local: jacobian(layer, output, local).flatten(1, output.ndim - 1) for local, _ in layer.named_parameters()}
+    s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
+    for names in subsets(layer):
+        tangents = {local: torch.randn(K, *J[local].shape[2:], dtype=output.dtype) for local in names}
+        expected = sum(torch.einsum("nop,kp->nko", J[x].flatten(2), tangents[x].flatten(1)) for x in names)
+        close(rule.push(layer, kept, tangents), expected.view_as(s))
+        rows, pulled = rule.rows(layer, kept, s, names), rule.pull(layer, kept, s, names)
+        assert set(rows) == set(pulled) == set(names)
+        for local in names:
+            close(rows[local], torch.einsum("nko,no...->nk...", s.flatten(2), J[local]))
+            close(pulled[local], rows[local].sum(0))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if not without_matrices(name)])
+def test_rows_are_sums_of_outer_products_over_the_positions(name: str) -> None:
+    layer, inputs, output = build(name)
+    rule = the_rule(layer)
+    kept = rule.keep(layer, *inputs)
+    s = torch.randn(len(output), K, *output.shape[1:], dtype=output.dtype)
+    for names in subsets(layer):
+        left = rule.left(layer, kept, s, names)
+        assert (left is None) is ("weight" not in names)
+        if left is not None:
+            right = rule.right(layer, kept, names)
+            rows, expected = outer(layer, left, right, names), rule.rows(layer, kept, s, names)
+            for local in names:
+                close(rows[local], expected[local])
+
+
+def outer(layer: nn.Module, left: Tensor, right: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The rows (n, R, *shape) that the two sides stand for; indices stand for one-hot rows."""
+    if not right.is_floating_point():
+        right = nn.functional.one_hot(right, len(layer.weight)).to(left.dtype)
+    products = torch.einsum("nrgtp,ngtq->nrgpq", left, right)
+    weight = products[..., :-1] if "bias" in names else products
+    weight = weight.mT if the_rule(layer).matrix_is_transposed else weight
+    rows = {"weight": weight.reshape(*products.shape[:2], *layer.weight.shape)}
+    return rows | ({"bias": products[..., -1].flatten(2)} if "bias" in names else {})
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if without_matrices(name)])
+def test_other_layers_have_no_matrices(name: str) -> None:
+    layer, inputs, output = build(name)
+    rule = the_rule(layer)
+    assert rule.left(layer, rule.keep(layer, *inputs), output.unsqueeze(1), ("weight", "bias")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", 3 * 4),
+        ("linear_positions", 5 * 3 * 4),
+        ("transposed_linear_grid", 5 * 2 * 3 * 4),
+        ("conv_groups", 36 * 6 * 2 * 9),
+        ("transposed_1d", 5 * 2 * 3 * 4),
+        ("transposed_2d_groups", 12 * 4 * 3 * 9),
+        ("conv_3d", 2 * 2 * 6 * 4 * 6),
+        ("layer_norm", 4),
+        ("embedding", 4 * 3),
+        ("bilinear_positions", 5 * 4 * 3 * 2),
+    ],
+)
+def test_multiply_adds_count_one_forward_pass_of_one_point(name: str, expected: int) -> None:
+    layer, _, output = build(name)
+    assert the_rule(layer).multiply_adds(layer, output) == expected
+
+
+class Subclass(nn.Linear):
+    """May do anything in its forward."""
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda module, args, output: output**2)
+    return layer
+
+
+NOT_SERVED: dict[str, Callable[[], nn.Module]] = {
+    "a subclass": lambda: Subclass(3, 3),
+    "a parametrised layer": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "a hooked layer": hooked,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "batch statistics": lambda: nn.BatchNorm1d(3).train(),
+    "no statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    "statistics that change": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).train(),
+    "the largest of a bag": lambda: nn.EmbeddingBag(3, 3, mode="max"),
+    "a further parameter": lambda: _with_scale(nn.Linear(3, 3)),
+    "a class that derives from Conv1D": lambda: type("Conv1D", (Conv1D,), {})(3, 3),
+    "a layer without a rule": lambda: nn.PReLU(3),
+}
+
+
+def _with_scale(layer: nn.Module) -> nn.Module:
+    layer.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    return layer
+
+
+@pytest.mark.parametrize("what", NOT_SERVED)
+def test_no_rule_for(what: str) -> None:
+    assert rule_for(NOT_SERVED[what]()) is None
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_rule_for_every_layer_of_the_table(name: str) -> None:
+    layer, _, _ = build(name)
+    assert rule_for(layer) is the_rule(layer)

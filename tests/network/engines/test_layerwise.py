@@ -1,0 +1,239 @@
+"""The layerwise engine: what it proves of itself, what it leaves behind on the user's model, what it must refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvops.network.engines import layerwise
+from curvops.network.engines.layerwise import Factors, Layerwise, Rows, owners_of
+from curvops.network.engines.rules.linear import LinearRule
+from curvops.network.engines.self_check import mismatches
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
+from tests import zoo_modules as parts
+from tests.network.products import PLENTY, agree, columns, dense, pull, push, walk
+from tests.zoo import ZOO, batches, dense_jacobian, reference
+
+
+def wrong_by_one_percent(method: str) -> Any:
+    right = getattr(LinearRule, method)
+
+    def wrong(self: LinearRule, layer: nn.Linear, *args: Any) -> Any:
+        result = right(self, layer, *args)
+        if layer.out_features != 5:
+            return result
+        return {k: 1.01 * v for k, v in result.items()} if isinstance(result, dict) else 1.01 * result
+
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("method", ["push", "pull"])
+def test_the_self_check_rejects_a_rule_that_is_wrong_by_one_percent(
+    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer goes to autodiff, the plan names it, the results stay right, and other layers stay."""
+    monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method))
+    J = reference("mlp").to(dtype)
+    passes = walk("mlp", "layerwise", dtype)
+    V, U = columns(J.shape[1], 2, dtype), columns(J.shape[0], 2, dtype)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    assert agree(push(passes, V), J @ V, tolerance)
+    assert agree(pull(passes, U), J.mT @ U, tolerance)
+    assert set(passes.plan.others) == {"2.weight", "2.bias"}
+    assert "self-check" in passes.plan.others["2.weight"]
+    assert "self-check" in str(passes.plan)
+    assert [layer.path for layer in passes.plan.layers] == ["0", "4"]
+    assert passes.plan.in_use == {"layerwise": 2}
+
+
+def test_the_self_check_may_reject_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearRule, "pull", zeros)
+    J, passes = reference("inplace_relu"), walk("inplace_relu", "layerwise")
+    V = columns(J.shape[1], 2)
+    for _ in range(3):
+        assert agree(push(passes, V), J @ V)
+    assert passes.plan.layers == ()
+
+
+def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at one cotangent: rows are then taken from autodiff for this layer alone."""
+    monkeypatch.setattr(LinearRule, "pull", wrong_by_one_percent("pull"))
+    J, passes = reference("mlp"), walk("mlp", "auto")
+    owners, others = passes.engines.checked_owners(next(iter(passes.batches()))[0])
+    assert set(others) == {"2.weight", "2.bias"}
+    assert {name for names in owners.values() for name in names.values()}.isdisjoint(others)
+    assert "self-check" in passes.plan.others["2.weight"]
+    norms = torch.zeros(J.shape[0], dtype=J.dtype)
+    for first, groups in passes.jacobian_rows():
+        for group in groups:
+            for row in group.rows().values():
+                norms[first : first + group.num_rows] += row.flatten(2).square().sum(2).flatten()
+    assert agree(norms, J.square().sum(1))
+
+
+def zeros(self: Any, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: s.new_zeros(s.shape[1], *getattr(layer, name).shape) for name in names}
+
+
+def test_the_edge_is_recorded_not_the_tensor() -> None:
+    """With an in-place ReLU after the layer, its output tensor is another node by the time of the backward pass."""
+    passes = walk("inplace_relu", "layerwise")
+    forward, backward = dense(passes, 15)
+    assert agree(forward, reference("inplace_relu"))
+    assert agree(backward, reference("inplace_relu"))
+    assert passes.plan.others == {}
+
+
+def test_a_module_called_twice_adds_up() -> None:
+    passes = walk("linear_twice", "layerwise")
+    forward, _ = dense(passes, 15)
+    assert agree(forward, reference("linear_twice"))
+    assert [layer.path for layer in passes.plan.layers] == ["fc1", "fc1", "fc2", "head"]
+
+
+def test_tied_weights_are_owned_only_where_every_holder_has_a_rule() -> None:
+    for name, expected in [("shared_parameter", True), ("tied_embedding", True), ("tied_subclass", False)]:
+        model, _ = ZOO["linear_subclass" if name == "tied_subclass" else name].build()
+        if name == "tied_subclass":
+            model = nn.Sequential(nn.Linear(5, 3).double(), model)
+            model[0].weight = model[1][1].weight
+        owned = {n for names in owners_of(Model(model)).values() for n in names.values()}
+        assert bool(owned & {"fc1.weight", "embedding.weight", "0.weight"}) is expected
+
+
+def hooks(model: nn.Module) -> list[int]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
+    return [len(getattr(part, kind)) for part in model.modules() for kind in kinds]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "user_hook", "user_backward_hook", "attention"])
+def test_hooks_never_stay(name: str) -> None:
+    model, inputs = ZOO[name].build()
+    before = hooks(model)
+    passes = Passes(Model(model), batches(inputs), "layerwise", PLENTY)
+    push(passes, columns(reference(name).shape[1], 1))
+    assert hooks(model) == before
+
+
+def test_hooks_never_stay_after_an_exception_in_forward() -> None:
+    class Failing(nn.Sequential):
+        fail = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if self.fail:
+                raise RuntimeError("no more")
+            return h
+
+    model = Failing(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    passes = Passes(Model(model), batches(torch.randn(5, 4, dtype=torch.float64)), "layerwise", PLENTY)
+    assert passes.plan.others == {}
+    model.fail = True
+    with pytest.raises(RuntimeError, match="no more"):
+        push(passes, columns(43, 1))
+    assert not any(hooks(model))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == dict.fromkeys(
+        ["0.weight", "0.bias", "2.weight", "2.bias"], True
+    )
+    model.fail = False
+    V = columns(43, 1)
+    inputs = torch.cat([inputs for inputs, _ in passes._source])
+    assert agree(push(passes, V), dense_jacobian(model, inputs) @ V)
+
+
+def test_autocast_layers_go_to_autodiff() -> None:
+    """Their sensitivities would be of another dtype. bfloat16 keeps eight bits: 1e-2."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = m.fc1(x)
+        return m.head(torch.tanh(m.fc2(h.to(x.dtype))))
+
+    model, x = parts.Wired(wiring).eval(), torch.randn(5, 4)
+    passes = Passes(Model(model), batches(x), "layerwise", PLENTY)
+    J = dense_jacobian(model, x)
+    V = columns(J.shape[1], 2, torch.float32)
+    assert agree(push(passes, V), J @ V, 1e-2)
+    assert set(passes.plan.others) == {"fc1.weight", "fc1.bias"}
+
+
+def test_a_layer_that_stops_running_as_one_in_a_later_batch() -> None:
+    """The probe and the first batch cannot see it; the pass over that batch does."""
+
+    def wiring(m: Any, x: Tensor) -> Tensor:
+        if len(x) == 2 and bool(x[0, 0] > 5):
+            with torch.no_grad():
+                h = m.fc1(x)
+        else:
+            h = m.fc1(x)
+        return m.head(m.fc2(h))
+
+    model, x = parts.Wired(wiring).double().eval(), torch.randn(5, 4, dtype=torch.float64)
+    x[3, 0] = 6.0
+    passes = Passes(Model(model), batches(x), "layerwise", PLENTY)
+    J = torch.cat([dense_jacobian(model, part) for part, _ in batches(x)])
+    V = columns(J.shape[1], 2)
+    U = columns(J.shape[0], 2)
+    for _ in range(2):
+        assert agree(push(passes, V), J @ V)
+        assert agree(pull(passes, U), J.mT @ U)
+    assert {"fc1.weight", "fc1.bias"} <= set(passes.plan.others)
+
+
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+def test_a_selection_that_does_not_reach_the_outputs_has_jacobian_zero(way: str) -> None:
+    passes = walk("dead_branch", way, parameters="fc2.*")
+    for _ in range(2):
+        assert not push(passes, columns(20, 3)).any()
+        assert not pull(passes, columns(15, 3)).any()
+
+
+@pytest.mark.parametrize("name", ["cnn", "old_function", "checkpointed"])
+def test_sensitivities_in_chunks_are_those_of_one_batched_backward_pass(name: str) -> None:
+    """`old_function` has no batching rule: one backward pass an output."""
+    model, inputs = ZOO[name].build()
+    network = Model(model)
+    owners = owners_of(network)
+    small, large = (Layerwise(network, inputs, owners, None, size) for size in (1, PLENTY))
+    V = columns(network.theta.numel(), 2)
+    J = reference(name)
+    for engine in (small, large):
+        assert agree(engine.push(network.selection.split(V)).flatten(1).mT, J @ V)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "sequence_layernorm"])
+def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    J, sizes = reference(name), []
+    whole = LinearRule.push
+    monkeypatch.setattr(LinearRule, "push", lambda *args: sizes.append(len(args[3]["weight"])) or whole(*args))
+    passes = walk(name, "layerwise")
+    for most, widest in ((layerwise.MAPPED_BYTES, 7), (1, 1)):
+        monkeypatch.setattr(layerwise, "MAPPED_BYTES", most)
+        sizes.clear()
+        for K in (1, 7):
+            V, U = columns(J.shape[1], K), columns(J.shape[0], K)
+            assert agree(push(passes, V), J @ V) and agree(pull(passes, U), J.mT @ U)
+        assert max(sizes) == widest
+
+
+def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
+    model, inputs = ZOO["cnn"].build()
+    engine = Layerwise(Model(model), inputs, owners_of(Model(model)), None, PLENTY)
+    assert {type(part) for part in engine.parts} == {Rows, Factors}
+    for part in engine.parts:
+        assert isinstance(part, Rows) == (part.layer.size <= part.layer.output[1:].numel())
+    assert engine.nbytes == sum(part.nbytes for part in engine.parts)
+
+
+def test_mismatches_names_nothing_for_right_rules() -> None:
+    for name in ("mlp", "cnn", "sequence_layernorm"):
+        model, inputs = ZOO[name].build()
+        network = Model(model)
+        engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
+        reference = layerwise.Streamed(network, inputs, network.selection.names, "forward mode")
+        assert mismatches(engine, reference) == set()

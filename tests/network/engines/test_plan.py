@@ -1,0 +1,212 @@
+"""The cost rule: which engine it takes, what it says of bytes and gradients, and how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import curvops.network.engines.plan as plan_module
+from curvops.network.engines.plan import Plan
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
+from tests.network.products import PLENTY, columns, push, walk
+from tests.zoo import ZOO, reference
+from tests.zoo_modules import Wired
+
+
+def plan_of(model: nn.Module, inputs: torch.Tensor, engine: str = "auto") -> Plan:
+    return Passes(Model(model.eval()), [(inputs, None)], engine, PLENTY).plan  # type: ignore[arg-type]
+
+
+def wide(num_outputs: int) -> Plan:
+    return plan_of(nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, num_outputs)), torch.randn(2, 200))
+
+
+def test_bytes_by_hand() -> None:
+    """Two linear layers in float32: a and δ of each; recorded, what autograd saves."""
+    plan = wide(10)
+    a, delta = 200 + 300, 10 * (300 + 10)
+    assert plan.layerwise_bytes == 4 * (a + delta)
+    assert plan.routes.saved_bytes == 4 * (200 + 300)
+    assert plan.forward == 200 * 300 + 300 * 10
+    assert plan.bytes_needed("streamed") == 0
+
+
+@pytest.mark.parametrize("kind", ["recorded", "layerwise"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet_groupnorm", "prelu"])
+def test_the_bytes_announced_are_those_kept(name: str, kind: str) -> None:
+    """The budget is decided on the announcement: what is kept must not exceed it by more than a rounding of points."""
+    passes = walk(name, kind, sizes=(5,))
+    for _ in range(4):
+        push(passes, columns(reference(name).shape[1], 3))
+    ((_, engine),) = passes._kept.values()
+    assert engine.kind == kind
+    assert engine.nbytes <= 1.25 * 5 * passes.plan.bytes_needed(engine.kind)
+
+
+def test_a_single_product_streams_and_many_do_not() -> None:
+    plan = wide(10)
+    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+    assert plan.choose("streamed", {1: 1000}, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1000, 100, PLENTY) == "layerwise"
+
+
+def test_who_asks_twice_is_taken_for_a_solver() -> None:
+    """The second product builds what eight more pay for; outputs alone are no product."""
+    plan = wide(10)
+    assert plan.choose("streamed", {1: 1}, 1, 10**6, 10**12) == "layerwise"
+    assert plan.choose("streamed", {1: 0}, 1, 10**6, 10**12) == "streamed"
+    assert wide(1000).choose("streamed", {1: 1}, 1, 10**6, 10**12) == "recorded"
+
+
+@pytest.mark.parametrize("products", [1, 8, 24])
+@pytest.mark.parametrize("num_outputs", [2, 10, 100, 1000])
+def test_the_choice_costs_little_more_than_the_best_engine_from_the_start(num_outputs: int, products: int) -> None:
+    """By the plan's own count, on a batch so large that overheads do not count."""
+    plan, points, plenty = wide(num_outputs), 10**6, 10**15
+    total, built, asked = 0.0, "streamed", 0
+    for _ in range(products):
+        kind = plan.choose(built, {1: asked} if asked else {}, 1, points, plenty)  # type: ignore[arg-type]
+        total += plan.per_vector(kind) + (plan.build(kind) if kind != built else 0.0)
+        built, asked = kind, asked + 1
+    best = min(plan.build(kind) + products * plan.per_vector(kind) for kind in plan.candidates())
+    assert total <= 1.3 * best
+
+
+def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
+    """By count a recorded pass is the cheaper here, but it goes through the layers once a vector."""
+    plan = plan_of(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(2, 3))
+    assert plan.per_vector("layerwise", 20_000) > plan.per_vector("recorded", 20_000)
+    assert plan.choose("streamed", {}, 20_000, 64, PLENTY) == "layerwise"
+    assert plan.choose("recorded", {}, 20_000, 64, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1, 64, PLENTY) == "streamed"
+
+
+def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
+    """One product of a fresh walk runs the model as often as the engine that keeps nothing, but to find the layers."""
+    counts = {}
+    for engine in ("streamed", "auto"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).eval()
+        calls: list[int] = []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        passes = Passes(Model(model), [(torch.randn(6, 3), None)], engine, PLENTY)  # type: ignore[arg-type]
+        push(passes, columns(passes.model.theta.numel(), 1, torch.float32))
+        counts[engine] = len(calls)
+        assert passes.engines.plan.routes.tried is False
+    assert counts["auto"] == counts["streamed"] + 2
+    assert passes.plan.routes.tried
+    assert passes.plan.recorded_bytes > passes.plan.routes.saved_bytes
+
+
+def test_on_a_half_precision_base_the_engine_that_rounds_once_serves_where_it_fits() -> None:
+    model = Wired(lambda m, x: m.head(m.fc1(x).bfloat16()))
+    model.head.bfloat16().requires_grad_(False)
+    del model.fc2
+    plan = plan_of(model, torch.randn(2, 4))
+    assert plan.half_base
+    assert plan.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
+    assert plan.choose("streamed", {}, 1, 100, 0) == "streamed"
+    assert dataclasses.replace(plan, engine="autodiff").choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+    mixed = dataclasses.replace(plan, others={"table": "no layer rule"})
+    assert mixed.choose("streamed", {}, 1, 100, PLENTY) == "streamed"
+
+
+def test_many_outputs_are_left_to_autodiff() -> None:
+    """δ costs C backward passes and C numbers per unit."""
+    plan = wide(1000)
+    assert plan.per_vector("layerwise") > plan.per_vector("recorded")
+    assert plan.choose("streamed", {1: 20}, 1, 100, PLENTY) == "recorded"
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    """A network for which `recorded` is the cheaper with single vectors, and `layerwise` with blocks, were it large."""
+    monkeypatch.setattr(plan_module, "OVERHEAD", 0.0)
+    outputs = next(c for c in range(10, 1000, 10) if wide(c).per_vector("layerwise") > wide(c).per_vector("recorded"))
+    model = nn.Sequential(nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, outputs)).double()
+    passes = Passes(Model(model.eval()), [(torch.randn(2, 200).double(), None)], memory_budget=PLENTY)
+    assert passes.plan.per_vector("layerwise", 16) < passes.plan.per_vector("recorded", 16)
+    return passes
+
+
+def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(
+    undecided: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A solver's block narrows as columns converge: each width has its best engine, and none is built again for it."""
+    passes, built = undecided, []
+    build, D = passes.engines.build, passes.model.theta.numel()
+    monkeypatch.setattr(passes.engines, "build", lambda kind, *rest: built.append(kind) or build(kind, *rest))
+    for step in range(200):
+        push(passes, columns(D, (16, 1)[step // 2 % 2]))
+    assert built.count("layerwise") == 1 and built.count("recorded") <= 1
+    assert passes.plan.in_use == {"layerwise": 1}
+
+
+def test_an_engine_is_freed_before_another_takes_its_place(undecided: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = undecided
+    build, D = passes.engines.build, passes.model.theta.numel()
+    for _ in range(5):
+        push(passes, columns(D, 1))
+    assert passes.plan.in_use == {"recorded": 1}
+    before = weakref.ref(passes._kept[0][1])
+    alive: list[bool] = []
+    monkeypatch.setattr(passes.engines, "build", lambda *given: alive.append(before() is not None) or build(*given))
+    while not alive:
+        push(passes, columns(D, 16))
+    assert passes.plan.in_use == {"layerwise": 1} and alive == [False]
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    plan = wide(10)
+    for kind in ("layerwise", "recorded"):
+        needed = 100 * min(plan.bytes_needed("recorded"), plan.bytes_needed("layerwise"))
+        assert plan.choose("streamed", {1: 1000}, 1, 100, needed - 1) == "streamed"
+        assert plan.choose(kind, {1: 1000}, 1, 100, 0) == kind  # what is built has its memory already
+
+
+def test_an_engine_can_be_forced() -> None:
+    plan = wide(10)
+    autodiff, layerwise = (dataclasses.replace(plan, engine=engine) for engine in ("autodiff", "layerwise"))
+    assert autodiff.candidates() == ("streamed", "recorded")
+    assert layerwise.choose("streamed", {}, 1, 100, PLENTY) == "layerwise"
+    assert layerwise.choose("streamed", {}, 1, 100, 0) == "streamed"
+
+
+def test_without_layers_there_is_nothing_to_force() -> None:
+    passes = walk("function_pair", "layerwise")
+    assert passes.plan.candidates() == ("streamed", "recorded")
+    assert set(passes.plan.others) == {"a", "b", "c"}
+
+
+def test_a_block_shares_the_reading() -> None:
+    plan = wide(10)
+    assert plan.per_vector("layerwise", 16) < plan.per_vector("layerwise", 1)
+    assert plan.per_vector("streamed", 16) == plan.per_vector("streamed", 1)
+
+
+def test_the_table_names_layers_parameters_and_engines() -> None:
+    passes = walk("attention_of_two", "layerwise")
+    push(passes, columns(reference("attention_of_two").shape[1], 1))
+    text = str(passes.plan)
+    for expected in ("attention.out_proj", "head", "a and δ", "attention.in_proj_weight"):
+        assert expected in text
+    assert "autodiff: its layer does not run as a layer" in text
+    assert "autodiff: no layer rule" in str(walk("prelu", "layerwise").plan)
+    assert "Jacobian rows" in str(walk("cnn", "layerwise").plan)
+    assert "2 batches layerwise" in text
+    assert "engine='layerwise'" in text
+    assert str(walk("mlp", "auto").plan).endswith("now: nothing")
+
+
+def test_every_parameter_is_accounted_for_once() -> None:
+    for name, network in ZOO.items():
+        if not isinstance(network.build()[0], nn.Module):
+            continue
+        passes = walk(name, "layerwise")
+        served = {key for layer in passes.plan.layers for key in layer.names.values()}
+        assert served | set(passes.plan.others) == set(passes.model.selection.names), name
+        assert not served & set(passes.plan.others), name

@@ -1,0 +1,92 @@
+"""The replay of a forward-mode pass: what it keeps, and where it must not be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvops.network.engines.autodiff import record_replay, replay_bytes
+from curvops.network.engines.replay import Replay
+from curvops.network.model.model import Model
+from tests.network.products import agree, columns
+from tests.zoo import ZOO, reference
+
+
+def replayed(model: nn.Module, inputs: Tensor) -> tuple[Model, Replay | None]:
+    network = Model(model)
+    return network, record_replay(network, inputs, network.selection.names)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "resnet_groupnorm", "setitem", "inplace_relu", "written_later"])
+def test_a_replay_is_right_again_and_again(name: str) -> None:
+    model, inputs = ZOO[name].build()
+    network, replay = replayed(model, inputs)
+    assert replay is not None
+    J = reference(name)
+    with torch.no_grad():
+        for _ in range(3):
+            V = columns(J.shape[1], 1)
+            tangents = {key: value[0] for key, value in network.selection.split(V).items()}
+            before = {key: value.clone() for key, value in tangents.items()}
+            assert agree(replay(tangents).flatten(), (J @ V).flatten())
+            assert all(torch.equal(tangents[key], before[key]) for key in before)
+
+
+def test_it_keeps_the_inputs_of_products_and_of_activations_alone() -> None:
+    """Input 4 numbers and the weights are there already: tanh keeps 6 outputs, the ReLU 5."""
+    model, _ = ZOO["mlp"].build()
+    x = torch.randn(7, 4, dtype=torch.float64)
+    network, replay = replayed(model, x)
+    assert replay is not None and replay_bytes(replay, network, x) == 7 * 8 * (6 + 5)
+
+
+def test_a_constant_that_is_overwritten_later_keeps_its_values() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.clone()
+            y = h * self.first(x)
+            with torch.no_grad():
+                h.mul_(2)
+            return self.second(y) + h.sum()
+
+    model, x = Doubling().double(), torch.randn(5, 4).double()
+    network, replay = replayed(model, x)
+    J = torch.func.jacfwd(lambda t: torch.func.functional_call(model, t, (x,)))(dict(model.named_parameters()))
+    tangents = {name: torch.randn_like(value) for name, value in network.values.items()}
+    assert replay is not None
+    with torch.no_grad():
+        expected = sum(J[name].flatten(2) @ tangents[name].flatten() for name in tangents)
+        assert agree(replay(tangents), expected)
+
+
+def test_a_tangent_written_into_other_memory_is_not_replayed() -> None:
+    """A second run would find what the first one added."""
+
+    class Adding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def jvp(ctx: object, tangent: Tensor) -> Tensor:
+            return torch.zeros_like(tangent).expand_as(tangent).clone() + 0 if tangent is None else kept.add_(tangent)
+
+    class Accumulating(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Adding.apply(super().forward(x))
+
+    kept = torch.zeros(5, 3)
+    _, replay = replayed(Accumulating(4, 3), torch.randn(5, 4))
+    assert replay is None
+
+
+def test_outputs_that_no_tangent_reaches_have_no_replay() -> None:
+    _, replay = replayed(ZOO["mlp"].build()[0].apply(lambda m: None), torch.randn(2, 4).double())
+    assert replay is not None
+    network = Model((lambda params, x: x @ x.new_ones(4, 2), {"a": torch.ones(3)}))
+    assert record_replay(network, torch.randn(2, 4), ("a",)) is None

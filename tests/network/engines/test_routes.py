@@ -1,0 +1,109 @@
+"""The autodiff engine proves itself: on the first points, on the first batch that it keeps, and after every switch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.network.engines.autodiff import Streamed
+from curvops.network.engines.custom_functions import named_custom_functions
+from curvops.network.engines.replay import Replay
+from curvops.network.engines.routes import Reference, find_routes
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
+from tests.network.products import PLENTY, agree, columns, push, walk
+from tests.zoo import ZOO, dense_jacobian, reference
+from tests.zoo_functions import NoGradTanh
+
+
+def test_what_rows_serve_says_why_and_names_the_module() -> None:
+    passes = walk("numpy_below_own_parameters", "auto")
+    assert "NumpyTanh" in passes.plan.routes.why
+    assert "by rows of J" in str(passes.plan)
+    assert "ScaledNumpy" not in named_custom_functions(passes.model, ZOO["mlp"].build()[1])
+
+
+def test_layers_serve_what_has_first_derivatives_alone_from_the_first_product() -> None:
+    for name in ("numpy_backward", "backward_detached_in_part"):
+        passes, J = walk(name, "auto"), reference(name)
+        V = columns(J.shape[1], 1)
+        assert agree(push(passes, V), J @ V)
+        assert passes.plan.in_use == {"layerwise": 2}
+        assert "the layerwise engine, by first derivatives alone" in str(passes.plan)
+
+
+def test_parameters_behind_the_function_keep_the_faster_route() -> None:
+    """One parameter stands before the function, and takes rows; those behind it take forward mode."""
+    model, inputs = ZOO["numpy_below_own_parameters"].build()
+    network = Model(model)
+    assert find_routes(network, inputs[:2], ("scale",)).pushes == "rows"
+    assert find_routes(network, inputs[:2], ("shift", "head.weight")).pushes == "forward mode"
+
+
+class Depends(nn.Module):
+    """A backward pass that leaves autograd where a batch holds large values: the first points hold none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return self.head(NoGradTanh.apply(h) if bool((x.detach().abs() > 50).any()) else h.tanh())
+
+
+def test_what_is_kept_is_proven_on_the_batch_that_it_serves() -> None:
+    torch.manual_seed(0)
+    model, x = Depends().double(), torch.randn(6, 4).double()
+    x[4:] += 100
+    J = dense_jacobian(model, x)
+    passes = Passes(Model(model), [(x, None)], "autodiff", PLENTY)
+    assert passes.plan.routes.replayed
+    V = columns(J.shape[1], 9)
+    for _ in range(2):
+        found = push(passes, V)
+    assert agree(found, J @ V)
+    assert not passes.plan.routes.recordable and passes.plan.routes.pushes == "rows"
+
+
+def test_a_replay_that_is_wrong_gives_way_to_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Replay.__call__
+    monkeypatch.setattr(Replay, "__call__", lambda self, tangents: 1.01 * call(self, tangents))
+    passes, J = walk("mlp", "recorded"), reference("mlp")
+    V = columns(J.shape[1], 9)
+    assert agree(push(passes, V), J @ V)
+    assert passes.plan.in_use == {"recorded": 2} and not passes.plan.routes.replayed
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_a_route_that_loses_one_small_block_is_found_out(lost: int) -> None:
+    """Also where that block is a thousandth of J v, and in float32."""
+    model, inputs = ZOO["mlp"].build(torch.float32)
+    with torch.no_grad():
+        model[4].weight.mul_(100)
+    network = Model(model)
+    at = Reference(network, inputs[:2], network.selection.names)
+    route = find_routes(network, inputs[:2], network.selection.names)
+    assert route.pushes == "forward mode"
+    name = network.selection.names[lost]
+
+    def losing(tangents: Any) -> Tensor:
+        kept = {key: torch.zeros_like(value) if key == name else value for key, value in tangents.items()}
+        return Streamed(network, inputs[:2], network.selection.names).push(kept)
+
+    assert not at.is_adjoint(losing)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e4])
+def test_ggn_products_of_a_custom_function_by_every_engine(scale: float) -> None:
+    model, x = ZOO["numpy_backward"].build()
+    J, y = reference("numpy_backward"), torch.randn(5, 3).double()
+    v = scale * columns(J.shape[1], 1)
+    for engine in ("auto", "streamed", "autodiff", "layerwise"):
+        G = co.GGN(co.linearize(model, (x, y), "regression", engine=engine))
+        for _ in range(3):
+            assert agree((G @ v) / scale, J.mT @ (J @ v) / scale)

@@ -1,0 +1,201 @@
+"""The user's model as a snapshot: what is refused, and that nothing later changes it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvops.network.model.model import Model
+from tests import zoo_modules as parts
+from tests.zoo import ZOO, call, parameters_of
+
+
+def outputs(network: Model, inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return network(network.values, inputs)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_snapshot_computes_what_the_model_computes(name: str) -> None:
+    model, inputs = ZOO[name].build()
+    network = Model(model)
+    assert torch.allclose(outputs(network, inputs), call(model, inputs), rtol=1e-13, atol=1e-13)
+    assert torch.equal(network.theta, torch.cat([p.detach().flatten() for p in parameters_of(model).values()]))
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet_batchnorm", "function_pair", "tied_embedding", "bfloat16_base"])
+def test_a_model_trained_further_changes_nothing(name: str) -> None:
+    """Parameters, selected or not, and buffers, also where version counters do not see the change."""
+    model, inputs = ZOO[name].build()
+    network = Model(model)
+    before, theta = outputs(network, inputs), network.theta.clone()
+    if isinstance(model, nn.Module):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data.add_(1)
+    else:
+        for tensor in model[1].values():
+            tensor.data.add_(1)
+    assert torch.equal(outputs(network, inputs), before)
+    assert torch.equal(network.theta, theta)
+
+
+def test_a_model_put_into_train_mode_changes_nothing_and_stays_in_it() -> None:
+    model, inputs = ZOO["resnet_batchnorm"].build()
+    model.head = nn.Sequential(model.head, nn.Dropout(0.5)).eval()
+    network = Model(model)
+    before = outputs(network, inputs)
+    model.train()
+    statistics = model.norm1.running_mean.clone()
+    assert torch.equal(outputs(network, inputs), before)
+    assert all(part.training for part in model.modules())
+    assert torch.equal(model.norm1.running_mean, statistics)
+
+
+def test_modes_are_restored_after_an_exception() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop = nn.Linear(2, 2), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no more")
+
+    model = Failing().eval()
+    network, weight = Model(model), model.fc.weight
+    model.train()
+    with pytest.raises(RuntimeError, match="no more"):
+        outputs(network, torch.zeros(1, 2))
+    assert model.training
+    assert model.drop.training
+    assert model.fc.weight is weight
+
+
+def test_frozen_parameters_are_left_out_unless_named() -> None:
+    model, _ = ZOO["bfloat16_base"].build()
+    assert "base.weight" not in Model(model).selection.names
+    assert Model(model, "base.*").selection.names == ("base.weight", "base.bias")
+
+
+def test_dropout_that_drops_nothing_may_be_in_train_mode() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)).train()
+    assert Model(model).theta.numel() == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout()), r"1 \(Dropout\) is in train mode.* call model.eval\(\) first"),
+        (nn.Sequential(nn.BatchNorm1d(2)), r"0 \(BatchNorm1d\) is in train mode"),
+        (nn.Dropout(), r"the model \(Dropout\) is in train mode"),
+        (nn.BatchNorm1d(2, track_running_stats=False).eval(), "keeps no running statistics.*track_running_stats=True"),
+    ],
+    ids=["dropout", "batch norm", "itself", "no statistics"],
+)
+def test_a_module_that_is_random_or_looks_at_its_batch(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Model(model)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (3, r"must be an nn.Module or a pair \(function\(params, inputs\), params mapping\), got int"),
+        ((lambda p, x: x, {"w": 3}), r"must hold tensors by name; \['w'\] are not"),
+        ((lambda p, x: x, [torch.zeros(2)]), "got tuple"),
+    ],
+    ids=["int", "number", "list"],
+)
+def test_what_is_no_model(source: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Model(source)
+
+
+WRONG: dict[str, tuple[Any, type, str]] = {
+    "tuple": (lambda h: (h, h), TypeError, "returns tuple, expected a tensor .* forward returns the tensor of outputs"),
+    "integers": (lambda h: h.argmax(1, True), TypeError, "returns torch.int64, expected a real floating tensor"),
+    "complex": (lambda h: h * 1j, TypeError, "returns torch.complex64"),
+    "vector": (lambda h: h[:, 0], ValueError, r"shape \(2,\), expected \(N, C\),.*; add outputs.unsqueeze\(1\)"),
+    "number": (
+        lambda h: h.sum(),
+        ValueError,
+        r"shape \(\), expected \(N, C\), or \(N, ..., C\) with positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_outputs_must_be_a_floating_matrix(kind: str) -> None:
+    change, error, message = WRONG[kind]
+    network = Model(parts.Wired(lambda m, x: change(m.head(x))).eval())
+    with pytest.raises(error, match=message):
+        outputs(network, torch.zeros(2, 4))
+
+
+def test_sequences_become_rows_of_one_shape() -> None:
+    network = Model(parts.Wired(lambda m, x: m.head(x)).eval())
+    x = torch.randn(2, 5, 4)
+    free = outputs(network, x[:, :3])
+    assert network.fix_layout(x).output_shape == (5, 3)
+    assert torch.equal(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
+    with pytest.raises(ValueError, match=r"returns shape \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
+        outputs(network, x[:, :4])
+
+
+def test_frozen_parameters_must_be_finite_too() -> None:
+    model, _ = ZOO["mlp"].build()
+    model[0].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"'0.weight' holds NaN or Inf; train again, or load other weights"):
+        Model(model, "4.*")
+
+
+def test_outputs_of_a_frozen_half_precision_head_have_the_dtype_of_the_parameters() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 3).bfloat16().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.fc(x).bfloat16())
+
+    assert outputs(Model(Head().eval()), torch.zeros(2, 4)).dtype == torch.float32
+
+
+def test_buffers_that_a_forward_pass_writes_are_the_snapshots() -> None:
+    model, inputs = ZOO["counting_calls"].build()
+    network = Model(model)
+    outputs(network, inputs)
+    assert model.calls == 0
+
+
+def test_a_cast_model_leaves_the_first_as_it_is() -> None:
+    model, inputs = ZOO["resnet_batchnorm"].build()
+    network = Model(model)
+    narrow = network.cast(torch.float32, None)
+    assert narrow.theta.dtype == torch.float32
+    assert network.theta.dtype == torch.float64
+    assert torch.allclose(outputs(narrow, inputs.float()).double(), outputs(network, inputs), atol=1e-4)
+    assert next(model.parameters()).dtype == torch.float64
+
+
+def test_a_pickled_model_is_another_module() -> None:
+    model, inputs = ZOO["transformer_encoder"].build()
+    network = Model(model)
+    other = pickle.loads(pickle.dumps(network))
+    assert other.module is not model
+    assert torch.equal(outputs(other, inputs), outputs(network, inputs))
+
+
+def test_a_module_under_two_names_is_left_as_it_was() -> None:
+    """`functional_call`, left to tie weights itself, restores the second name to what it put under the first."""
+    layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, norm, norm, nn.Linear(4, 4)).double().eval()
+    model[5].weight = layer.weight
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.allclose(outputs(Model(model), x), model(x), rtol=1e-13, atol=1e-13)
+    after = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert [(name, id(tensor)) for name, tensor in after] == [(name, id(tensor)) for name, tensor in held]

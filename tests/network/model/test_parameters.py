@@ -1,0 +1,158 @@
+"""Names and the flat vector: what a selection means, and the way there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvops.network.model.parameters import Selection, select
+
+PARAMETERS: dict[str, Tensor] = {
+    "body.weight": torch.randn(3, 2),
+    "body.bias": torch.randn(3),
+    "scale": torch.randn(()),
+    "empty": torch.randn(0, 3),
+    "head.weight": torch.randn(2, 3, 1),
+    "head.bias": torch.randn(2),
+}
+TRAINABLE = [name for name in PARAMETERS if name != "body.bias"]
+LAST = ["head.weight", "head.bias"]
+
+
+def chosen(spec: Any) -> Selection:
+    return select(PARAMETERS, TRAINABLE, spec, LAST)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (None, TRAINABLE),
+        ("last_layer", LAST),
+        ("body.*", ["body.weight", "body.bias"]),
+        (["head.bias", "*.weight"], ["body.weight", "head.weight", "head.bias"]),
+        (("scale",), ["scale"]),
+        (lambda name, tensor: tensor.ndim > 1 and "body" in name, ["body.weight"]),
+        (lambda name, tensor: 1 if name == "scale" else 0, ["scale"]),
+    ],
+)
+def test_names_in_the_models_order(spec: Any, names: list[str]) -> None:
+    selection = chosen(spec)
+    assert list(selection.names) == names
+    assert selection.num_parameters == sum(PARAMETERS[name].numel() for name in names)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [torch.tensor([0, 5, 6, 12]), torch.tensor([14, 2, 6], dtype=torch.int32), torch.arange(15) % 3 == 0],
+    ids=["index", "any order", "mask"],
+)
+def test_positions_are_those_of_the_trainable_vector(positions: Tensor) -> None:
+    selection = chosen(positions)
+    trainable = torch.cat([PARAMETERS[name].flatten() for name in TRAINABLE])
+    touched = {name: PARAMETERS[name] for name in selection.names}
+    assert torch.equal(selection.flatten(touched), trainable[positions])
+    assert "body.bias" not in selection.names
+
+
+def test_positions_touch_as_few_tensors_as_they_can() -> None:
+    assert chosen(torch.tensor([13, 14])).names == ("head.bias",)
+    assert chosen(torch.tensor([6, 0])).names == ("body.weight", "scale")
+
+
+@pytest.mark.parametrize("spec", [None, "last_layer", "scale", torch.tensor([3, 14, 6])])
+def test_flatten_and_unflatten_are_inverse(spec: Any) -> None:
+    selection = chosen(spec)
+    v = torch.randn(selection.num_parameters)
+    tensors = selection.unflatten(v)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == dict(zip(selection.names, selection.shapes))
+    assert torch.equal(selection.flatten(tensors), v)
+    if selection.index is None:
+        whole = {name: PARAMETERS[name] for name in selection.names}
+        back = selection.unflatten(selection.flatten(whole))
+        assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("spec", [None, torch.tensor([3, 14, 6])])
+def test_split_and_join_are_inverse_for_blocks(spec: Any, k: int) -> None:
+    selection = chosen(spec)
+    V = torch.randn(k, selection.num_parameters).mT
+    blocks = selection.split(V)
+    assert all(block.shape == (k, *shape) for block, shape in zip(blocks.values(), selection.shapes))
+    joined = selection.join(blocks)
+    assert torch.equal(joined, V)
+    assert joined.mT.is_contiguous() or k < 2 or spec is not None
+
+
+def test_blocks_stored_by_column_unflatten_as_views() -> None:
+    V = torch.randn(4, chosen(None).num_parameters).mT
+    for name, block in chosen(None).split(V).items():
+        assert block.untyped_storage().data_ptr() == V.untyped_storage().data_ptr(), name
+
+
+def test_entries_outside_a_subnetwork_are_zero() -> None:
+    tensors = chosen(torch.tensor([1, 7])).unflatten(torch.tensor([2.0, 3.0]))
+    assert tensors["body.weight"].flatten().tolist() == [0, 2, 0, 0, 0, 0]
+    assert tensors["head.weight"].flatten().tolist() == [3, 0, 0, 0, 0, 0]
+
+
+def test_flatten_says_what_is_missing_or_misshapen() -> None:
+    selection = chosen("last_layer")
+    with pytest.raises(ValueError, match="lacks 'head.bias'"):
+        selection.flatten({"head.weight": torch.zeros(2, 3, 1)})
+    with pytest.raises(ValueError, match=r"'head.bias' has shape \(3,\), expected \(2,\)"):
+        selection.flatten({"head.weight": torch.zeros(2, 3, 1), "head.bias": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("tail.*", ValueError, r"'tail.\*' names no parameter; the model has body.weight"),
+        (["head.*", "nope"], ValueError, "'nope' names no parameter"),
+        ([], ValueError, r"\[\] selects nothing"),
+        (lambda name, tensor: False, ValueError, "selects nothing; the model has"),
+        (torch.tensor([], dtype=torch.long), ValueError, "selects nothing; choose among the 15"),
+        (torch.zeros(15, dtype=torch.bool), ValueError, "selects nothing; choose among the 15"),
+        (torch.ones(14, dtype=torch.bool), ValueError, r"mask has shape \(14,\), expected \(15,\)"),
+        (torch.tensor([15]), ValueError, "index 15 is out of range: the flat vector has 15 entries"),
+        (torch.tensor([-1]), ValueError, "index -1 is out of range"),
+        (torch.tensor([2, 2]), ValueError, "holds a position twice"),
+        (torch.tensor([1.0]), TypeError, "must be a vector of integers, got torch.float32"),
+        (torch.tensor([[1]]), TypeError, r"of shape \(1, 1\)"),
+        (3, TypeError, "got int; expected None, 'last_layer', a glob"),
+        ([1, 2], TypeError, "got list; expected None"),
+    ],
+)
+def test_a_bad_selection_is_an_error_that_says_what_to_do(spec: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        chosen(spec)
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    with pytest.raises(ValueError, match=r"none requires a gradient: call requires_grad_\(\), or name parameters"):
+        select(PARAMETERS, [], None, LAST)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "message"),
+    [
+        (torch.zeros(2, dtype=torch.float64), ValueError, r"mix dtypes: torch.float32 \('one'\), torch.float64"),
+        (torch.zeros(2, device="meta"), ValueError, r"mix devices: cpu .*, meta \('other'\); convert them, or"),
+        (torch.tensor([0.0, torch.nan]), ValueError, "'other' holds NaN or Inf; train again, or leave it out"),
+        (torch.tensor([0.0, -torch.inf]), ValueError, "'other' holds NaN or Inf"),
+    ],
+    ids=["dtypes", "devices", "nan", "inf"],
+)
+def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, message: str) -> None:
+    parameters = {"one": torch.zeros(2), "other": tensor}
+    with pytest.raises(error, match=message):
+        select(parameters, list(parameters), None, [])
+    assert select(parameters, list(parameters), "one", []).names == ("one",)
+
+
+def test_integers_cannot_be_selected() -> None:
+    with pytest.raises(TypeError, match="'steps' is of torch.int64; only real floating parameters"):
+        select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, [])

@@ -1,0 +1,95 @@
+"""One memory budget for engines and vectors: what each may take, and who gives way."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.network.walks.memory import LEAST_ROOM, Memory
+
+MIB = 2**20
+
+
+class Cache:
+    """Keeps and wants as many bytes as it is told."""
+
+    def __init__(self, kept: int, wanted: int) -> None:
+        self.kept_bytes, self.wanted_bytes = kept, wanted
+
+    def shrink(self, most: int) -> None:
+        self.kept_bytes = min(self.kept_bytes, most)
+
+
+def test_vectors_have_what_engines_do_not_want_and_half_at_least():
+    memory = Memory(100 * MIB)
+    assert memory.room() == memory.for_engines == 100 * MIB
+    small, large = Cache(0, 30 * MIB), Cache(0, 500 * MIB)
+    memory.register(small)
+    assert memory.room() == 70 * MIB
+    memory.register(large)
+    assert memory.room() == 50 * MIB
+    del large
+    gc.collect()
+    assert memory.room() == 70 * MIB
+
+
+def test_engines_give_way_to_vectors_that_are_held():
+    memory, cache = Memory(100 * MIB), Cache(80 * MIB, 80 * MIB)
+    memory.register(cache)
+    with memory.holding(40 * MIB):
+        assert cache.kept_bytes == 60 * MIB and memory.for_engines == 0 and memory.room() == 10 * MIB
+    assert memory.for_engines == 40 * MIB
+
+
+def test_what_is_kept_counts_as_long_as_its_owner_lives():
+    memory, owner = Memory(100 * MIB), Cache(0, 0)
+    memory.keep(owner, 60 * MIB)
+    assert memory.room() == 40 * MIB
+    del owner
+    gc.collect()
+    assert memory.room() == 100 * MIB
+
+
+def test_a_small_budget_leaves_room_for_small_vectors():
+    assert Memory(0).room() == LEAST_ROOM and Memory(0).for_engines == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
+def test_a_copy_holds_nothing(copied):
+    memory = Memory(100 * MIB)
+    with memory.holding(10 * MIB):
+        other = copied(memory)
+    assert other.budget == memory.budget and other.room() == 100 * MIB
+
+
+def wide(budget):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 500, generator=generator).double(), torch.arange(6) % 3
+    model = nn.Sequential(nn.Linear(500, 3)).double()
+    return co.linearize(model, [(x[:3], y[:3]), (x[3:], y[3:])], "classification", memory_budget=budget)
+
+
+def test_walks_over_other_points_and_casts_share_the_budget():
+    lin = wide(MIB)
+    assert lin.jacobian(torch.zeros(2, 500)).passes.memory is lin.memory
+    assert lin.cast(torch.float32).memory is lin.memory
+    assert copy.deepcopy(lin).memory is not lin.memory
+
+
+def test_engines_are_let_go_and_built_again():
+    lin = wide(MIB)
+    G, v = co.GGN(lin), torch.ones(lin.num_parameters).double()
+    expected = [G @ v for _ in range(8)][-1]
+    assert sum(lin.plan.in_use.values()) == 2
+    kept = lin.passes.kept_bytes
+    with lin.memory.holding(MIB - kept // 2):
+        assert 0 < lin.passes.kept_bytes <= kept // 2
+        torch.testing.assert_close(G @ v, expected, rtol=1e-12, atol=0)
+        assert lin.passes.kept_bytes <= kept // 2
+    for _ in range(8):
+        torch.testing.assert_close(G @ v, expected, rtol=1e-12, atol=0)
+    assert lin.passes.kept_bytes == kept

@@ -1,0 +1,216 @@
+"""The walk over the data: what is kept, what is read again, who may share it, and what gradients pass through."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvops.network.model.model import Model
+from curvops.network.walks.passes import Passes
+from tests.network.products import PLENTY, WAYS, agree, columns, pull, push, walk
+from tests.zoo import ZOO, batches, reference
+
+
+class Counted:
+    """Batches that count how often they are read, and may fail at the end."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.reads, self.fail = items, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.items:
+            self.reads += 1
+            yield item
+        if self.fail:
+            raise RuntimeError("the data changed")
+
+
+def counted(name: str, way: str) -> tuple[Passes, Counted]:
+    model, inputs = ZOO[name].build()
+    source = Counted(batches(inputs))
+    return Passes(Model(model), source, **WAYS[way]), source
+
+
+@pytest.mark.parametrize("way", ["recorded", "layerwise"])
+def test_cached_walks_do_not_read_the_data_again(way: str) -> None:
+    passes, source = counted("resnet_groupnorm", way)
+    V = columns(passes.model.theta.numel(), 3)
+    for _ in range(4):
+        push(passes, V)
+    reads = source.reads
+    first = push(passes, V)
+    pull(passes, columns(15, 3))
+    assert source.reads == reads
+    assert agree(first, reference("resnet_groupnorm") @ V)
+
+
+def test_a_budget_of_zero_streams_every_time() -> None:
+    passes, source = counted("resnet_groupnorm", "streamed")
+    V = columns(passes.model.theta.numel(), 3)
+    results = []
+    for _ in range(3):
+        reads = source.reads
+        results.append(push(passes, V))
+        assert source.reads == reads + 2 + (reads == 0)  # the first walk probes one batch besides
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert passes.plan.in_use == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_kept_does_not_change_with_the_users_tensors(way: str) -> None:
+    model, inputs = ZOO["mlp"].build()
+    passes = Passes(Model(model), batches(inputs), **WAYS[way])
+    J = reference("mlp")
+    V = columns(J.shape[1], 3)
+    for _ in range(2):
+        push(passes, V)
+    inputs.mul_(2)
+    expected = J @ V if passes.plan.in_use else None
+    assert expected is None or agree(push(passes, V), expected)
+    assert (expected is None) is (way == "streamed")
+
+
+def test_engines_built_in_a_walk_that_failed_are_not_used_again() -> None:
+    """The data were other data then: they may be right again in the next walk."""
+    passes, source = counted("inplace_relu", "layerwise")
+    right, source.fail = source.items, True
+    source.items = [(inputs + 1, label) for inputs, label in right]
+    V = columns(passes.model.theta.numel(), 3)
+    with pytest.raises(RuntimeError, match="the data changed"):
+        push(passes, V)
+    source.items, source.fail = right, False
+    assert agree(push(passes, V), reference("inplace_relu") @ V)
+
+
+def test_labels_are_handed_through() -> None:
+    model, inputs = ZOO["mlp"].build()
+    passes = Passes(Model(model), [(inputs[:3], "first"), (inputs[3:], "second")], "layerwise", PLENTY)
+    for _ in range(3):
+        assert [label for label, _ in passes.each(1)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_are_the_models(way: str) -> None:
+    model, inputs = ZOO["resnet_batchnorm"].build()
+    passes = Passes(Model(model), batches(inputs), **WAYS[way])
+    for columns_ in (0, 1, 3):
+        outputs = torch.cat([J.outputs for _, J in passes.each(columns_)])
+        assert agree(outputs, model(inputs).detach(), 1e-14)
+
+
+@pytest.mark.parametrize("way", ["streamed", "layerwise"])
+@pytest.mark.parametrize("name", ["resnet_groupnorm", "lstm"])
+def test_two_threads_share_one_model(name: str, way: str) -> None:
+    """Two walks over the same model, each from two threads: the module can hold one set of values at a time."""
+    model, inputs = ZOO[name].build()
+    network, J = Model(model), reference(name)
+    walks = [Passes(network, batches(inputs), **WAYS[way]) for _ in range(2)]
+    V, U = columns(J.shape[1], 2), columns(J.shape[0], 2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    failures: list[str] = []
+
+    def work(passes: Passes) -> None:
+        try:
+            for _ in range(5):
+                if not (agree(push(passes, V), J @ V) and agree(pull(passes, U), J.mT @ U)):
+                    failures.append("wrong product")
+        except Exception as error:  # a thread's exception would be lost
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(passes,)) for passes in walks for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda passes: pickle.loads(pickle.dumps(passes))])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "resnet_batchnorm"])
+def test_copies_leave_caches_behind_and_still_work(name: str, copied: Any) -> None:
+    passes, J = walk(name, "layerwise"), reference(name)
+    V = columns(J.shape[1], 2)
+    push(passes, V)
+    assert passes.plan.in_use
+    other = copied(passes)
+    assert other.plan.in_use == {}
+    assert other.model.module is not passes.model.module
+    assert agree(push(other, V), J @ V)
+
+
+@pytest.mark.parametrize("name", ["mlp", "embedding_padding", "lstm"])
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+def test_gradients_flow_through_push_and_pull(name: str, way: str) -> None:
+    """First and second derivatives; push and pull are each other's adjoints, so their gradients are each other."""
+    passes, J = walk(name, way), reference(name)
+    V = columns(J.shape[1], 3)
+    for _ in range(2):
+        push(passes, V)
+    vector = torch.randn(J.shape[1], 1, dtype=torch.float64, requires_grad=True)
+    pushed = push(passes, vector)
+    weights = torch.randn_like(pushed, requires_grad=True)
+    (gradient,) = torch.autograd.grad((weights * pushed**2).sum(), vector, create_graph=True)
+    assert agree(gradient, J.mT @ (2 * weights * pushed).detach())
+    (second,) = torch.autograd.grad(gradient.sum(), vector)
+    ones = torch.ones_like(gradient)
+    assert agree(second, J.mT @ (2 * weights.detach() * (J @ ones)))
+
+
+def test_gradcheck_of_one_batch() -> None:
+    model, inputs = ZOO["mlp"].build()
+    passes = Passes(Model(model), [(inputs[:2], None)], "layerwise", PLENTY)
+    (_, J) = next(iter(passes.each(1)))
+    V = torch.randn(J.pull(torch.zeros(1, 2, 3).double()).shape[0], 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(J.push, (V,))
+    U = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(J.pull, (U,))
+    assert torch.autograd.gradgradcheck(J.pull, (U,))
+
+
+def test_no_graph_without_being_asked() -> None:
+    passes = walk("mlp", "layerwise")
+    V = columns(passes.model.theta.numel(), 1)
+    assert not push(passes, V).requires_grad
+    with torch.no_grad():
+        assert not push(passes, V.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("way", ["streamed", "recorded", "layerwise"])
+@pytest.mark.parametrize("name", ["resnet_batchnorm", "user_hook", "counting_calls", "bfloat16_base", "weight_norm"])
+def test_the_users_model_is_as_it_was(name: str, way: str) -> None:
+    model, inputs = ZOO[name].build()
+    next(iter(model.modules())).train(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.register_buffer("own", torch.ones(2))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    objects = {key: id(value) for key, value in model.named_parameters()}
+    flags = [(key, value.requires_grad) for key, value in model.named_parameters()]
+    modes = [part.training for part in model.modules()]
+    passes = Passes(Model(model), batches(inputs), **WAYS[way])
+    for _ in range(2):
+        push(passes, columns(passes.model.theta.numel(), 3))
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert {key: id(value) for key, value in model.named_parameters()} == objects
+    assert [(key, value.requires_grad) for key, value in model.named_parameters()] == flags
+    assert [part.training for part in model.modules()] == modes
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
+def test_a_cast_walk_is_the_same_walk_in_another_dtype() -> None:
+    passes = walk("resnet_batchnorm", "layerwise", torch.float32)
+    wide = passes.cast(torch.float64, None)
+    J: Tensor = reference("resnet_batchnorm")
+    V = columns(J.shape[1], 2)
+    # parameters, buffers and inputs were rounded to float32 before they were cast
+    assert agree(push(wide, V), J @ V, 1e-4)
+    assert push(wide, V).dtype == torch.float64
+    assert push(passes, V.float()).dtype == torch.float32
