@@ -1,12 +1,12 @@
-"""Long work shows itself on a terminal, and tells programs by a callback; it is silent otherwise.
+"""Progress of long work: a bar on a terminal, calls of a function in programs, nothing otherwise.
 
-What has taken two seconds shows a bar on standard error where that is a terminal, and the bar goes when the work ends.
-Every function that may take long has the keyword `progress`: None for that, False for silence, True for a bar wherever
-standard error leads, or a function (what, done, total), called at each step; total is None where it is not known.
+Work that has taken two seconds shows a bar on standard error where that is a terminal; the bar is cleared at the end.
+Every function that may take long has the keyword `progress`: None for that, False for no bar, True for a bar also where
+standard error is a file, or a function (what, done, total), called at each step; total is None where it is not known.
 
 An algorithm of linear algebra counts the products that it takes: `at_work` says which algorithm that is, and `counting`
-makes a product count. Of algorithms inside one another the outermost is shown, and counts the products of all; what
-goes on inside one product, inside a preconditioner or inside a function that is told of a step counts for nothing.
+makes a product count. Of nested algorithms the outermost is shown, and counts the products of all; work
+inside one product, inside a preconditioner or inside a callback is not counted.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Linearization:
 
     @property
     def source(self) -> Source:
-        """Which data and likelihood, at its present hyperparameters: told from fingerprints, without the data."""
+        """Which data and likelihood, at its present hyperparameters, by fingerprints."""
         return source_of(self.data, self.likelihood, self._token)
 
     @property

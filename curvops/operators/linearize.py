@@ -122,7 +122,7 @@ def linearize(
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
     memory = Memory(budget, theta.device)
     lin = Linearization(network, batches, probability, output_shape, engine, memory, progress)
-    _ = lin.passes.engines  # the probe is part of the door, not of the first product
+    _ = lin.passes.engines  # the probe belongs to this call, not to the first product
     return lin
 
 

@@ -21,7 +21,7 @@ class OfLinearization(LinearOperator):
 
     A subclass reads the linearisation in `_read`, whose signature is the public one (positions, names and defaults),
     and returns the tensors and keywords that the next class in line stores. `STORED` is a keyword that every stored
-    form has: it tells a rebuild from a user's call.
+    form has: it distinguishes a rebuild from a user's call.
     """
 
     STORED: str = ""
@@ -65,12 +65,12 @@ class OfLinearization(LinearOperator):
 
 
 def made_of(lin: Linearization) -> dict[str, Any]:
-    """The keywords by which an operator knows, without the linearisation, what it was made of: weights and data."""
+    """The keywords that record, without the linearisation, which weights and data an operator was made of."""
     return {"space": lin.tangent_space, "sources": lin.sources}
 
 
 def require_no_gradient(likelihood: Likelihood, what: str) -> None:
-    """Raise ValueError where a gradient is asked for that `what` cannot have: it would silently be zero."""
+    """Raise ValueError where a gradient is asked for that `what` does not have: it would silently be zero."""
     if recorded(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "

@@ -1,4 +1,4 @@
-"""What a posterior is asked with, checked at the door: each argument is right, or refused by its name."""
+"""Checks of the arguments of posteriors: each error names the argument."""
 
 from __future__ import annotations
 

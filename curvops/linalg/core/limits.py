@@ -1,4 +1,4 @@
-"""Tolerances and budgets that a caller gives, checked at the door in one way; levels of rounding."""
+"""Checks of the tolerances and budgets that callers give, and levels of rounding."""
 
 from __future__ import annotations
 

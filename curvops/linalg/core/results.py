@@ -25,7 +25,7 @@ class Reason(Enum):
     CONVERGED = "Converged: the true residual is within the tolerance. Nothing needs to be done."
     ZERO_RIGHT_HAND_SIDE = "The right-hand side is zero, so the solution is zero. No product was spent on it."
     PRECISION_LIMIT = (
-        "The result is at the rounding level of this dtype, which has no more to give. "
+        "The result is as accurate as rounding in this dtype allows. "
         "Compute in float64, accept a larger rtol, or take residuals in float64: refine=True (cg)."
     )
     ITERATION_LIMIT = (
@@ -97,7 +97,7 @@ class Reasoned:
 
     @property
     def accepted(self) -> bool:
-        """Whether each column either converged or gave all that the dtype can give."""
+        """Whether each column converged, or is as accurate as the dtype allows."""
         return all(reason in ACCEPTED for reason in self.reasons)
 
     def failures(self, kind: str, measure: str, errors: Tensor) -> str:
@@ -173,8 +173,8 @@ def caution(samples: int) -> float:
 
     In the worst case, one dominant direction, zᵀAz is χ² with one degree of freedom. Student's t of K such samples
     covers 82 % at K = 3, 86 % at 10, 88 % at 16, and the error falls as 1/K; so widened it covers 93 % at every K.
-    Probes that end at a tolerance need as much again: few samples meet it sooner where they came out small, and of
-    such samples the mean and the spread are small together.
+    Sampling that ends at a tolerance needs as much again: it ends sooner where the samples happen to be small, and then
+    their mean and their spread are small together.
     """
     return 1 + 6 / max(samples, 1)
 
@@ -204,13 +204,13 @@ class Estimate(Summarised):
     def exact(
         cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
     ) -> Estimate:
-        """A value that no probe had a part in."""
+        """A value computed without probes."""
         return cls(value, torch.zeros_like(value), 0, matvecs, bias_bound, reason)
 
     def __float__(self) -> float:
         """The value of a single number; ValueError for an array of them."""
         if self.value.ndim:
-            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is no single number; take its value.")
+            raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is not a single number; take its value.")
         return float(self.value)
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class Estimate(Summarised):
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         """Interval from Student's t with samples − 1 degrees of freedom, inflated and widened, plus the bias bound.
 
-        One sample knows nothing of its spread, so its interval is the whole line.
+        One sample gives no estimate of its spread, so its interval is the whole line.
 
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
@@ -270,7 +270,7 @@ class Pairs(Reasoned):
     residuals: Float[Tensor, " k"]
 
     def raise_if_failed(self: Found) -> Found:
-        """Return self if every pair converged or gave all that the dtype can give, else raise RuntimeError."""
+        """Return self if every pair converged or is as accurate as the dtype allows, else raise RuntimeError."""
         if self.accepted:
             return self
         raise RuntimeError(self.failures("pairs", "true residual {}", self.residuals))

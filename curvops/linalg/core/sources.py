@@ -11,8 +11,8 @@ from typing import Any
 class Sources:
     """Data by name, and the factor before each; equal names are the same data.
 
-    `partial`: beside these there is a part that does not say what it is of. `detached`: a part was told to forget the
-    point it was made at.
+    `partial`: there is a further part whose data are not known. `detached`: a part was detached from the weights at
+    which it was made.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)

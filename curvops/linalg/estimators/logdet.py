@@ -65,18 +65,18 @@ def logdet(
         shift: added to the diagonal. Of ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
             A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
             Lanczos on A itself, so that no preconditioner but a control variate is used.
-        lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is trusted. Where
-            neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two. "estimate"
-            takes the smallest Ritz value less its residual, of as many steps of Lanczos as that takes: where an
-            eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
+        lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is not verified.
+            Where neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two.
+            "estimate" takes the smallest Ritz value less its residual, of as many steps of Lanczos as that takes: where
+            an eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
         rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
             a dense eigendecomposition, and so does n ≤ 256 without a limit.
         preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
-            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. One of your own
+            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
-            it is. The bracket stays a bound: a low-rank one says Â ≤ A, others only ‖P‖, which makes it wider.
+            it is. The bracket stays a bound; only low-rank ones give Â ≤ A, and with others it is wider.
         memory_budget: bytes for the bases and the sketch; None is what the linearisation behind A has left of its own
             budget.
         progress: as in `cg`.
@@ -88,8 +88,8 @@ def logdet(
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
-        ValueError: A is not square, options are out of range, a large A that is no curvature plus a prior comes without
-            shift or lower_bound (then no bound exists, and a singular A could not be told from a regular one), or an
+        ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
+            without shift or lower_bound (a singular A could not be detected), or an
             estimated bound is not positive.
     """
     with at_work("logdet", max_matvecs, progress, A):

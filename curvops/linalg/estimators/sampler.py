@@ -161,7 +161,7 @@ class Sampler:
         if estimate.samples < 2:
             return 2
         goal = self.goal(estimate.value)
-        # A spread judged from fewer probes is too often too small by luck, which would end the run there.
+        # Few probes often underestimate the spread, which would end the run too early.
         if float(estimate.stderr) <= goal:
             return max(estimate.samples, TRUSTED_PROBES)
         ratio = (float(estimate.stderr) / goal) ** 2 if goal else math.inf

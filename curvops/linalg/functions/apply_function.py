@@ -47,27 +47,28 @@ def apply_function(
         f: a function of eigenvalues, float64 tensor to float64 tensor on the host.
         B: (n,) or (n, K).
         rtol: a column has converged when its estimated error is at most rtol ‖f(A) b‖.
-        maxiter: the deepest basis, min(n, 1000) by default. max_matvecs: the budget in products, of all columns.
+        maxiter: the largest depth of the basis; min(n, 1000) by default.
+        max_matvecs: the budget in products, of all columns together.
         lower_bound: a known lower bound of A's spectrum, such as its prior precision. Sharper estimates, hence fewer
-            products, for f with a singularity at 0; it is trusted.
+            products, for f with a singularity at 0. It is not verified.
         memory_budget: bytes for the bases, which hold depth × n numbers a column.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
         progress: as in `cg`.
 
     Returns:
         A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
-        budgets. UNVERIFIED: the estimate is within rtol, but of fewer than three steps, which have seen too little.
+        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
         PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
-        that is zero to working precision; what stands there is the last approximant that had one, or zero.
+        that is zero to working precision; the value is the last approximant that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
         NotPositiveSemidefinite: f is not finite at a number in A's range that is clearly negative. One that is within
             100 eps ‖A‖ of 0 counts as 0.
 
-    The error estimate looks at f in about a thousand places within reach of the Ritz values before a column counts as
-    converged, so that a step or a peak between them takes as many products as it needs, all n if it must. It knows
-    nothing of a peak narrower than that, nor of an eigenvalue far beyond the Ritz values with hardly a share in b.
+    Before a column counts as converged the error estimate evaluates f at about a thousand points near the Ritz values,
+    so that a step or a peak between them is resolved, by up to n products. It cannot detect a narrower peak, nor an
+    eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
     """

@@ -1,12 +1,13 @@
-"""What a Lanczos run of m steps says of f(A) b: the approximant, and how wrong it is.
+"""The approximant of f(A) b after m steps of Lanczos, and an estimate of its error.
 
 With T = V diag(θ) Vᵀ the error of x_m = ‖b‖ Q f(T) e₁ is, exactly, ‖b‖ h(A) q_{m+1} for
-h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f: the residual of f = 1/x is a case of it (Ilić, Turner &
-Simpson 2010). Its largest value between and beside the Ritz values bounds the error wherever the run has seen how far
-the spectrum reaches; it needs neither more products nor a change between depths, which stagnates and lies.
+h(λ) = β_m Σᵢ V_{mi} V_{1i} f[λ, θᵢ], divided differences of f; for f = 1/x this is the residual (Ilić, Turner &
+Simpson 2010). The largest |h| between and beside the Ritz values bounds the error wherever the Ritz values have reached
+the ends of the spectrum. It takes no further products. The change between two depths is not used: it becomes small
+while the error stagnates.
 
-The largest value is sought at few points as long as they show an error. Before it counts as small, f is looked at in
-some thousand places between the Ritz values: a step, a kink or a peak between two of them shows there, whatever f is.
+The largest value is sought at few points as long as they show an error above the tolerance. Before an error is accepted
+as small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
 """
 
 from __future__ import annotations

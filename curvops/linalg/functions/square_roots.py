@@ -46,13 +46,13 @@ def inverse_sqrt(
             about ten to forty vectors a column whatever the depth (see `curvops.linalg.functions.contour`), for large
             condition numbers and many columns: multi-shift conjugate gradients on the quadrature of Hale, Higham &
             Trefethen.
-        lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is trusted. Without
-            one, eigenvalues are believed to exceed eps ‖A‖, and more products are spent on making sure.
+        lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
+            Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
         maxiter: at most; 1000 (the depth) with Lanczos, 10 n up to 10 000 with the contour.
         memory_budget: bytes: caps the depth with Lanczos, and the columns that run together with the contour.
 
     Other options, the result and its reasons as in `apply_function`. SINGULAR: an eigenvalue is zero to working
-    precision, and b has a part there.
+    precision, and b has a component along its eigenvector.
 
     Raises NotPositiveSemidefinite (also a ValueError) where a clearly negative direction is met.
     """

@@ -220,7 +220,7 @@ class Damped(Operator):
 
     def promises(self) -> Promises:
         known = super().promises()
-        return known._replace(definite=known.symmetric)  # a precision: that it is indefinite must be told
+        return known._replace(definite=known.symmetric)  # a precision: an indefinite one is an error
 
     def exact_solver(self) -> Callable[..., Tensor] | None:
         form = self._closed_form()

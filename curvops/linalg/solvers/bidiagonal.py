@@ -175,7 +175,7 @@ class Run(Recurrence):
         return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """The honest name of a stop, from the best answer."""
+        """The reason of a stop, from the best answer."""
         records = self.records
         if self.solved(column):
             return Reason.CONVERGED

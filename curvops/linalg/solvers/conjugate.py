@@ -215,7 +215,7 @@ class Run:
         return None
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """The honest name of a stop, from the best true residual and its backward error."""
+        """The reason of a stop, from the best true residual and its backward error."""
         if self.best[column] <= self.rtol:
             return Reason.CONVERGED
         at_limit = self.backward[column] <= self.level

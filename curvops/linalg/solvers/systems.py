@@ -1,4 +1,4 @@
-"""Systems A X = B as solvers want them: checked at the door, columns of unit norm, and put together again."""
+"""Systems A X = B as solvers take them: arguments checked, columns scaled to unit norm, and results put together."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Columns:
 
 
 class Outcome(Protocol):
-    """What a finished run tells: a number per column on the host, and the best answers."""
+    """What a finished run returns: a number per column on the host, and the best answers."""
 
     X: Vectors
     reasons: dict[int, Reason]

@@ -1,4 +1,4 @@
-"""What a short recurrence believes and what a true residual shows: who goes on, who begins anew, who stops and why."""
+"""Stopping rules shared by MINRES and LSMR: from true residuals, which columns continue, restart or stop, and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Verdict(Enum):
 
 
 def grown(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
-    """The estimate of ‖A‖ after products of these norms with vectors of these; what is not finite says nothing."""
+    """The estimate of ‖A‖ from the norms of products and of the vectors multiplied; those not finite are ignored."""
     return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
 
 
@@ -91,7 +91,7 @@ class Records:
             self.mark[column], self.gained[column] = size, self.iteration
 
     def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
-        """``size`` is what should fall; ``ended``: the recurrence has no more to give; ``null``: r is a null vector."""
+        """``size`` should fall; ``ended``: the recurrence cannot improve it further; ``null``: r is a null vector."""
         if ended and size < 0.5 * self.reference[column]:
             self.reference[column] = size
             return Verdict.RESTART
@@ -101,7 +101,7 @@ class Records:
         return Verdict.CONTINUE
 
     def stop(self, column: int, reason: Reason) -> None:
-        """Give a column its reason: the honest name of a stop, from the best answer and its backward error."""
+        """Set a column's reason from its best answer and that answer's backward error."""
         at_level = self.backward[column] <= self.level
         if self.best[column] <= self.rtol:
             reason = Reason.CONVERGED
@@ -133,7 +133,7 @@ class Recurrence(ABC):
     maxiter: int
 
     def solve(self) -> None:
-        """Iterate; look at the true residuals of columns that believe to be done, and at all every 50 iterations."""
+        """Iterate; compute true residuals of columns that seem to be done, and of all every 50 iterations."""
         ended: set[int] = set()
         while self.active:
             due = self.note() | ended

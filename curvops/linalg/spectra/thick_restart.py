@@ -1,11 +1,11 @@
 """Thick restarts: keep the best Ritz vectors when the basis is full, and check at the end that no pair was missed.
 
-The check answers what one Krylov space cannot: of an eigenvalue (or a cluster within the tolerance) it shows as many
-vectors as its start block had columns. Where as many as that were found, and further ones would be wanted, the pairs
-are locked and a fresh random block is sent through their complement. It is believed once its Krylov space is deep
-enough to have shown a missed pair: a random vector's share of any direction is at least δ/√n but for a probability of
-about δ, and a polynomial of degree j lifts it by T_j(γ), with γ the position of the missed eigenvalue beyond those of
-the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
+One Krylov space contains at most as many eigenvectors of an eigenvalue (or of a cluster within the tolerance) as its
+start block has columns. Where that many were found, and further ones would be among those asked for, the pairs are
+locked and Lanczos runs on a fresh random block in their complement. Its result is accepted once the Krylov space is
+deep enough to have found a missed pair: the component of a random vector along any direction is at least δ/√n except
+with probability about δ, and a polynomial of degree j amplifies it by T_j(γ), with γ the position of the missed
+eigenvalue beyond those of the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
 """
 
 from __future__ import annotations

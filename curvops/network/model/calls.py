@@ -36,12 +36,12 @@ class Calls:
         return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
     def as_given(self, inputs: Any) -> Any:
-        """A mapping in the type that the user's have, where one can be made of a dict; all else as it is."""
+        """A mapping in the type of the user's, where one can be made of a dict; anything else as it is."""
         if not isinstance(inputs, Mapping) or not issubclass(self.mapping_type, Mapping) or self.mapping_type is dict:
             return inputs
         try:
             made = self.mapping_type(dict(inputs))
-        except Exception:  # some mappings want more than their entries
+        except Exception:  # some mappings cannot be made of their entries alone
             return inputs
         return made if isinstance(made, Mapping) and set(made) == set(inputs) else inputs
 

@@ -31,14 +31,14 @@ class Caching(Protocol):
         """Bytes that all its engines would take."""
 
     def shrink(self, most: int) -> None:
-        """Let engines go until at most so many bytes are kept."""
+        """Free engines until at most so many bytes are kept."""
 
 
 class Memory:
     """One budget of bytes, shared by the engines kept between products and the vectors that algorithms work with.
 
-    Where both want more than there is, each has half: engines are let go while vectors hold their half, and are built
-    again, within what is left, as later products ask for them. Dropped with its contents by pickling and copying.
+    Where both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
+    again, within what is left, when later products need them. Pickling and copying drop the contents.
     """
 
     def __init__(self, budget: int, device: torch.device | None = None) -> None:

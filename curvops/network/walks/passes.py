@@ -170,7 +170,7 @@ class Passes:
                     yield label, BatchMap(engine, self.model)
                     count = index + 1
                     steps.advance(num_points(inputs), engine.kind)
-        except Exception:  # the data changed: what was kept of them cannot be trusted
+        except Exception:  # the data changed: what was kept of them is invalid
             with self.model.lock:
                 self._kept.clear()
                 self._complete = False
@@ -183,7 +183,7 @@ class Passes:
         total: Tensor | None = None
         for label, J in self.each(columns):
             total = accumulate(total, term(label, J))
-        assert total is not None  # empty data were refused at the door
+        assert total is not None  # linearize refuses empty data
         return total
 
     def batches(self) -> Iterator[tuple[Any, Any]]:

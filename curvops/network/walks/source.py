@@ -1,4 +1,4 @@
-"""Which data and which likelihood is a sum over? Told from fingerprints, so that small operators keep no data."""
+"""Which data and which likelihood a sum is over, by fingerprints, so that small operators keep no data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source_of(data: Batches, likelihood: Likelihood, token: str) -> Source:
 
 
 def _state(likelihood: Likelihood, token: str) -> Hashable:
-    """What tells one likelihood from another, at the present values of its tensors."""
+    """What distinguishes one likelihood from another, at the present values of its tensors."""
     attributes = sorted(vars(likelihood).items())
     if all(_is_plain(value) for _, value in attributes):
         return type(likelihood), tuple((name, _value(value, token)) for name, value in attributes)
