@@ -27,11 +27,14 @@ from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.apply_function import apply_function
 from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
-from curvops.linalg.operators.block_diagonal import BlockDiagonal
 from curvops.linalg.operators.damped import Damped, Inverse
+from curvops.linalg.operators.dense import Dense
+from curvops.linalg.operators.diagonal_matrix import Diagonal
+from curvops.linalg.operators.direct_sum import DirectSum
+from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
-from curvops.linalg.operators.low_rank import RankTooLow, low_rank
-from curvops.linalg.operators.structured import Dense, Diagonal, LowRank, draw
+from curvops.linalg.operators.low_rank import LowRank
+from curvops.linalg.operators.low_rank_approximation import RankTooLow, low_rank
 from curvops.linalg.preconditioners.block_jacobi import BlockPreconditioner, block_jacobi
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
@@ -49,13 +52,13 @@ from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
 
 __all__ = [
-    "BlockDiagonal",
     "BlockPreconditioner",
     "ClosedFormPreconditioner",
     "Damped",
     "Dense",
     "Diagonal",
     "DiagonalPreconditioner",
+    "DirectSum",
     "EigenKronecker",
     "Eigenpairs",
     "Estimate",

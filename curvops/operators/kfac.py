@@ -8,7 +8,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import BlockDiagonal, Kronecker, Operator
+from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space
@@ -18,7 +18,7 @@ from curvops.operators.linearization import Linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
-class LayerBlocks(BlockDiagonal):
+class LayerBlocks(DirectSum):
     """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
 
     def __init__(
@@ -98,7 +98,7 @@ class KFAC(OfLinearization, LayerBlocks):
             block.heuristic_damping(shift) if isinstance(block, Kronecker) else block.add_diagonal(shift)
             for block in self.blocks
         ]
-        return BlockDiagonal(*damped, positions=self.partition, space=self.spaces[0], sources=self.sources)
+        return DirectSum(*damped, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
 
 class EKFAC(OfLinearization, LayerBlocks):

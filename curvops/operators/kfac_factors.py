@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
+from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details
-from curvops.linalg.operators.structured import in_parts
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import ASKED_FOR
 from curvops.network.likelihoods.output_fisher import OutputFisher

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details
-from curvops.linalg.operators.structured import in_parts
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23

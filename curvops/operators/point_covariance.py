@@ -11,7 +11,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, EigenKronecker, Inverse
-from curvops.linalg.operators.closed_forms import OfBlocks, OfEigenKronecker
+from curvops.linalg.operators.direct_sum import OfBlocks
+from curvops.linalg.operators.kronecker import OfEigenKronecker
 from curvops.network.walks.layer_roots import Group
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.kfac import EKFAC, KFAC

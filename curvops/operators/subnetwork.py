@@ -11,11 +11,10 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import BlockDiagonal as Blocks
-from curvops.linalg import Dense
+from curvops.linalg import Dense, DirectSum
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.operators.structured import in_parts
+from curvops.linalg.operators.dense import in_parts
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
@@ -73,7 +72,7 @@ class Subnetwork(Dense):
         return self._kwargs["indices"]
 
 
-class BlockDiagonal(OfLinearization, Blocks):
+class BlockDiagonal(OfLinearization, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
 
     `co.BlockDiagonal(lin, blocks="layer")` has a block for each layer's own parameters; `blocks=[["0.*"], ["2.*", …]]`

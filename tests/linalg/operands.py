@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, EigenKronecker, Kronecker, LowRank, Operator
+from curvops.linalg import Dense, Diagonal, DirectSum, EigenKronecker, Kronecker, LowRank, Operator
 
 Case = tuple[Operator, Tensor, Tensor]  # operator, dense matrix, a vector shift that its closed form takes
 
@@ -72,7 +72,7 @@ def blocks(parts: list[Case], permuted: bool) -> Case:
     sizes = [len(matrix) for _, matrix, _ in parts]
     back = order.argsort()
     matrix = torch.block_diag(*(matrix for _, matrix, _ in parts))[back][:, back]
-    operator = BlockDiagonal(*(part for part, _, _ in parts), positions=order.split(sizes))
+    operator = DirectSum(*(part for part, _, _ in parts), positions=order.split(sizes))
     return operator, matrix, torch.cat([shift for _, _, shift in parts])[back]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
 
 
 @cache
@@ -83,7 +83,7 @@ WRONG = {
     "a matrix for Diagonal": (lambda lin: Diagonal(torch.eye(3)), ValueError, r"\(3, 3\)"),
     "values of another rank": (lambda lin: LowRank(torch.eye(3)[:, :2], torch.ones(3)), ValueError, r"\(3, 2\)"),
     "an unknown keyword of blocks": (
-        lambda lin: BlockDiagonal(Diagonal(torch.ones(2)), positions=[range(2)], symmetric=True),
+        lambda lin: DirectSum(Diagonal(torch.ones(2)), positions=[range(2)], symmetric=True),
         TypeError,
         "symmetric",
     ),

@@ -9,7 +9,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import nn
 
 import curvops as co
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def kronecker_diagonal():
 def block_diagonal():
     positions = [torch.tensor([3, 1, 12, 0, 14, 5, 6]), torch.tensor([2, 4, 7]), torch.tensor([8, 9, 10, 11, 13, 15])]
     last = Kronecker(factor(1, 2, 3), factor(1, 3, 4))
-    return BlockDiagonal(low_rank(), Diagonal(torch.linspace(0.5, 2, 3)), last, positions=positions)
+    return DirectSum(low_rank(), Diagonal(torch.linspace(0.5, 2, 3)), last, positions=positions)
 
 
 def jacobian():

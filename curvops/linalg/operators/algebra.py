@@ -13,6 +13,7 @@ from torch import Tensor
 from curvops.linalg.core.sources import Sources, scaled, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.draws import draw_together, normal
 
 
 class Transposed(Operator):
@@ -95,6 +96,10 @@ class Sum(Operator):
     def _diagonal(self) -> Tensor:
         return _add_up([term._diagonal() for term in self.terms])
 
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        """Independent draws of each term, added."""
+        return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
+
 
 class Scaled(Operator):
     """c A for a number c (a 0-d tensor, which may carry a gradient)."""
@@ -148,6 +153,11 @@ class Scaled(Operator):
     def _diagonal(self) -> Tensor:
         return self.base._diagonal() * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor)
 
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        if not self.psd or self.factor.ndim:
+            return super()._draw(k, generator)
+        return self.factor.sqrt() * draw_together(self.base, k, generator)
+
 
 class Product(Operator):
     """A B …: one product with each factor per column. B A Bᵀ with A positive semi-definite is known to be so too."""
@@ -193,6 +203,15 @@ class Product(Operator):
         for factor in self.factors:
             rhs = factor._t_matmul(rhs)
         return rhs
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        """B times a draw of A for B A Bᵀ, and times white noise for B Bᵀ."""
+        if not self.psd or len(self.factors) < 2:
+            return super()._draw(k, generator)
+        left, *middle, _ = self.factors
+        if middle:
+            return left._matmul(draw_together(Product(*middle) if len(middle) > 1 else middle[0], k, generator))
+        return left._matmul(normal(left.shape[-1], k, left.dtype, left.device, generator))
 
 
 class Sliced(Operator):
@@ -251,6 +270,11 @@ class Sliced(Operator):
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return _take(self.base._t_matmul(_spread(rhs, self.rows, self.base.shape[-2])), self.columns)
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        if not self.psd:
+            return super()._draw(k, generator)
+        return _take(draw_together(self.base, k, generator), self.rows)
 
 
 class Expanded(Operator):
@@ -314,6 +338,9 @@ class Expanded(Operator):
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(row_index.shape, col_index.shape, *(i.shape for i in batch_indices))
         return self.base._get_indices(row_index.expand(shape), col_index.expand(shape))
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return draw_together(self.base, k, generator)
 
 
 def is_symmetric(operator: LinearOperator) -> bool:

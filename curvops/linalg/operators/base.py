@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import (
@@ -21,8 +21,10 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.sources import Sources
-from curvops.linalg.core.spaces import Spaces, common, spaces_of
+from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.contract import SolverContract
+from curvops.linalg.operators.draws import draw, draw_by_products, draw_dense
 from curvops.progress import Progress, progress_of
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
@@ -49,6 +51,9 @@ class Operator(SolverContract, LinearOperator):
 
     `symmetric` and `psd` (positive semi-definite) are promises that solvers rely on.
     """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = None
+    """The closed form of A + diag(d) for operators of this class, where there is one."""
 
     @property
     def symmetric(self) -> bool:
@@ -147,27 +152,26 @@ class Operator(SolverContract, LinearOperator):
             )
         if isinstance(other, ConstantDiagLinearOperator | IdentityLinearOperator | DiagLinearOperator):
             return self.add_diagonal(other._diagonal())
-        if isinstance(other, structured.Diagonal):
-            common(*spaces_of(self), *other.spaces)
-            return self._plus_diagonal(other)
-        if isinstance(other, damped.Damped):
-            return other + self
         if isinstance(other, Tensor):
             if other.shape[-2:] != self.matrix_shape:
                 raise ValueError(f"cannot add a matrix of shape {tuple(other.shape)} to one of {tuple(self.shape)}.")
-            other = structured.Dense(other)
+            other = dense.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
-        return self._plus(other)
+        return other._added_to(self) if isinstance(other, Operator) else self._plus(other)
+
+    def _added_to(self, left: Operator) -> LinearOperator:
+        """B + A for an operator B: a diagonal and a damped operator are no further terms of a sum."""
+        return left._plus(self)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
         """A + B for an operator B that is not a diagonal."""
         return algebra.Sum(self, other)
 
-    def _plus_diagonal(self, other: structured.Diagonal) -> LinearOperator:
-        """A + D; of what data D is stays known."""
-        total = self.add_diagonal(other.entries)
-        return total.of_sources(other.sources) if isinstance(total, damped.Damped) else total
+    def _plus_diagonal(self, entries: Tensor, sources: Sources | None) -> LinearOperator:
+        """A + diag(d), where d is of these data."""
+        total = self.add_diagonal(entries)
+        return total.of_sources(sources) if isinstance(total, damped.Damped) else total
 
     def __radd__(self, other: Any) -> LinearOperator:
         return self + other
@@ -186,7 +190,7 @@ class Operator(SolverContract, LinearOperator):
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
         self.require_small("an elementwise product")
-        return structured.Dense(self.to_dense() * other.to_dense())
+        return dense.Dense(self.to_dense() * other.to_dense())
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         """A + diag(d), as `Damped`: d a number, a 0-d tensor, or a vector (n,) (a batch (..., n) broadcasts).
@@ -208,7 +212,7 @@ class Operator(SolverContract, LinearOperator):
     def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
         """A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
         root = to_linear_operator(low_rank_mat)
-        return self + structured.Dense(root.to_dense() @ root.to_dense().mT)
+        return self + dense.Dense(root.to_dense() @ root.to_dense().mT)
 
     def inverse(self, rtol: float | None = None) -> LinearOperator:
         """A⁻¹ as a lazy operator: each product is a solve, so J @ A.inverse() @ J.mT composes. `rtol` as in `cg`."""
@@ -291,9 +295,26 @@ class Operator(SolverContract, LinearOperator):
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
+    # Draws
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        """k draws of N(0, A) as columns, (n, k), all together; `draw` keeps to the memory budget.
+
+        A class that has a root overrides it. Otherwise a small matrix is factorised, a large one multiplied by its
+        square root where it is known to be positive semidefinite, and else an error.
+        """
+        if self._is_formed:
+            return draw_dense(self, k, generator)
+        if self.psd and not self.batch_shape:
+            return draw_by_products(self, k, generator)
+        raise ValueError(
+            f"this {type(self).__name__} of shape {tuple(self.shape)} is not known to be positive semidefinite, and no "
+            "exact square root of it is known; draw from its parts, or from operator.inverse() of a Damped one."
+        )
+
     def _exact_draws(self, k: int) -> Tensor:
         """k draws of N(0, A) as columns, (n, k), from roots that are known; ValueError where none is."""
-        return structured.draw(self, k)
+        return draw(self, k)
 
     # Conversions
 
@@ -370,4 +391,4 @@ def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) 
 
 
 # The algebra's classes derive from Operator, and Operator's methods return them: the cycle is closed here, once.
-from curvops.linalg.operators import algebra, damped, structured  # noqa: E402
+from curvops.linalg.operators import algebra, damped, dense  # noqa: E402

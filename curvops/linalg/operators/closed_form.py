@@ -1,4 +1,10 @@
-"""What a closed form of P = A + diag(d) answers, and the part that every known eigenbasis shares."""
+"""What a closed form of P = A + diag(d) answers, and the part that every known eigenbasis shares.
+
+Each operand's own file has its closed form, which the operand's class names as its `_damped_form`. It is built from
+(A, d), d a number or a vector, factorises when first asked and keeps what it found. All of it is exact and made of
+differentiable operations; only the eigenvectors of a Kronecker product have no gradient where eigenvalues of a factor
+coincide (its solves, through `linalg.solve`, and log-determinants have).
+"""
 
 from __future__ import annotations
 
@@ -12,27 +18,27 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit
-from curvops.linalg.operators.structured import normal
+from curvops.linalg.operators.draws import normal
 
 ROUNDING_SEEN = 1e-3
 """Relative errors above this, from rounding of the operand, are warned of."""
 
 
 class ClosedForm(ABC):
-    """What every row answers about P = A + diag(d); blocks are (n, K)."""
+    """What every closed form answers about P = A + diag(d); blocks are (n, K)."""
 
     def __init__(self, base: Any, shift: Tensor) -> None:
         self.base, self.shift = base, shift
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
-        """Whether this row holds for the operand and shift; where it does not, P is treated as any other."""
+        """Whether this form holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
-    def require_fit(self) -> None:  # noqa: B027 - most rows take any shift
-        """Raise ValueError where the shift is one that this row has no closed form for. Nothing is factorised."""
+    def require_fit(self) -> None:  # noqa: B027 - most take any shift
+        """Raise ValueError where there is no closed form for this shift, for which nothing is factorised."""
 
-    def require_definite(self) -> None:  # noqa: B027 - some rows hold for definite P only
+    def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 
     @abstractmethod
@@ -64,7 +70,7 @@ class ClosedForm(ABC):
         """P^-½ B with the symmetric root; raises ValueError where it is not cheap."""
 
     def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return normal(self.base.shape[-1], k, self.shift, generator)
+        return normal(self.base.shape[-1], k, self.shift.dtype, self.shift.device, generator)
 
 
 class Spectral(ClosedForm):

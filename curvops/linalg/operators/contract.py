@@ -17,6 +17,7 @@ from linear_operator.operators import LinearOperator, RootLinearOperator, to_lin
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.dense_sizes import DENSE_SIZE
 from curvops.linalg.core.results import Eigenpairs, Estimate, NotPositiveSemidefinite, SingularTriplets, Solution
 from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision
@@ -30,8 +31,6 @@ from curvops.linalg.solvers.solve import Promises, default_rtol, solve
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import LanczosResult, lanczos
 from curvops.linalg.spectra.svds import svds
-
-DENSE_SIZE = 256
 
 
 class SolverContract:

@@ -18,11 +18,10 @@ from curvops.linalg.core.sources import Sources, merged, scaled, sources_of
 from curvops.linalg.core.spaces import Spaces, spaces_of
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import Shifted
-from curvops.linalg.operators.algebra import Product, is_psd, is_symmetric
+from curvops.linalg.operators.algebra import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.closed_forms import closed_form, row_of
-from curvops.linalg.operators.structured import Diagonal, draw_dense, draw_together
+from curvops.linalg.operators.draws import draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.nystrom import nystrom
 from curvops.linalg.solvers.solve import Promises
 
@@ -31,7 +30,7 @@ class Damped(Operator):
     """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
-    operand's row in `CLOSED_FORMS` where there is one, else from block CG with a Nyström preconditioner (Frangella,
+    operand's closed form where there is one, else from block CG with a Nyström preconditioner (Frangella,
     Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` says
     which data the shift is of, where it is no prior.
     """
@@ -126,6 +125,9 @@ class Damped(Operator):
             return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
         return super().__add__(other)
 
+    def _added_to(self, left: Operator) -> LinearOperator:
+        return self + left
+
     def _plus(self, other: LinearOperator) -> LinearOperator:
         return Damped(self.base + other, self.shift, sources=self._of_shift)
 
@@ -193,14 +195,14 @@ class Damped(Operator):
             return None
         inner = sketch.preconditioner(level)
         keep(self, inner, inner.U.nbytes)
-        return inner if scale is None else _Scaled(scale, inner)
+        return inner if scale is None else _ScaledPreconditioner(scale, inner)
 
     def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
         if shift.ndim == 0:
             return self.base.detach(), float(shift), None
         scale = shift.rsqrt()
-        return Product(Diagonal(scale), self.base.detach(), Diagonal(scale)), 1.0, scale
+        return Whitened(self.base.detach(), scale), 1.0, scale
 
     def shifted_form(self) -> Shifted | None:
         """B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None where d is not positive."""
@@ -211,12 +213,16 @@ class Damped(Operator):
         return Shifted(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
 
     def _closed_form(self) -> ClosedForm | None:
-        """This operand's row, factorised once."""
-        if self.batch_shape or row_of(self.base) is None:
+        """The closed form of this operand's class, where it holds; factorised once."""
+        of_class = getattr(self.base, "_damped_form", None)
+        if self.batch_shape or of_class is None:
             return None
         require_precision(self.dtype)
-        tensors = (*self.base.representation(), self.shift)
-        return self._cache.kept("form", tensors, lambda: closed_form(self.base, self.shift), (self.shift,))
+        base, shift = self.base, self.shift  # what the cache keeps must not refer back to it
+        tensors = (*base.representation(), shift)
+        return self._cache.kept(
+            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, (shift,)
+        )
 
     def promises(self) -> Promises:
         known = super().promises()
@@ -238,14 +244,42 @@ class Damped(Operator):
             return draw_dense(self, k, generator)  # an indefinite A has no root, while P may be positive definite
         if bool((self.shift < 0).any()):
             raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
-        noise = draw_together(Diagonal(self.shift.expand(self.shape[-1])), k, generator)
-        return draw_together(self.base, k, generator) + noise
+        if self.shift.ndim > 1:
+            raise ValueError(f"this is a batch of {tuple(self.batch_shape)} operators; draw from each of them, P[i].")
+        noise = normal(self.shape[-1], k, self.dtype, self.device, generator)
+        return draw_together(self.base, k, generator) + self._shift_against(noise).sqrt() * noise
 
     def _draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None) -> Tensor:
         form = self._closed_form()
         if form is not None:
             return form.draw_inverse(k, generator, rtol)
         return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
+
+
+class Whitened(Operator):
+    """S A S for S = diag(s): one product with A per column, and as definite as A where no entry of s is zero."""
+
+    def __init__(self, base: LinearOperator, scale: Tensor) -> None:
+        super().__init__(base, scale)
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self._args[0])
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self._args[0])
+
+    def _size(self) -> torch.Size:
+        return self._args[0].matrix_shape
+
+    def _product(self, block: Tensor) -> Tensor:
+        base, scale = self._args[0], self._args[1].unsqueeze(-1)
+        return scale * base._matmul(scale * block)
+
+    def _transposed_product(self, block: Tensor) -> Tensor:
+        base, scale = self._args[0], self._args[1].unsqueeze(-1)
+        return scale * base._t_matmul(scale * block)
 
 
 class Inverse(Operator):
@@ -319,7 +353,7 @@ def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) 
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled:
+class _ScaledPreconditioner:
     """S M S for a diagonal S and a preconditioner M."""
 
     scale: Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from torch import Tensor
 from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,82 @@ class Details:
         return self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
 
 
+class OfEigenKronecker(Spectral):
+    """U_g (diag(values_g) + d_g I) U_gᵀ: the shift must be one number per group."""
+
+    @cached_property
+    def eigen(self) -> EigenKronecker:
+        """The eigendecomposition of the operand."""
+        return cast(EigenKronecker, self.base)
+
+    @cached_property
+    def level(self) -> Tensor:
+        """The shift of each group, (g, 1) or 0-d."""
+        if self.shift.ndim == 0:
+            return self.shift
+        by_group = self.shift.reshape(self.base.sizes[0], -1)
+        if not bool((by_group == by_group[:, :1]).all()):
+            raise ValueError(
+                f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group (a "
+                "layer); this d varies within one. Use one prior precision a layer, KFAC or EKFAC with "
+                'bias="separate" where weights and biases have their own, or a curvature that takes any positive d: a '
+                "diagonal approximation (Diagonal), low_rank(...), or the GGN itself."
+            )
+        return by_group.mean(1, keepdim=True)
+
+    def require_fit(self) -> None:
+        _ = self.level
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        return (self.eigen.values.flatten(1) + self.level).flatten()
+
+    @cached_property
+    def definite_spectrum(self) -> Tensor:
+        found = self.spectrum.detach().reshape(self.eigen.values.shape[0], -1)
+        # Without a shift, eigenvalues at the rounding level of the largest one are not known to be positive.
+        floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
+        if not bool((found > floor).all()):
+            raise not_definite(self.base, float((found - floor).min()))
+        if self.eigen.rounding:
+            warn_of_rounding(self.base, float((self._error / found).max()))
+        return self.spectrum
+
+    @property
+    def _error(self) -> Tensor:
+        """The largest error of the eigenvalues of each group, (g, 1)."""
+        return self.eigen.rounding * self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
+
+    def logdet_error(self) -> float:
+        found = self.definite_spectrum.detach().reshape(self.eigen.values.shape[0], -1)
+        return float(torch.log1p(self._error / found).double().sum()) if self.eigen.rounding else 0.0
+
+    def rotate(self, block: Tensor) -> Tensor:
+        return self.eigen.rotate(block)
+
+    def rotate_back(self, block: Tensor) -> Tensor:
+        return self.eigen.rotate_back(block)
+
+    def logdet(self) -> Tensor:
+        value = super().logdet()
+        if self.shift.ndim and self.shift.requires_grad:
+            # d log det P / dd_i = (P⁻¹)_ii: what the mean over the group does not carry, with the value zero.
+            missing = self.shift.reshape(len(self.level), -1) - self.level
+            value = value + (self.inverse_diagonal().detach() * missing.flatten()).sum()
+        return value
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.eigen.diagonal_of(self.definite_spectrum.reciprocal())
+
+
+class OfKronecker(OfEigenKronecker):
+    """Through the eigendecomposition of the factors, which the operand keeps."""
+
+    @cached_property
+    def eigen(self) -> EigenKronecker:
+        return cast(Kronecker, self.base).eigen()
+
+
 class _Grouped(Operator):
     """Symmetric, block diagonal over groups g, each block acting on vectors seen as p × q matrices (row-major)."""
 
@@ -76,6 +154,8 @@ class Kronecker(_Grouped):
     A product costs 2·n·(p + q) operations a column, as two batched matrix products. `details` of the factors make their
     eigendecomposition more accurate or cheaper than their dtype and size have it.
     """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfKronecker
 
     def __init__(
         self,
@@ -194,6 +274,8 @@ class EigenKronecker(_Grouped):
     a diagonal that is one number per group only shifts the values. `rounding` is the largest error of the values,
     relative to the largest of them.
     """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfEigenKronecker
 
     def __init__(
         self,

@@ -1,264 +1,231 @@
-"""A low-rank approximation of a positive semi-definite matrix known by its products, with its error measured."""
+"""U diag(s) Uᵀ, and that matrix plus a diagonal by Woodbury's identity."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.limits import check_choice
-from curvops.linalg.core.memory import Multiply, vector_bytes, working
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
-from curvops.linalg.core.sources import sources_of
-from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.core.symmetry import is_known_psd
-from curvops.linalg.core.vectors import (
-    CHUNK,
-    Description,
-    Matrix,
-    apart,
-    combine,
-    describe_square,
-    gram,
-    norm,
-    part,
-    random_block,
-)
-from curvops.linalg.operators.structured import LowRank
-from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
-from curvops.linalg.spectra.lanczos import LockStep
-from curvops.progress import Progress, at_work
-
-# Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
-PROBES = 16
-FEWEST_PROBES = 4
-# Vectors that one of rank and the fewest probes take.
-LEAST_VECTORS = 12
-# Arrays of n × rank numbers that are held at once.
-KEPT = 3
-
-Satisfied = Callable[[Tensor, Tensor], bool]
+from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.sources import Sources, scaled
+from curvops.linalg.core.spaces import Space
+from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
+from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.draws import draw, normal, require_not_negative
+from curvops.linalg.solvers.solve import default_rtol
 
 
-class RankTooLow(UserWarning):
-    """A low-rank approximation ended before the accuracy or the rank asked for."""
+class OfLowRank(ClosedForm):
+    """Woodbury: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
 
-
-def low_rank(
-    op: Matrix,
-    rank: int | None = None,
-    rtol: float | None = None,
-    method: str = "nystrom",
-    generator: torch.Generator | None = None,
-    memory_budget: int | None = None,
-    progress: Progress = None,
-) -> LowRank:
-    """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
-
-    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors that the approximation has not seen (from all n unit
-    vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
-
-    Args:
-        op: a tensor or an operator, symmetric; "nystrom" needs it positive semi-definite.
-        rank: r; it may come out smaller where A has no more eigenvalues above rounding. With rtol, the largest r.
-        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 where neither is given). The same random
-            vectors are looked at after each doubling.
-        method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
-            other; better for the rank, but blind to repeated eigenvalues, which shows in the error).
-        generator: source of the random vectors.
-        memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
-            of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
-            cap where nothing is given.
-        progress: as in `cg`.
-
-    Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
-
-    Raises:
-        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, or a tensor in A
-            that requires a gradient: Â has none.
-        NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
-    """
-    facts = describe_square(op)
-    _require_no_gradient(op)
-    check_choice("method", method, ("nystrom", "lanczos"))
-    if rank is not None and not 1 <= rank <= facts.rows:
-        raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
-    if rtol is not None and not 0 < rtol < 1:
-        raise ValueError(f"rtol must lie strictly between 0 and 1, got {rtol}.")
-    aim = (0.01 if rank is None else None) if rtol is None else rtol
-    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
-    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
-        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
-    generator = apart(generator)
-
-    def satisfied(U: Tensor, values: Tensor) -> bool:
-        return aim is not None and check.passes(U, values, aim)
-
-    approximate = _by_nystrom if method == "nystrom" else _by_lanczos
-    with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
-        probes = PROBES
-        if memory_budget is None and room is not None:  # what is given is for the vectors kept, the network's for all
-            probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
-            room -= 2 * probes * vector_bytes(facts)
-        limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
-        check = _Check(multiply, facts, generator, probes)
-        found = approximate(multiply, is_known_psd(op), facts, limit, aim is None, generator, satisfied)
-        error = check(found.vectors, found.values, found.matvecs)
-    _warn(found, error, aim, rank, limit)
-    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
-
-
-def _require_no_gradient(op: Matrix) -> None:
-    if recorded((op,) if isinstance(op, Tensor) else op.representation()):
-        raise ValueError(
-            "low_rank has no gradient for the tensors that the matrix is made of, and one of them requires a gradient "
-            "(the likelihood's noise, say): detach it (noise.detach()), or call low_rank under torch.no_grad()."
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """An approximation, the products it took, and whether the method has nothing more to find."""
-
-    vectors: Tensor
-    values: Tensor
-    matvecs: int
-    ended: bool
-
-
-def _by_nystrom(
-    multiply: Multiply,
-    psd: bool,
-    facts: Description,
-    limit: int,
-    fixed: bool,
-    generator: torch.Generator | None,
-    satisfied: Satisfied,
-) -> _Found:
-    sketch = grow(multiply, facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied, psd)
-    return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
-
-
-def _by_lanczos(
-    multiply: Multiply,
-    psd: bool,
-    facts: Description,
-    limit: int,
-    fixed: bool,
-    generator: torch.Generator | None,
-    satisfied: Satisfied,
-) -> _Found:
-    depth = limit if fixed else min(limit, FIRST_RANK)
-    start = random_block(facts, 1, "gaussian", generator)
-    run = LockStep(multiply, start, depth)
-    while True:
-        run.reserve(depth)
-        run.extend(depth)
-        if run.skewed:
-            raise ValueError(Reason.NOT_SYMMETRIC.value)
-        vectors, values = _ritz(run, psd)
-        ended = bool(run.done.all())
-        if fixed or ended or depth >= limit or satisfied(vectors, values):
-            return _Found(vectors, values, run.matvecs, ended)
-        depth = min(limit, 2 * depth)
-
-
-def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
-    """Ritz vectors as columns and positive Ritz values, descending."""
-    T = run.tridiagonal(0)
-    if not bool(torch.isfinite(T).all()):
-        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
-    values, rotation = torch.linalg.eigh(T)
-    noise = 10 * len(values) * run.eps * float(values.abs().max())
-    if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
-        raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
-            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
-        )
-    kept = (values > noise).nonzero().squeeze(1).flip(0)
-    basis = run.vectors(0, len(values))
-    return combine(basis, rotation[:, kept]), values[kept].to(basis)
-
-
-class _Check:
-    """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
-
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None, count: int) -> None:
-        self.multiply, self.facts, self.generator, self.count = multiply, facts, generator, count
-
-    @cached_property
-    def probes(self) -> Tensor:
-        n, _, dtype, device = self.facts
-        if self.exact:
-            return torch.eye(n, dtype=dtype, device=device)
-        return random_block(self.facts, self.count, generator=self.generator)
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return bool((shift > 0).all()) and base.psd
 
     @property
-    def exact(self) -> bool:
-        return self.facts.rows <= self.count
+    def inverse_shift(self) -> Tensor:
+        """D⁻¹ as a column, (n, 1) or 0-d."""
+        return self.shift.reciprocal() if self.shift.ndim == 0 else self.shift.reciprocal().unsqueeze(-1)
 
     @cached_property
-    def images(self) -> Tensor:
-        return self.multiply(self.probes)
+    def scaled(self) -> Tensor:
+        """D⁻¹U, (n, r)."""
+        return self.inverse_shift * self.base.vectors
 
-    def passes(self, U: Tensor, values: Tensor, rtol: float) -> bool:
-        return _bound(self(U, values, 0)) <= rtol
+    def _pulled(self, block: Tensor) -> Tensor:
+        """UᵀD⁻¹B, (r, K): without a second matrix of U's size where d is one number."""
+        if self.shift.ndim == 0:
+            return self.inverse_shift * (self.base.vectors.mT @ block)
+        return self.scaled.mT @ block
 
-    def __call__(self, U: Tensor, values: Tensor, matvecs: int) -> Estimate:
-        count = self.probes.shape[1]
-        width = max(1, CHUNK // self.facts.rows)
-        columns = range(0, count, width)
-        errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
-        if self.exact:
-            size = norm(self.images).square().sum()
-            value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
-            return Estimate.exact(value, matvecs + count)
-        # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
-        known = values.double().square().sum()
-        sizes = known + norm(self.images).square() - seen
-        size = torch.maximum(sizes.mean(), known)
-        if not bool(size > 0):
-            return Estimate(size, torch.zeros_like(size), count, matvecs + count)
-        ratio = errors.mean() / size
-        spread = (errors - ratio * sizes).std() / (size * math.sqrt(count))
-        value = ratio.sqrt()
-        return Estimate(value, spread / (2 * value) if bool(value > 0) else spread * 0, count, matvecs + count)
+    @cached_property
+    def capacitance(self) -> Tensor:
+        """I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where an eigenvalue in S is zero."""
+        return self._eye + self._pulled(self.base.vectors) * self.base.values
 
-    def _sizes(self, U: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
-        seen = combine(U, values[:, None] * gram(U, part(self.probes, start, stop)))
-        size = norm(seen).square()
-        return norm(seen.sub_(part(self.images, start, stop))).square(), size
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The LU factors of the capacitance."""
+        lu, pivots = torch.linalg.lu_factor(self.capacitance)
+        return lu, pivots
+
+    @property
+    def _eye(self) -> Tensor:
+        return torch.eye(len(self.base.values), dtype=self.base.dtype, device=self.base.device)
+
+    @cached_property
+    def _needs_splitting(self) -> bool:
+        """Whether Woodbury's difference would cancel more digits than `solve` promises, and U is orthonormal."""
+        base = self.base
+        if self.shift.ndim or recorded((base.vectors, base.values, self.shift)) or not len(base.values):
+            return False
+        eps = torch.finfo(base.dtype).eps
+        slack = (base.vectors.mT @ base.vectors - self._eye).abs().max() / (100 * eps)
+        return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
+
+    def _split_solve(self, block: Tensor) -> Tensor:
+        """U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part cleaned of U twice."""
+        U = self.base.vectors
+        inside = U.mT @ block
+        outside = block - U @ inside
+        left = inside / (self.base.values + self.shift).unsqueeze(-1) - (U.mT @ outside) / self.shift
+        return outside / self.shift + U @ left
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        if self._needs_splitting:
+            return self._split_solve(block)
+        U = self.base.vectors
+        inner = torch.linalg.lu_solve(*self.factors, self._pulled(block))
+        weights = self.base.values.unsqueeze(-1) * inner
+        # As (K, n): the layout of a block, and as few passes over it as there can be.
+        if self.shift.ndim or recorded((U, self.base.values, self.shift, block)):
+            return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
+        return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
+
+    @cached_property
+    def _scale(self) -> float:
+        """1/d on the host, fetched once."""
+        return float(self.inverse_shift)
+
+    def logdet(self) -> Tensor:
+        shift = self.shift.expand(self.base.shape[-1])
+        return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1]
+
+    def inverse_diagonal(self) -> Tensor:
+        if self._needs_splitting:
+            inside = self.base.vectors.square()
+            outside = (1 - inside.sum(1)).clamp_min(0)
+            return inside @ (self.base.values + self.shift).reciprocal() + outside / self.shift
+        middle = self.base.values.unsqueeze(-1) * torch.linalg.lu_solve(*self.factors, self.scaled.mT)
+        return self.shift.reciprocal() - (self.scaled * middle.mT).sum(-1)
+
+    @cached_property
+    def whitened(self) -> tuple[Tensor, Tensor]:
+        """W = D^-½U√S and f = (R² (I + R)⁻¹) with R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
+        W = self.inverse_shift.sqrt() * self.base.root
+        R = inverse_root(self._eye + W.mT @ W)
+        return W, R @ torch.linalg.solve(self._eye + R, R)
+
+    def _whitened_root(self, block: Tensor) -> Tensor:
+        W, f = self.whitened
+        return block - W @ (f @ (W.mT @ block))
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        noise = self.inverse_shift.rsqrt() * self._normal(k, generator)
+        return draw(self.base, k, generator) + noise
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self.inverse_shift.sqrt() * self._whitened_root(self._normal(k, generator))
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        if self.shift.ndim and not bool((self.shift == self.shift[0]).all()):
+            # D^-½ (I + W Wᵀ)^-½ is a root, but not the symmetric one, of which no closed form is known.
+            least = float(self.shift.detach().min())
+            return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
+        return self.inverse_shift.sqrt() * self._whitened_root(block)
 
 
-def _bound(error: Estimate) -> float:
-    return float(error.value + 2 * error.stderr)
+class LowRank(Operator):
+    """U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0, (n, n).
 
+    `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which says in `error` how close it
+    is: r products with the matrix and 16 for the error. A product is two multiplications by U, 4·n·r operations.
+    Memory: n·r numbers, three times that while it is built. Choose it for many solves where the spectrum falls fast.
+    """
 
-def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:
-    r = len(found.values)
-    if aim is not None:
-        short = _bound(error) > aim
-    else:
-        short = limit < (rank or 0) or (
-            r < limit and float(error.value) > math.sqrt(torch.finfo(found.values.dtype).eps)
-        )
-    if not short:
-        return
-    cause = (
-        'the vectors found span an invariant subspace; use method="nystrom"'
-        if found.ended and r < limit
-        else f"the rank was limited to {limit}; raise rank or memory_budget, or accept the error"
-    )
-    warnings.warn(
-        f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
-        f"{'' if aim is None else f' (asked for {aim:g})'}: {cause}.",
-        RankTooLow,
-        stacklevel=3,
-    )
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfLowRank
+
+    def __init__(
+        self,
+        vectors: Tensor,
+        values: Tensor,
+        error: Estimate | None = None,
+        space: Space | None = None,
+        *,
+        sources: Sources | None = None,
+    ) -> None:
+        if vectors.ndim != 2 or values.shape != vectors.shape[1:]:
+            raise ValueError(
+                f"LowRank is made of vectors (n, r) and values (r,), got {tuple(vectors.shape)} and "
+                f"{tuple(values.shape)}."
+            )
+        super().__init__(vectors, values, error=error, space=space, sources=sources)
+
+    @property
+    def vectors(self) -> Tensor:
+        """U, (n, r)."""
+        return self._args[0]
+
+    @property
+    def values(self) -> Tensor:
+        """s, (r,)."""
+        return self._args[1]
+
+    @property
+    def error(self) -> Estimate | None:
+        """‖A − Â‖_F / ‖A‖_F for the matrix A that this approximates, where it was made by `co.low_rank`."""
+        return self._kwargs["error"]
+
+    @property
+    def root(self) -> Tensor:
+        """W = U √s with A = W Wᵀ, (n, r)."""
+        return self.vectors * self.values.sqrt()
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    @property
+    def psd(self) -> bool:
+        return bool((self.values >= 0).all())
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.vectors.shape[0], self.vectors.shape[0]))
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self.vectors @ (self.values.unsqueeze(-1) * (self.vectors.mT @ block))
+
+    def _diagonal(self) -> Tensor:
+        return self.vectors.square() @ self.values
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        if factor.ndim:
+            return super()._mul_constant(other)
+        sources = scaled(self.sources, factor)
+        return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
+
+    def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
+        """U diag(s) Uᵀ + diag(e) with e ≥ 0 such that its diagonal is the one given, that of the matrix approximated.
+
+        A `Damped`: products, draws and `add_diagonal` are exact, solves by Woodbury where the diagonal added to e is
+        positive. Raises ValueError where an entry given is smaller than that of the low-rank part beyond rounding:
+        never for `co.low_rank(method="nystrom")` and the exact diagonal, while Lanczos' part can exceed its matrix.
+        """
+        n = self.shape[-1]
+        if diagonal.shape != (n,):
+            raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
+        own = self._diagonal()
+        rest = diagonal - own
+        # What rounding leaves of a Nyström approximation (its stabilising shift), and of the sum over its rank.
+        eps = torch.finfo(self.dtype).eps
+        slack = eps * (math.sqrt(n) * self.values.detach().norm() + 10 * len(self.values) * own.detach().abs())
+        if not bool((rest.detach() >= -slack).all()):
+            worst = int((rest.detach() + slack).argmin())
+            raise ValueError(
+                f"entry {worst} of the diagonal is {float(diagonal[worst]):.6g}, less than {float(own[worst]):.6g} of "
+                "the low-rank part. Give the exact diagonal of the matrix approximated, not an estimate, and make "
+                'the low-rank part by method="nystrom": Lanczos\' part can exceed its matrix.'
+            )
+        return self.add_diagonal(rest.clamp_min(0))
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        require_not_negative(self.values)
+        return self.root @ normal(len(self.values), k, self.dtype, self.device, generator)

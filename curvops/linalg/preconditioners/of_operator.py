@@ -58,7 +58,7 @@ class ClosedFormPreconditioner:
 def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditioner:
     """P ≈ A + μI, for use as ``preconditioner=`` of any solver or of ``logdet``: ``P.add_diagonal(μ)`` of a KFAC, say.
 
-    Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, BlockDiagonal or Dense; Diagonal), a
+    Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a
     positive definite tensor, which is factorised, or what is a preconditioner already. A solver that is given an
     operator as it stands multiplies by it, so that it must be the inverse; here it is P itself.
 

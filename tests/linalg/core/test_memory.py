@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg import Reason
+from curvops.linalg import Reason, draw
 from curvops.linalg.core.memory import BESIDE, SOLVED, in_parts, memories_of, solved_at_a_time, working
-from curvops.linalg.operators.structured import draw
 from curvops.network.walks import memory
 from tests.linalg.matrices import symmetric
 

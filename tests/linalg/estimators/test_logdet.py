@@ -7,7 +7,7 @@ from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.operators.structured import Dense
+from curvops.linalg.operators.dense import Dense
 from curvops.linalg.preconditioners.jacobi import diagonal_preconditioner
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric

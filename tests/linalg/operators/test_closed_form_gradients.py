@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, draw
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, draw
 from tests.linalg.operands import OPERANDS, positive, random, uniform
 
 
@@ -21,7 +21,7 @@ def made_of(name):
         "kronecker": (lambda t: Kronecker((t + t.mT) / 2, positive(1, 3, seed=2)), positive(1, 2)),
         "kronecker right": (lambda t: Kronecker(uniform(1, 2), (t + t.mT) / 2), positive(1, 3)),
         "blocks": (
-            lambda t: BlockDiagonal(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
+            lambda t: DirectSum(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
             uniform(3),
         ),
     }[name]

@@ -8,17 +8,18 @@ import torch
 
 from curvops import linalg
 from curvops.linalg import (
-    BlockDiagonal,
     Damped,
     Dense,
     Diagonal,
+    DirectSum,
     Kronecker,
     LowRank,
     draw,
 )
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.operators import closed_form, closed_forms
-from curvops.linalg.operators.closed_forms import CLOSED_FORMS
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.kronecker import OfKronecker
+from curvops.linalg.operators.low_rank import OfLowRank
 from tests.linalg.known import Known
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
 from tests.linalg.samples import assert_covariance
@@ -50,7 +51,7 @@ def test_products_entries_and_trace_equal_the_dense_matrix(name):
     close(operator.mT.to_dense(), dense.mT)
     close(operator[2:4, 1:].to_dense(), dense[2:4, 1:])
     close(operator @ random(2, n, 3), dense @ random(2, n, 3))
-    assert (operator @ B).mT.is_contiguous() or not isinstance(operator, Kronecker | BlockDiagonal)
+    assert (operator @ B).mT.is_contiguous() or not isinstance(operator, Kronecker | DirectSum)
     assert operator.symmetric
     if isinstance(operator, Kronecker):
         exact = operator.trace()
@@ -134,12 +135,12 @@ def test_nothing_reaches_an_iteration(name, shift, monkeypatch, no_foreign_solve
     assert draw(P.inverse(), 2).shape == b.shape == draw(P, 2).shape
 
 
-def test_a_subclass_has_its_parents_row():
+def test_a_subclass_has_its_parents_closed_form():
     class Special(Kronecker):
         pass
 
     P = Special(positive(1, 3), positive(1, 4)).add_diagonal(0.5)
-    assert isinstance(P._closed_form(), CLOSED_FORMS[Kronecker])
+    assert isinstance(P._closed_form(), OfKronecker)
 
 
 def test_factorised_once_and_again_after_a_change_in_place():
@@ -177,7 +178,7 @@ def test_a_singular_matrix_is_an_error_that_says_so(n):
         for operator in (
             Kronecker(singular, other),
             Kronecker(singular, other).eigen(),
-            BlockDiagonal(Kronecker(singular, other), positions=[range(n * n)]),
+            DirectSum(Kronecker(singular, other), positions=[range(n * n)]),
             Diagonal(torch.zeros(n, dtype=dtype)),
         ):
             for ask in (
@@ -229,7 +230,7 @@ _diagonal = Diagonal(_shift)
 )
 def test_sums_and_multiples_still_solve_by_woodbury(build, expected):
     P = build()
-    assert isinstance(P, Damped) and isinstance(P._closed_form(), closed_forms.OfLowRank)
+    assert isinstance(P, Damped) and isinstance(P._closed_form(), OfLowRank)
     close(P.to_dense(), expected)
     close(P.solve(random(40, 2)), torch.linalg.solve(expected, random(40, 2)))
 
@@ -259,12 +260,13 @@ def test_a_damped_operator_plus_another_keeps_its_shift():
     assert isinstance(_diagonal - _diagonal, Diagonal)
 
 
-def test_the_table_names_every_structured_class():
-    assert {cls.__name__ for cls in CLOSED_FORMS} == {
-        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "BlockDiagonal",
+def test_every_structured_class_names_its_closed_form_and_no_other_has_one():
+    classes = [cls for cls in vars(linalg).values() if isinstance(cls, type) and issubclass(cls, linalg.Operator)]
+    assert {cls.__name__ for cls in classes if cls._damped_form is not None} == {
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum",
     }  # fmt: skip
-    assert all(issubclass(row, closed_form.ClosedForm) for row in CLOSED_FORMS.values())
-    assert closed_forms.closed_form(linalg.Sum(_diagonal, _diagonal), torch.tensor(1.0)) is None
+    assert all(issubclass(cls._damped_form, ClosedForm) for cls in classes if cls._damped_form is not None)
+    assert linalg.Sum(_diagonal, _diagonal).add_diagonal(1.0)._closed_form() is None
 
 
 @pytest.mark.parametrize("name", OPERANDS)

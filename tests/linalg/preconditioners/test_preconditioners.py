@@ -10,9 +10,9 @@ from linear_operator.operators import DenseLinearOperator
 from linear_operator.utils.errors import NotPSDError
 
 from curvops.linalg import (
-    BlockDiagonal,
     Dense,
     Diagonal,
+    DirectSum,
     FactoredPreconditioner,
     Kronecker,
     LowRank,
@@ -75,7 +75,7 @@ def structured():
 
 def by_layers():
     dense = [positive(1, size, seed=size)[0] for size in (50, 40, 30)]
-    operator = BlockDiagonal(*(Dense(part, psd=True) for part in dense), positions=SHUFFLED.split([50, 40, 30]))
+    operator = DirectSum(*(Dense(part, psd=True) for part in dense), positions=SHUFFLED.split([50, 40, 30]))
     return as_preconditioner(operator.add_diagonal(MU)), operator.to_dense() + MU * EYE
 
 
@@ -98,7 +98,7 @@ MADE = {
     "tensor": lambda A: (as_preconditioner(A + MU * EYE), A + MU * EYE),
     "Dense": lambda A: (as_preconditioner(Dense(A + MU * EYE, psd=True)), A + MU * EYE),
     "Kronecker": lambda A: structured(),
-    "BlockDiagonal": lambda A: by_layers(),
+    "DirectSum": lambda A: by_layers(),
     "LowRank": lambda A: woodbury(),
     "Diagonal": lambda A: (as_preconditioner(Diagonal(uniform(N))), uniform(N).diag()),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, solve
+from curvops.linalg import Dense, Diagonal, DirectSum, solve
 from curvops.linalg.core.results import NotPositiveDefinite, NotPositiveSemidefinite
 
 LARGE = 300
@@ -23,7 +23,7 @@ OPERANDS = {
     "dense": lambda: Dense(matrix(20)),
     "diagonal": lambda: Diagonal(torch.linspace(-3, 5, 20, dtype=torch.float64)),
     "low rank": lambda: co.LowRank(matrix(20)[:, :2], torch.tensor([-3.0, 5.0], dtype=torch.float64)),
-    "blocks": lambda: BlockDiagonal(
+    "blocks": lambda: DirectSum(
         Diagonal(torch.linspace(-3, 5, 20, dtype=torch.float64)),
         Dense(matrix(9)),
         positions=(torch.arange(20), torch.arange(20, 29)),

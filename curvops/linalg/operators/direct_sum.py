@@ -1,29 +1,119 @@
-"""A block-diagonal matrix: operators on disjoint sets of positions."""
+"""A direct sum of operators on disjoint sets of positions: a block-diagonal matrix, and that plus a diagonal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.dense_sizes import DENSE_BLOCK
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.algebra import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.structured import draw
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.dense import OfDense
+from curvops.linalg.operators.draws import draw
 
 
-class BlockDiagonal(Operator):
+class OfBlocks(ClosedForm):
+    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows, else iteratively."""
+
+    @cached_property
+    def rows(self) -> list[ClosedForm]:
+        """The closed form of each block."""
+        blocks = self.base.blocks
+        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
+        return [_of_block(block.add_diagonal(shift)) for block, shift in zip(blocks, shifts)]
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        return self.base.partition.join([part.mT for part in parts]).mT
+
+    def _split(self, block: Tensor) -> list[Tensor]:
+        return [part.mT for part in self.base.partition.split(block.mT)]
+
+    def require_fit(self) -> None:
+        names = getattr(self.base, "names", None)
+        for i, row in enumerate(self.rows):
+            try:
+                row.require_fit()
+            except ValueError as error:
+                of = f" ({', '.join(names[i])})" if names else ""
+                raise ValueError(f"block {i}{of} of {type(self.base).__name__}: {error}") from None
+
+    def require_definite(self) -> None:
+        for row in self.rows:
+            row.require_definite()
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self._join([row.solve(part, rtol) for row, part in zip(self.rows, self._split(block))])
+
+    def logdet(self) -> Tensor:
+        return torch.stack([row.logdet() for row in self.rows]).sum()
+
+    def logdet_error(self) -> float:
+        return sum(row.logdet_error() for row in self.rows)
+
+    def inverse_diagonal(self) -> Tensor:
+        diagonal: Tensor = self.base.partition.join([row.inverse_diagonal() for row in self.rows])
+        return diagonal
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self._join([row.draw(k, generator) for row in self.rows])
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self._join([row.draw_inverse(k, generator, rtol) for row in self.rows])
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self._join([row.inverse_root(part) for row, part in zip(self.rows, self._split(block))])
+
+
+class OfProducts(ClosedForm):
+    """No closed form: a large block among others, which is solved for and sampled by its products."""
+
+    def __init__(self, damped: Any) -> None:
+        super().__init__(damped, damped.shift)
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self.base.solve_to(block, rtol)
+
+    def logdet(self) -> Tensor:
+        return self.base.logdet()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.base.inverse().diagonal()
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return draw(self.base, k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return draw(self.base.inverse(rtol), k, generator)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self.base.sqrt_inv_matmul(block)
+
+
+def _of_block(damped: Any) -> ClosedForm:
+    row = damped._closed_form()
+    if row is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+        return OfDense(damped.base, damped.shift)
+    return OfProducts(damped) if row is None else row
+
+
+class DirectSum(Operator):
     """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
     product costs one with each block. `space` says what the rows stand for, `sources` which data the matrix is of.
     """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfBlocks
 
     def __init__(
         self,
@@ -71,7 +161,7 @@ class BlockDiagonal(Operator):
         if self.symmetric and not recorded(self.representation()):
             return self
         transposed = (block.mT for block in self.blocks)
-        return BlockDiagonal(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
+        return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
         parts = self.partition.split(block.mT)
@@ -91,14 +181,14 @@ class BlockDiagonal(Operator):
         if torch.as_tensor(other).ndim:
             return super()._mul_constant(other)
         blocks, sources = (block._mul_constant(other) for block in self.blocks), scaled(self.sources, other)
-        return BlockDiagonal(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
+        return DirectSum(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:
         return self.cache.kept("undamped", self.representation(), self._undamped)._closed_form()
 
     def _undamped(self) -> LinearOperator:
         # Of a copy: what the cache keeps must not refer back to it.
-        return BlockDiagonal(*self.blocks, positions=self.partition).add_diagonal(0.0)
+        return DirectSum(*self.blocks, positions=self.partition).add_diagonal(0.0)
 
 
 def checked(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from curvops.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, draw
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, Operator, draw
 from curvops.linalg.core.partition import partition
 from tests.linalg.known import Rooted
 from tests.linalg.operands import blocks, dense, diagonal, kronecker, low_rank, positive, random, uniform
@@ -56,16 +56,16 @@ def test_positions_that_do_not_divide_the_vector_are_errors(positions, message):
 
 def test_blocks_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="block 0 has shape"):
-        BlockDiagonal(Diagonal(uniform(3)), positions=[range(4)])
+        DirectSum(Diagonal(uniform(3)), positions=[range(4)])
     with pytest.raises(ValueError, match="as many sets"):
-        BlockDiagonal(Diagonal(uniform(3)), positions=[range(3), range(3, 4)])
+        DirectSum(Diagonal(uniform(3)), positions=[range(3), range(3, 4)])
     with pytest.raises(TypeError, match="Operator"):
-        BlockDiagonal(uniform(3).diag(), positions=[range(3)])
+        DirectSum(uniform(3).diag(), positions=[range(3)])
 
 
 def test_blocks_that_are_not_symmetric_transpose():
     A = random(4, 4)
-    B = BlockDiagonal(Dense(A), Diagonal(uniform(2)), positions=[torch.tensor([5, 1, 2, 3]), torch.tensor([0, 4])])
+    B = DirectSum(Dense(A), Diagonal(uniform(2)), positions=[torch.tensor([5, 1, 2, 3]), torch.tensor([0, 4])])
     assert not B.symmetric
     close(B.mT.to_dense(), B.to_dense().mT)
     close(B._t_matmul(random(6, 2)), B.to_dense().mT @ random(6, 2))
@@ -73,11 +73,11 @@ def test_blocks_that_are_not_symmetric_transpose():
 
 @pytest.mark.parametrize("size", [2048, 100], ids=["dense", "by products"])
 def test_blocks_without_a_closed_form(size, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.operators.closed_forms.DENSE_BLOCK", size)
+    monkeypatch.setattr("curvops.linalg.operators.direct_sum.DENSE_BLOCK", size)
     A = positive(1, 300)[0]
     order = torch.randperm(312, generator=torch.Generator().manual_seed(0))
     kron, matrix, _ = kronecker(positive(1, 3), positive(1, 4))
-    P = BlockDiagonal(Rooted(A), kron, positions=order.split([300, 12])).add_diagonal(0.5)
+    P = DirectSum(Rooted(A), kron, positions=order.split([300, 12])).add_diagonal(0.5)
     back = order.argsort()
     expected = torch.block_diag(A, matrix)[back][:, back] + 0.5 * torch.eye(312, dtype=torch.float64)
     tolerance = 1e-10 if size == 2048 else 1e-6
@@ -93,7 +93,7 @@ def test_blocks_without_a_closed_form(size, monkeypatch):
 
 def test_nested_blocks_and_damped_blocks_keep_closed_forms():
     inner, matrix, _ = blocks([diagonal(3), low_rank(5, 2)], permuted=True)
-    outer = BlockDiagonal(inner.add_diagonal(0.3), dense(4)[0], positions=[range(4, 12), range(4)])
+    outer = DirectSum(inner.add_diagonal(0.3), dense(4)[0], positions=[range(4, 12), range(4)])
     expected = torch.block_diag(dense(4)[1], matrix + 0.3 * torch.eye(8, dtype=torch.float64))
     close(outer.to_dense(), expected)
     close(outer.solve(random(12, 2)), torch.linalg.solve(expected, random(12, 2)))
@@ -101,7 +101,7 @@ def test_nested_blocks_and_damped_blocks_keep_closed_forms():
     close((3 * outer).logdet(), (3 * expected).logdet())
 
 
-class Made(BlockDiagonal):
+class Made(DirectSum):
     """Blocks made from one tensor, as a subclass built from something else makes them."""
 
     def __init__(self, tensor, cache=None):

@@ -1,0 +1,174 @@
+"""A matrix that was asked for, as an operator, and that matrix plus a diagonal by Cholesky."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.dense_sizes import DENSE_BLOCK
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.spaces import Space
+from curvops.linalg.functions.root_gradients import inverse_root
+from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm, not_definite, warn_of_rounding
+
+
+class OfDense(ClosedForm):
+    """Cholesky of an operand that may be formed, in float64 up to `DENSE_BLOCK` rows and where its `rest` is known."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return bool(base.symmetric)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """P, (n, n)."""
+        dense, n = self.base.to_dense(), self.base.shape[-1]
+        rest = self.base.rest if isinstance(self.base, Dense) else None
+        if rest is not None or n <= DENSE_BLOCK:
+            dense = dense.double() if rest is None else dense.double() + rest
+        return dense + torch.diag_embed(self.shift.to(dense.dtype).expand(n))
+
+    @cached_property
+    def chol(self) -> Tensor:
+        """L with P = L Lᵀ."""
+        L, info = torch.linalg.cholesky_ex(self.dense)
+        if bool(info != 0):
+            raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
+        warn_of_rounding(self.base, self._error)
+        return L
+
+    @property
+    def _error(self) -> float:
+        """The largest error of P's eigenvalues, relative to the smallest shift; 0 where it was formed in float64."""
+        if self.dense.dtype == torch.float64:
+            return 0.0
+        largest = float(torch.linalg.matrix_norm(self.dense.detach(), ord=torch.inf))
+        least = float(self.shift.detach().min())
+        return torch.finfo(self.dense.dtype).eps * largest / least if least > 0 else 0.0
+
+    def logdet_error(self) -> float:
+        return len(self.dense) * math.log1p(self._error)
+
+    def require_definite(self) -> None:
+        _ = self.chol
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return torch.cholesky_solve(block.to(self.chol.dtype), self.chol).to(block.dtype)
+
+    def logdet(self) -> Tensor:
+        return (2 * self.chol.diagonal().log().sum()).to(self.base.dtype)
+
+    def inverse_diagonal(self) -> Tensor:
+        eye = torch.eye(len(self.chol), dtype=self.chol.dtype, device=self.chol.device)
+        return torch.linalg.solve_triangular(self.chol, eye, upper=False).square().sum(0).to(self.base.dtype)
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.chol.to(self.base.dtype) @ self._normal(k, generator)
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        noise = self._normal(k, generator)
+        return torch.linalg.solve_triangular(self.chol.mT, noise.to(self.chol.dtype), upper=True).to(noise.dtype)
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        self.require_definite()
+        return self.root @ block
+
+    @cached_property
+    def root(self) -> Tensor:
+        """P^-½."""
+        return inverse_root((self.dense + self.dense.mT) / 2).to(self.base.dtype)
+
+
+class Dense(Operator):
+    """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
+
+    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for,
+    `sources` which data it is of. A `rest` of the same shape is what its dtype does not hold of the matrix: products
+    leave it out, factorisations add it in float64.
+    """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfDense
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        psd: bool = False,
+        space: Space | None = None,
+        *,
+        rest: Tensor | None = None,
+        sources: Sources | None = None,
+    ) -> None:
+        if tensor.ndim < 2:
+            raise ValueError(f"tensor must be a matrix (m, n) or a batch of them, got {tuple(tensor.shape)}.")
+        super().__init__(tensor, psd=psd, space=space, rest=rest, sources=sources)
+
+    @property
+    def _is_formed(self) -> bool:
+        return True
+
+    @property
+    def tensor(self) -> Tensor:
+        """The matrix, (..., m, n)."""
+        return self._args[0]
+
+    @property
+    def rest(self) -> Tensor | None:
+        """What the dtype does not hold of the matrix, where it is known."""
+        return self._kwargs["rest"]
+
+    @property
+    def psd(self) -> bool:
+        return self._kwargs["psd"]
+
+    @property
+    def symmetric(self) -> bool:
+        if self.psd or not self.is_square or self.tensor.numel() == 0:
+            return self.is_square
+        slack = 4 * torch.finfo(self.dtype).eps * self.tensor.abs().max()
+        return bool(((self.tensor - self.tensor.mT).abs() <= slack).all())
+
+    def _size(self) -> torch.Size:
+        return self.tensor.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return Dense(self.tensor.mT, psd=self.psd, space=self.spaces[0], sources=self.sources)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.tensor @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.tensor.mT @ rhs
+
+    def to_dense(self) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+    def _diagonal(self) -> Tensor:
+        return self.tensor.diagonal(dim1=-2, dim2=-1)
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return Dense(self.tensor[(*batch_indices, row_index, slice(None))][..., col_index])
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.tensor[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Dense(self.tensor.expand(*batch_shape, *self.matrix_shape))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return Dense(self.tensor.unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return Dense(self.tensor.permute(*dims, -2, -1))
+
+
+def in_parts(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A matrix in another dtype, and what that dtype does not hold of it."""
+    kept = matrix.to(dtype)
+    return kept, None if matrix.dtype == dtype else (matrix - kept).to(dtype)

@@ -1,0 +1,101 @@
+"""A diagonal matrix, and that matrix plus a diagonal: every operation is elementwise."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.sources import Sources, merged, scaled
+from curvops.linalg.core.spaces import Space, common, spaces_of
+from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite
+from curvops.linalg.operators.draws import normal, require_not_negative
+
+
+class OfDiagonal(Spectral):
+    """diag(a) + diag(d)."""
+
+    @property
+    def spectrum(self) -> Tensor:
+        return self.base.entries + self.shift
+
+    def rotate(self, block: Tensor) -> Tensor:
+        return block
+
+    def rotate_back(self, block: Tensor) -> Tensor:
+        return block
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        if bool((self.spectrum == 0).any()):
+            raise not_definite(self.base, 0.0)
+        return block / self.spectrum.unsqueeze(-1)  # of any sign
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.definite_spectrum.reciprocal()
+
+
+class Diagonal(Operator):
+    """diag(d) for a vector d (n,); every operation is elementwise.
+
+    `space` says what its rows stand for, `sources` which data it is of.
+    """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfDiagonal
+
+    def __init__(self, entries: Tensor, space: Space | None = None, *, sources: Sources | None = None) -> None:
+        if entries.ndim != 1:
+            raise ValueError(f"entries must be a vector (n,), got {tuple(entries.shape)}.")
+        super().__init__(entries, space=space, sources=sources)
+
+    @property
+    def entries(self) -> Tensor:
+        """The diagonal d, (n,)."""
+        return self._args[0]
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    @property
+    def psd(self) -> bool:
+        return bool((self.entries >= 0).all())
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self.entries), len(self.entries)))
+
+    def _product(self, block: Tensor) -> Tensor:
+        return self.entries.unsqueeze(-1) * block
+
+    def _diagonal(self) -> Tensor:
+        return self.entries
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if not isinstance(other, Diagonal):
+            return super().__add__(other)
+        space, sources = common(*self.spaces, *other.spaces), merged(self.sources, other.sources)
+        return Diagonal(self.entries + other.entries, space, sources=sources)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        common(*self.spaces, *spaces_of(other))
+        own = self.entries, self.sources
+        return other._plus_diagonal(*own) if isinstance(other, Operator) else super()._plus(other)
+
+    def _added_to(self, left: Operator) -> LinearOperator:
+        common(*spaces_of(left), *self.spaces)
+        return left._plus_diagonal(self.entries, self.sources)
+
+    def _mul_constant(self, other: Any) -> LinearOperator:
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        if factor.ndim:
+            return super()._mul_constant(other)
+        return Diagonal(self.entries * factor, self.spaces[0], sources=scaled(self.sources, factor))
+
+    def _closed_form(self) -> Any:
+        return self.add_diagonal(0.0)._closed_form()
+
+    def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        require_not_negative(self.entries)
+        return self.entries.sqrt().unsqueeze(-1) * normal(len(self.entries), k, self.dtype, self.device, generator)

@@ -1,0 +1,264 @@
+"""A low-rank approximation of a positive semi-definite matrix known by its products, with its error measured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.memory import Multiply, vector_bytes, working
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.sources import sources_of
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.core.symmetry import is_known_psd
+from curvops.linalg.core.vectors import (
+    CHUNK,
+    Description,
+    Matrix,
+    apart,
+    combine,
+    describe_square,
+    gram,
+    norm,
+    part,
+    random_block,
+)
+from curvops.linalg.operators.low_rank import LowRank
+from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
+from curvops.linalg.spectra.lanczos import LockStep
+from curvops.progress import Progress, at_work
+
+# Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
+PROBES = 16
+FEWEST_PROBES = 4
+# Vectors that one of rank and the fewest probes take.
+LEAST_VECTORS = 12
+# Arrays of n × rank numbers that are held at once.
+KEPT = 3
+
+Satisfied = Callable[[Tensor, Tensor], bool]
+
+
+class RankTooLow(UserWarning):
+    """A low-rank approximation ended before the accuracy or the rank asked for."""
+
+
+def low_rank(
+    op: Matrix,
+    rank: int | None = None,
+    rtol: float | None = None,
+    method: str = "nystrom",
+    generator: torch.Generator | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> LowRank:
+    """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
+
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors that the approximation has not seen (from all n unit
+    vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
+
+    Args:
+        op: a tensor or an operator, symmetric; "nystrom" needs it positive semi-definite.
+        rank: r; it may come out smaller where A has no more eigenvalues above rounding. With rtol, the largest r.
+        rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 where neither is given). The same random
+            vectors are looked at after each doubling.
+        method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
+            other; better for the rank, but blind to repeated eigenvalues, which shows in the error).
+        generator: source of the random vectors.
+        memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
+            of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
+            cap where nothing is given.
+        progress: as in `cg`.
+
+    Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
+
+    Raises:
+        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, or a tensor in A
+            that requires a gradient: Â has none.
+        NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
+    """
+    facts = describe_square(op)
+    _require_no_gradient(op)
+    check_choice("method", method, ("nystrom", "lanczos"))
+    if rank is not None and not 1 <= rank <= facts.rows:
+        raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
+    if rtol is not None and not 0 < rtol < 1:
+        raise ValueError(f"rtol must lie strictly between 0 and 1, got {rtol}.")
+    aim = (0.01 if rank is None else None) if rtol is None else rtol
+    wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
+    if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
+        raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
+    generator = apart(generator)
+
+    def satisfied(U: Tensor, values: Tensor) -> bool:
+        return aim is not None and check.passes(U, values, aim)
+
+    approximate = _by_nystrom if method == "nystrom" else _by_lanczos
+    with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+        probes = PROBES
+        if memory_budget is None and room is not None:  # what is given is for the vectors kept, the network's for all
+            probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
+            room -= 2 * probes * vector_bytes(facts)
+        limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+        check = _Check(multiply, facts, generator, probes)
+        found = approximate(multiply, is_known_psd(op), facts, limit, aim is None, generator, satisfied)
+        error = check(found.vectors, found.values, found.matvecs)
+    _warn(found, error, aim, rank, limit)
+    return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
+
+
+def _require_no_gradient(op: Matrix) -> None:
+    if recorded((op,) if isinstance(op, Tensor) else op.representation()):
+        raise ValueError(
+            "low_rank has no gradient for the tensors that the matrix is made of, and one of them requires a gradient "
+            "(the likelihood's noise, say): detach it (noise.detach()), or call low_rank under torch.no_grad()."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """An approximation, the products it took, and whether the method has nothing more to find."""
+
+    vectors: Tensor
+    values: Tensor
+    matvecs: int
+    ended: bool
+
+
+def _by_nystrom(
+    multiply: Multiply,
+    psd: bool,
+    facts: Description,
+    limit: int,
+    fixed: bool,
+    generator: torch.Generator | None,
+    satisfied: Satisfied,
+) -> _Found:
+    sketch = grow(multiply, facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied, psd)
+    return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
+
+
+def _by_lanczos(
+    multiply: Multiply,
+    psd: bool,
+    facts: Description,
+    limit: int,
+    fixed: bool,
+    generator: torch.Generator | None,
+    satisfied: Satisfied,
+) -> _Found:
+    depth = limit if fixed else min(limit, FIRST_RANK)
+    start = random_block(facts, 1, "gaussian", generator)
+    run = LockStep(multiply, start, depth)
+    while True:
+        run.reserve(depth)
+        run.extend(depth)
+        if run.skewed:
+            raise ValueError(Reason.NOT_SYMMETRIC.value)
+        vectors, values = _ritz(run, psd)
+        ended = bool(run.done.all())
+        if fixed or ended or depth >= limit or satisfied(vectors, values):
+            return _Found(vectors, values, run.matvecs, ended)
+        depth = min(limit, 2 * depth)
+
+
+def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
+    """Ritz vectors as columns and positive Ritz values, descending."""
+    T = run.tridiagonal(0)
+    if not bool(torch.isfinite(T).all()):
+        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    values, rotation = torch.linalg.eigh(T)
+    noise = 10 * len(values) * run.eps * float(values.abs().max())
+    if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
+        raise NotPositiveSemidefinite(
+            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
+            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
+        )
+    kept = (values > noise).nonzero().squeeze(1).flip(0)
+    basis = run.vectors(0, len(values))
+    return combine(basis, rotation[:, kept]), values[kept].to(basis)
+
+
+class _Check:
+    """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
+
+    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None, count: int) -> None:
+        self.multiply, self.facts, self.generator, self.count = multiply, facts, generator, count
+
+    @cached_property
+    def probes(self) -> Tensor:
+        n, _, dtype, device = self.facts
+        if self.exact:
+            return torch.eye(n, dtype=dtype, device=device)
+        return random_block(self.facts, self.count, generator=self.generator)
+
+    @property
+    def exact(self) -> bool:
+        return self.facts.rows <= self.count
+
+    @cached_property
+    def images(self) -> Tensor:
+        return self.multiply(self.probes)
+
+    def passes(self, U: Tensor, values: Tensor, rtol: float) -> bool:
+        return _bound(self(U, values, 0)) <= rtol
+
+    def __call__(self, U: Tensor, values: Tensor, matvecs: int) -> Estimate:
+        count = self.probes.shape[1]
+        width = max(1, CHUNK // self.facts.rows)
+        columns = range(0, count, width)
+        errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
+        if self.exact:
+            size = norm(self.images).square().sum()
+            value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
+            return Estimate.exact(value, matvecs + count)
+        # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
+        known = values.double().square().sum()
+        sizes = known + norm(self.images).square() - seen
+        size = torch.maximum(sizes.mean(), known)
+        if not bool(size > 0):
+            return Estimate(size, torch.zeros_like(size), count, matvecs + count)
+        ratio = errors.mean() / size
+        spread = (errors - ratio * sizes).std() / (size * math.sqrt(count))
+        value = ratio.sqrt()
+        return Estimate(value, spread / (2 * value) if bool(value > 0) else spread * 0, count, matvecs + count)
+
+    def _sizes(self, U: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
+        seen = combine(U, values[:, None] * gram(U, part(self.probes, start, stop)))
+        size = norm(seen).square()
+        return norm(seen.sub_(part(self.images, start, stop))).square(), size
+
+
+def _bound(error: Estimate) -> float:
+    return float(error.value + 2 * error.stderr)
+
+
+def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:
+    r = len(found.values)
+    if aim is not None:
+        short = _bound(error) > aim
+    else:
+        short = limit < (rank or 0) or (
+            r < limit and float(error.value) > math.sqrt(torch.finfo(found.values.dtype).eps)
+        )
+    if not short:
+        return
+    cause = (
+        'the vectors found span an invariant subspace; use method="nystrom"'
+        if found.ended and r < limit
+        else f"the rank was limited to {limit}; raise rank or memory_budget, or accept the error"
+    )
+    warnings.warn(
+        f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
+        f"{'' if aim is None else f' (asked for {aim:g})'}: {cause}.",
+        RankTooLow,
+        stacklevel=3,
+    )
