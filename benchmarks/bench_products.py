@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import routes
+from benchmarks import peer_operators, routes
 from benchmarks.networks import NETWORKS, Problem, build
 
 ROUNDS = 7
@@ -85,8 +85,8 @@ def test_block(timed: Any, benchmark: Any, problem: Problem) -> None:
 
 def test_curvlinops(timed: Any, benchmark: Any, problem: Problem, vector: Any) -> None:
     """The same product by another package, where it is installed."""
-    other = routes.peer(problem)
+    other = peer_operators.ggn(problem)
     if other is None:
         pytest.skip("curvlinops is not installed here")
     timed(lambda: other @ vector, rounds=3)
-    benchmark.extra_info["package"] = routes.peer_label()
+    benchmark.extra_info["package"] = peer_operators.label()

@@ -19,6 +19,7 @@ import curvops as co
 from benchmarks.machine import facts
 from benchmarks.report import filled
 from benchmarks.tables import machine_line, table
+from curvops.cli.bench.spectra import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
 from curvops.linalg import Estimate, diagonal, effective_dimension, frobenius_norm, logdet, trace
 
 SIZE, LARGE = 512, 1000
@@ -35,22 +36,19 @@ Run = Callable[..., Estimate]
 
 def spectra(n: int) -> dict[str, Tensor]:
     """Eigenvalues by name, for random eigenvectors."""
-    k, one = torch.arange(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64)
-    cluster = 1e-3 * torch.linspace(0, 1, n // 4, dtype=torch.float64)
-    logs = {f"κ = 1e{p}": torch.logspace(0, -p, n, dtype=torch.float64) for p in (4, 6, 8)}
     return {
-        "spike n": torch.cat([n * one[:1], one[1:]]),
-        "spike 1e6": torch.cat([1e6 * one[:1], one[1:]]),
-        "k⁻¹": 1 / (k + 1),
-        "k⁻²": (k + 1) ** -2,
-        "k⁻⁴": (k + 1) ** -4,
-        "0.9ᵏ": 0.9**k,
-        "0.8ᵏ + 1e-3": 0.8**k + 1e-3,
-        "1 and 1e-6": torch.cat([one[: n // 2], 1e-6 * one[n // 2 :]]),
-        "four clusters": torch.cat([c + cluster for c in (1, 10, 100, 1000)]),
-        "step": torch.cat([100 * one[: n // 6], one[n // 6 :]]),
-        "flat, 1 to 3": torch.linspace(1, 3, n, dtype=torch.float64),
-        **logs,
+        "spike n": step(n, 1, n, 1),
+        "spike 1e6": step(n, 1, 1e6, 1),
+        "k⁻¹": powers(n, -1),
+        "k⁻²": powers(n, -2),
+        "k⁻⁴": powers(n, -4),
+        "0.9ᵏ": geometric(n, 0.9),
+        "0.8ᵏ + 1e-3": geometric(n, 0.8) + 1e-3,
+        "1 and 1e-6": step(n, n // 2, 1, 1e-6),
+        "four clusters": clusters(n, (1, 10, 100, 1000)),
+        "step": step(n, n // 6, 100, 1),
+        "flat, 1 to 3": flat(n, 1, 3),
+        **{f"κ = 1e{p}": log_spaced(n, 10**p) for p in (4, 6, 8)},
     }
 
 
@@ -64,7 +62,7 @@ def matrices(n: int) -> dict[str, Tensor]:
     while len(hadamard) < n:
         hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
     return {
-        **{name: matrix(values) for name, values in spectra(n).items()},
+        **{name: symmetric(values, 1) for name, values in spectra(n).items()},
         "Marchenko–Pastur, c = ½": wishart(2 * n, n),
         "Marchenko–Pastur, c = 2": wishart(n // 2, n),
         "diagonal, spike n": torch.diag(torch.where(k == 1, float(n), 1.0).double()),
@@ -89,17 +87,6 @@ def wishart(rows: int, n: int) -> Tensor:
     """XᵀX/rows of Gaussian X."""
     X = torch.randn(rows, n, dtype=torch.float64, generator=generator(5))
     return X.mT @ X / rows
-
-
-def rotation(n: int, seed: int) -> Tensor:
-    """A random orthogonal matrix."""
-    return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator(seed))).Q
-
-
-def matrix(values: Tensor) -> Tensor:
-    Q = rotation(len(values), 1)
-    A = (Q * values) @ Q.mT
-    return (A + A.mT) / 2
 
 
 def generator(seed: int) -> torch.Generator:
@@ -164,7 +151,7 @@ def errors_table(runs: int) -> str:
     rows = []
     for name, published in PUBLISHED.items():
         values = spectra(LARGE)[name]
-        A = matrix(values)
+        A = symmetric(values, 1)
         cells = []
         for method, theirs in zip(TRACES, published):
             g = generator(3)
@@ -178,8 +165,8 @@ def errors_table(runs: int) -> str:
 
 def logdet_table(runs: int) -> str:
     """Log-determinants of a log-spaced spectrum, and of the GGN of a digits network."""
-    values = torch.logspace(0, -6, LARGE, dtype=torch.float64)
-    A, exact, rows = matrix(values), values.log().sum(), []
+    values = log_spaced(LARGE, 1e6)
+    A, exact, rows = symmetric(values, 1), values.log().sum(), []
     for label, options, seeds in (("300 products", {"max_matvecs": 300}, runs), ("rtol = 0.01", {"rtol": 0.01}, 10)):
         found = [logdet(A, lower_bound=1e-6, **options, generator=generator(seed)) for seed in range(min(seeds, runs))]
         rows.append([f"log-spaced, κ = 1e6, {label}", *_cells(found, exact, exact.abs())])

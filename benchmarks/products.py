@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import routes
+from benchmarks import peer_operators, routes
 from benchmarks.machine import cores, facts
 from benchmarks.networks import NETWORKS, Problem, build
 from benchmarks.report import UNIT, products_tables
@@ -76,7 +76,7 @@ def measure(problem: Problem, settings: Settings) -> dict[str, Any]:
     measure_first(m, v)
     for name in ("autodiff", "layerwise"):
         measure_engine(m, name, v)
-    other = routes.peer(problem)
+    other = peer_operators.ggn(problem)
     if other is not None:
         measure_peer(m, other, cached, v, reference)
     if problem.name in settings.blocks:
@@ -150,13 +150,15 @@ def measure_block(m: Measurement, other: Any | None, cached: Any) -> None:
     engine = routes.engines(operator)
     m.measure("cached", lambda: operator @ V, columns, engine=engine, history=history, difference=difference)
     if other is not None:
-        m.measure(routes.peer_label(), lambda: other @ V, columns)
-        m.add("cached", alternate(lambda: other @ V, lambda: operator @ V, pairs), columns, against=routes.peer_label())
+        m.measure(peer_operators.label(), lambda: other @ V, columns)
+        m.add(
+            "cached", alternate(lambda: other @ V, lambda: operator @ V, pairs), columns, against=peer_operators.label()
+        )
 
 
 def measure_peer(m: Measurement, other: Any, cached: Any, v: Tensor, reference: Tensor) -> None:
     """The same product by another package: beside the unit, then this library beside it."""
-    name = routes.peer_label()
+    name = peer_operators.label()
     m.measure(name, lambda: other @ v, difference=routes.difference(other @ v, reference))
     m.add("cached", alternate(lambda: other @ v, lambda: cached @ v, m.settings.pairs), against=name)
 

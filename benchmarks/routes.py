@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
-from benchmarks.machine import peer_version
 from benchmarks.networks import Problem
 from benchmarks.timing import Run
 
-PEER = "curvlinops-for-pytorch"
 # A recorded engine is built at the fourth product at the latest, a forced layerwise one at the first.
 LATEST_BUILD = 6
 
@@ -78,23 +76,6 @@ def kept_bytes(operator: Any, engine: str) -> int:
     plan = operator.lin.plan
     a_point = plan.layerwise_bytes if engine == "layerwise" else plan.recorded_bytes
     return int(a_point * operator.lin.num_data)
-
-
-def peer(problem: Problem) -> Any | None:
-    """The GGN of curvlinops on the same data, None where it is not installed."""
-    if peer_version(PEER) is None:
-        return None
-    import curvlinops  # an environment of its own has it
-
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    return curvlinops.GGNLinearOperator(
-        problem.model, loss, problem.parameters, problem.batches(), check_deterministic=False
-    )
-
-
-def peer_label() -> str:
-    """The other package with the version that is measured."""
-    return f"curvlinops {peer_version(PEER)}"
 
 
 def difference(result: Tensor, reference: Tensor) -> float:

@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import curvops as co
-from benchmarks import routes
-from benchmarks.machine import peer_version
+from benchmarks import peer_operators, routes
 from benchmarks.networks import NETWORKS, Problem, build
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
@@ -53,31 +51,19 @@ def _operator(figures: Figures, problem: Problem, what: str, make: Callable[[], 
     if what.startswith("GGN"):  # the empirical rows are kept by the linearisation, for all who ask
         fresh = alternate_fresh(problem.unit(), lambda: routes.first(make, v)(), pairs)
         figures.add(problem.label, f"{what}: the first product", fresh, target=BUILT + target)
-    if figures.settings.peers and peer_version(routes.PEER) is not None:
-        _beside(figures, problem, what, operator, v)
+    if figures.settings.peers and peer_operators.label() is not None:
+        beside(figures, problem, what, operator, v, PEERS[what])
 
 
-def _beside(figures: Figures, problem: Problem, what: str, ours: Any, v: torch.Tensor) -> None:
-    label = f"{routes.peer_label()}, {PEERS[what]}"
+def beside(figures: Figures, problem: Problem, what: str, ours: Any, v: torch.Tensor, name: str) -> None:
+    """Their operator of this name in gradients, and ours in times of theirs."""
+    label = f"{peer_operators.label()}, {name}"
     try:
-        theirs = peer(problem, PEERS[what])
+        theirs = peer_operators.operator(problem, name)
         theirs @ v
-    except Exception as error:  # what it cannot do, it says
+    except Exception as error:  # it refuses what it does not support
         print(f"  {problem.label}: {label}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return
     figures.gradients(problem, label, lambda: theirs @ v)
     pairs = max(1, figures.settings.pairs // 2)
     figures.add(problem.label, f"{what} @ v", alternate(lambda: theirs @ v, lambda: ours @ v, pairs), label)
-
-
-def peer(problem: Problem, name: str) -> Any:
-    """Its operator on the same data; positions are its points, by one more module that flattens them."""
-    import curvlinops  # an environment of its own has it
-
-    model, data = problem.model, problem.batches()
-    if problem.targets.ndim == 2:
-        model = nn.Sequential(model, nn.Flatten(0, 1))
-        data = [(inputs, targets.flatten()) for inputs, targets in data]
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    operator = getattr(curvlinops, name)
-    return operator(model, loss, problem.parameters, data, check_deterministic=False)

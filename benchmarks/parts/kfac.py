@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 import curvops as co
-from benchmarks.machine import peer_version
+from benchmarks import peer_operators
 from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
-from benchmarks.routes import PEER, peer_label
 from benchmarks.timing import alternate, alternate_fresh
 from curvops.linalg import Kronecker
 
@@ -38,7 +35,7 @@ def _network(figures: Figures, problem: Problem, sampled: float | None) -> None:
     )
     if problem.name != "resnet":  # some minutes
         figures.gradients(problem, "EKFAC, exact, with its eigendecompositions", lambda: co.EKFAC(lin))
-    if figures.settings.peers and peer_version(PEER) is not None:
+    if figures.settings.peers and peer_operators.label() is not None:
         _beside_curvlinops(figures, problem, lin)
 
 
@@ -52,9 +49,9 @@ def _eigen(kfac: co.KFAC) -> Callable[[], object]:
 def _beside_curvlinops(figures: Figures, problem: Problem, lin: Any) -> None:
     pairs = max(1, figures.settings.pairs // 2)
     for ours, theirs in (("exact", "type-2"), ("mc", "mc")):
-        label = f"{peer_label()}, {'KFAC, exact' if ours == 'exact' else 'KFAC, one sample'}"
+        label = f"{peer_operators.label()}, {'KFAC, exact' if ours == 'exact' else 'KFAC, one sample'}"
         try:
-            run = curvlinops_kfac(problem, theirs)
+            run = peer_operators.kfac_factors(problem, theirs)
             run()
         except Exception as error:  # refuses layers
             reason = str(error).splitlines()[0] if str(error) else "no message"
@@ -62,27 +59,6 @@ def _beside_curvlinops(figures: Figures, problem: Problem, lin: Any) -> None:
             continue
         figures.gradients(problem, label, run)
         beside = alternate(run, lambda fisher=ours: co.KFAC(lin, fisher=fisher), pairs)
-        figures.add(problem.label, f"KFAC, {'exact' if ours == 'exact' else 'one sample'}", beside, peer_label())
-
-
-def curvlinops_kfac(problem: Problem, fisher: str) -> Callable[[], object]:
-    """Builds the factors of curvlinops' KFAC, weights and biases together as here."""
-    import curvlinops  # an environment of its own has it
-
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    operator = curvlinops.KFACLinearOperator(
-        problem.model,
-        loss,
-        problem.parameters,
-        problem.batches(),
-        check_deterministic=False,
-        fisher_type=fisher,
-        separate_weight_and_bias=False,
-    )
-
-    def factors() -> object:
-        operator._input_covariances, operator._gradient_covariances = {}, {}
-        operator.compute_kronecker_factors()
-        return operator
-
-    return factors
+        figures.add(
+            problem.label, f"KFAC, {'exact' if ours == 'exact' else 'one sample'}", beside, peer_operators.label()
+        )

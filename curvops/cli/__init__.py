@@ -57,7 +57,7 @@ def bench(
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each estimator: 5, or 3 with --quick.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
     single: Annotated[bool, typer.Option("--float32", help="float32 in place of float64.")] = False,
-    peers: Annotated[bool, typer.Option("--peers", help="Also linear_operator, SciPy, and matfree or CoLA.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Also linear_operator and others (in a clone).")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two small problems, in seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json in place of tables.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for CSV, JSON and figures.")] = Path("curvops-bench"),

@@ -12,13 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import peer_estimators, peer_solvers
 from curvops.cli import app
-from curvops.cli.bench import peer_estimators
 from curvops.cli.bench import run as benchmark
 from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.measure import Peak, Trail
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
-from curvops.cli.bench.peers import PEERS
+from curvops.cli.bench.peers import ADAPTERS, peers
 from curvops.cli.bench.problem import STRENGTH, Unfit
 from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, TALL, build
 from curvops.cli.bench.rows import TooDear, estimate, solve
@@ -185,21 +185,29 @@ def test_an_estimate_tells_its_products_as_they_are_counted():
             assert e.matvecs == p.G.counter.count, name
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", peer_solvers.PEERS)
 def test_each_peer_solver(name):
-    for preconditioner in ("none", "nystrom") if PEERS[name].preconditioned else ("none",):
-        row = solve(problem("decaying"), name, PEERS[name], preconditioner, TINY)
+    for preconditioner in ("none", "nystrom") if peer_solvers.PEERS[name].preconditioned else ("none",):
+        row = solve(problem("decaying"), name, peer_solvers.PEERS[name], preconditioner, TINY)
         assert row.products > 0 and len(row.trail.products) > 1 and row.trail.seconds == sorted(row.trail.seconds)
         assert "reached rtol" in row.outcome and row.true_residual <= 1e-6
 
 
 def test_a_peer_on_a_rectangular_problem():
-    row = solve(problem(TALL), "scipy-lsmr", PEERS["scipy-lsmr"], "none", TINY)
+    row = solve(problem(TALL), "scipy-lsmr", peer_solvers.PEERS["scipy-lsmr"], "none", TINY)
     assert "reached rtol" in row.outcome and row.true_residual <= 1e-6 and row.products == row.trail.products[-1]
 
 
+def test_peers_are_found_in_a_clone_and_elsewhere_it_is_said_where_they_are(monkeypatch, tmp_path):
+    assert set(peers()) == {*peer_solvers.PEERS, *peer_estimators.PEERS}
+    for name in ADAPTERS:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    result = invoke("--quick", "--peers", "--output", tmp_path)
+    assert result.exit_code == 2 and "from the root of a clone" in result.output
+
+
 def test_each_peer_estimator_that_is_installed():
-    peer = peer_estimators.PEER_ESTIMATORS["linear_operator-logdet"]
+    peer = peer_estimators.PEERS["linear_operator-logdet"]
     row = estimate(problem("kappa1e4"), "linear_operator-logdet", peer, "none", 40, TINY, lambda: None)
     assert 0 < row.error < 1 and row.inside is None and math.isnan(row.claimed) and row.products <= 120
 

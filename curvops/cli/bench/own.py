@@ -16,6 +16,16 @@ from curvops.cli.bench.problem import BenchError, Problem
 from curvops.linalg import Damped, Dense
 
 
+def imported(name: str) -> Any:
+    """A module, found also from the working directory."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(here)
+
+
 def users(name: str) -> Problem:
     """What the user's ``module:function`` returns, found also from the working directory.
 
@@ -23,13 +33,10 @@ def users(name: str) -> Problem:
         BenchError: no such module or function, or it fails or returns something else.
     """
     module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = imported(module_name)
     except Exception as error:  # a user's module may fail in any way
         raise BenchError(f"cannot import {module_name!r} for the problem {name!r}: {_line(error)}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]

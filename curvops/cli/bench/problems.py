@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.cli.bench import spectra
 from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.own import users
 from curvops.cli.bench.problem import BenchError, Problem
@@ -29,30 +30,21 @@ class Spectrum:
     text: str
 
 
-def _index(n: int) -> Tensor:
-    return torch.arange(1, n + 1, dtype=torch.float64)
-
-
-def _log_spaced(kappa: float) -> Callable[[int], Tensor]:
-    return lambda n: kappa ** -((_index(n) - 1) / max(n - 1, 1))
-
-
-def _clusters(n: int) -> Tensor:
-    centres = torch.tensor([1.0, 10.0, 50.0, 200.0], dtype=torch.float64)
-    return centres[torch.arange(n) * 4 // n] + 1e-3 * _index(n) / n
-
-
 SPECTRA: dict[str, Spectrum] = {
-    "decaying": Spectrum(lambda n: _index(n) ** -2, 1e-4, "eigenvalues k⁻² + 1e-4"),
-    "exponential": Spectrum(lambda n: 0.9 ** (_index(n) - 1), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
-    "step": Spectrum(lambda n: 100 * (_index(n) <= max(1, n // 10)).double(), 1.0, "a tenth at 101, the rest at 1"),
-    "clustered": Spectrum(_clusters, 0.0, "four tight clusters, at 1, 10, 50, 200"),
-    "flat": Spectrum(lambda n: 1 + 2 * _index(n) / n, 0.0, "eigenvalues 1 to 3"),
-    "kappa1e4": Spectrum(_log_spaced(1e4), 0.0, "log-spaced from 1 to 1e-4"),
-    "kappa1e6": Spectrum(_log_spaced(1e6), 0.0, "log-spaced from 1 to 1e-6"),
-    "kappa1e8": Spectrum(_log_spaced(1e8), 0.0, "log-spaced from 1 to 1e-8"),
+    "decaying": Spectrum(lambda n: spectra.powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
+    "exponential": Spectrum(lambda n: spectra.geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
+    "step": Spectrum(lambda n: spectra.step(n, max(1, n // 10), 100, 0), 1.0, "a tenth at 101, the rest at 1"),
+    "clustered": Spectrum(
+        lambda n: spectra.clusters(n, (1, 10, 50, 200)), 0.0, "four tight clusters, at 1, 10, 50, 200"
+    ),
+    "flat": Spectrum(lambda n: spectra.flat(n, 1 + 2 / n, 3), 0.0, "eigenvalues 1 to 3"),
+    "kappa1e4": Spectrum(lambda n: spectra.log_spaced(n, 1e4), 0.0, "log-spaced from 1 to 1e-4"),
+    "kappa1e6": Spectrum(lambda n: spectra.log_spaced(n, 1e6), 0.0, "log-spaced from 1 to 1e-6"),
+    "kappa1e8": Spectrum(lambda n: spectra.log_spaced(n, 1e8), 0.0, "log-spaced from 1 to 1e-8"),
     "indefinite": Spectrum(
-        lambda n: torch.where(_index(n) == n, -0.243, 1 + 2 * _index(n) / n), 0.0, "1 to 3, and one -0.243"
+        lambda n: torch.cat([spectra.flat(n, 1 + 2 / n, 3)[:-1], torch.tensor([-0.243]).double()]),
+        0.0,
+        "1 to 3, and one -0.243",
     ),
 }
 NAMES = (*SPECTRA, DIGITS, TALL)
@@ -75,10 +67,9 @@ def build(name: str, size: int, columns: int, dtype: torch.dtype, seed: int) -> 
         raise BenchError(f"no problem {name!r}; choose from {', '.join(NAMES)}, or a module:function of yours.")
     spectrum = SPECTRA[name]
     values = spectrum.values(size)
-    Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
-    dense = (Q * values) @ Q.mT
+    dense = spectra.symmetric(values, generator).to(dtype)
     lowest = float(values.min()) + spectrum.shift
-    G = Dense(((dense + dense.mT) / 2).to(dtype), psd=bool((values >= 0).all()))
+    G = Dense(dense, psd=bool((values >= 0).all()))
     B = _right_hand_sides(size, columns, dtype, generator)
     diagonal = G.tensor.diagonal()
     return Problem(
@@ -96,7 +87,7 @@ def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generato
         torch.linalg.qr(torch.randn(rows, size, generator=generator, dtype=torch.float64)).Q
         for rows in (2 * size, size)
     )
-    dense = ((U * _log_spaced(1e2)(size)) @ V.mT).to(dtype)
+    dense = ((U * spectra.log_spaced(size, 1e2)) @ V.mT).to(dtype)
     text = "least squares, singular values log-spaced from 1 to 1e-2"
     B = _right_hand_sides(2 * size, columns, dtype, generator)
     return Problem(TALL, text, Counted(Dense(dense)), 0.0, B, tensor=dense)

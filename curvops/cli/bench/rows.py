@@ -13,8 +13,7 @@ import torch
 
 from curvops.cli.bench.measure import Measured, Trail, measured
 from curvops.cli.bench.methods import PRECONDITIONERS, Estimator, Made, Settings, Solver
-from curvops.cli.bench.peer_estimators import PeerEstimator
-from curvops.cli.bench.peers import Peer
+from curvops.cli.bench.peers import Peer, PeerEstimator
 from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate, Solution
 

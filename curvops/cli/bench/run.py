@@ -16,8 +16,7 @@ from curvops import plots
 from curvops.cli.bench import report
 from curvops.cli.bench.measure import MEMORY
 from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
-from curvops.cli.bench.peer_estimators import PEER_ESTIMATORS, PeerEstimator
-from curvops.cli.bench.peers import PEERS, Peer, installed
+from curvops.cli.bench.peers import Peer, PeerEstimator, installed, peers
 from curvops.cli.bench.problem import STRENGTH, BenchError, Problem, Unfit
 from curvops.cli.bench.problems import NAMES, build
 from curvops.cli.bench.rows import EstimateRow, SolveRow, TooDear, estimate, solve
@@ -108,7 +107,7 @@ def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> di
     solving = any(isinstance(method, Solver) for method in found.values())
     quantities = {method.quantity for method in found.values() if isinstance(method, Estimator)}
     missing = set()
-    for name, peer in (PEERS | PEER_ESTIMATORS).items():
+    for name, peer in peers().items():
         if not (solving if isinstance(peer, Peer) else peer.quantity in quantities):
             continue
         if installed(peer.module):

@@ -9,25 +9,17 @@ import math
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.cli.bench.peers import PeerEstimator
 from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate
 
 STEPS = 20  # depth of linear_operator's quadrature by default, and of the log-determinants here
-
-
-class PeerEstimator(NamedTuple):
-    """An estimator of another library: its module, what it estimates, what A must be, and how to call it."""
-
-    module: str
-    quantity: str
-    needs: str
-    run: Callable[[Problem, int, torch.Generator], Estimate]
 
 
 class Foreign(LinearOperator):
@@ -107,7 +99,7 @@ def _cola(problem: Problem, budget: int, generator: torch.Generator) -> Estimate
     return _estimate(value, problem, before)
 
 
-PEER_ESTIMATORS: dict[str, PeerEstimator] = {
+PEERS: dict[str, PeerEstimator] = {
     "linear_operator-logdet": PeerEstimator("linear_operator", "logdet", "psd", _linear_operator),
     "matfree-trace": PeerEstimator("matfree", "trace", "any", _matfree("trace")),
     "matfree-xtrace": PeerEstimator("matfree", "trace", "any", _matfree("xtrace")),
