@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
 from benchmarks.machine import facts
 from benchmarks.report import filled
 from benchmarks.tables import machine_line, table
 from curvops.cli.bench.spectra import clusters, flat, geometric, log_spaced, powers, rotation, step, symmetric
+from curvops.cli.demo.digits import all_digits
+from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Estimate, diagonal, effective_dimension, frobenius_norm, logdet, trace
 
 SIZE, LARGE = 512, 1000
@@ -200,19 +202,10 @@ def _cells(found: list[Estimate], exact: Tensor, unit: Tensor) -> list[str]:
 
 def digits_ggn() -> co.GGN:
     """The GGN of a trained 64-32-10 network on 1400 of scikit-learn's digits, float64."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    x, y = torch.tensor(data.data / 16.0)[:1400], torch.tensor(data.target)[:1400]
+    data = all_digits().to(torch.float64).first(1400)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(300):
-        optimizer.zero_grad()
-        decay = sum((p**2).sum() for p in model.parameters())
-        ((nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * decay) / len(x)).backward()
-        optimizer.step()
-    return co.GGN(co.linearize(model, (x, y), "classification"))
+    model = fit(perceptron(64, 32, 10).double(), data, prior_precision=1.0, steps=300, rate=1e-2)
+    return co.GGN(co.linearize(model, (data.x, data.y), "classification"))
 
 
 def main() -> None:

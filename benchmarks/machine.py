@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 def facts(threads: int) -> dict[str, object]:
@@ -30,6 +33,25 @@ def facts(threads: int) -> dict[str, object]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def of_its_own(module: str, *arguments: object, prompt: bool = False) -> list[dict[str, Any]]:
+    """The JSON lines that a module prints when it is run in a process of its own.
+
+    With `prompt` that process gives large freed blocks back to the system at once (glibc), so that its resident set is
+    what it holds.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
+    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(2**18)} if prompt else {})
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root, env=environment)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's resident set now ("VmRSS"), or at its peak ("VmHWM"). Linux alone says it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def peer_version(package: str) -> str | None:

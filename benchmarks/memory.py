@@ -12,28 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import cores, facts
+from benchmarks.machine import cores, facts, of_its_own
 from benchmarks.report import memory_table
-
-MIB = 2**20
+from benchmarks.tables import MIB
 
 
 def run(network: str, outputs: int, options: argparse.Namespace, budget: int | None) -> dict[str, Any]:
     """What one process of `benchmarks.peak` printed: its peak in bytes and what served the products."""
-    command = [sys.executable, "-m", "benchmarks.peak", network, "--outputs", str(outputs)]
+    arguments: list[object] = [network, "--outputs", outputs]
     for name in ("batches", "columns", "products", "threads", "engine"):
-        command += [f"--{name}", str(getattr(options, name))]
-    command += [] if budget is None else ["--memory-budget", str(budget)]
-    prompt = {} if options.allocator == "default" else {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
-    where, environment = Path(__file__).parents[1], os.environ | prompt
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=where, env=environment)
-    return dict(json.loads(done.stdout))
+        arguments += [f"--{name}", getattr(options, name)]
+    arguments += [] if budget is None else ["--memory-budget", budget]
+    (found,) = of_its_own("benchmarks.peak", *arguments, prompt=options.allocator == "prompt")
+    return found
 
 
 def measure(network: str, outputs: int, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import machine_line, spread_cell, table
-
-MIB = 2**20
+from benchmarks.tables import machine_line, peak_cells, spread_cell, table, within
 
 
 def part_tables(part: dict[str, Any]) -> str:
@@ -51,8 +49,6 @@ def _notes(rows: list[dict[str, Any]]) -> str:
 def _peaks(rows: list[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
-        peak, baseline, budget = (row[key] / MIB for key in ("peak", "baseline", "memory_budget"))
-        verdict = "yes" if peak <= baseline + budget else f"no, by {peak - baseline - budget:,.0f} MiB"
-        sizes = [f"{size:,.0f}" for size in (budget, baseline, baseline + budget, peak)]
-        cells.append([row["subject"], row["what"], str(row["batches"]), *sizes, verdict])
+        verdict = within(row["peak"], row["baseline"] + row["memory_budget"])
+        cells.append([row["subject"], row["what"], str(row["batches"]), *peak_cells(row), verdict])
     return table(["", "what", "batches", "budget", "baseline", "bound", "peak, MiB", "within the bound"], cells)

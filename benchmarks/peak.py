@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from benchmarks.machine import resident
 from benchmarks.networks import Problem, build
 
 
@@ -21,10 +22,8 @@ def peak_bytes() -> int:
 
     Linux says it of the program itself; elsewhere it starts from what the starting process had.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    if Path("/proc/self/status").exists():
+        return resident("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.operators_tables import part_tables
-from benchmarks.tables import machine_line, spread_cell, table
+from benchmarks.tables import machine_line, peak_cells, spread_cell, table, within
 
 UNIT = "gradient"
 
@@ -85,10 +85,9 @@ def memory_table(result: dict[str, Any]) -> str:
     """Peaks and bounds of one file of `benchmarks.memory`."""
     rows = []
     for row in result["rows"]:
-        peak, baseline, budget = (row[key] / 2**20 for key in ("peak", "baseline", "memory_budget"))
-        verdict = "yes" if peak <= baseline + budget else f"no, by {peak - baseline - budget:,.0f} MiB"
-        sizes = [f"{x:,.0f}" for x in (budget, baseline, baseline + budget, peak)]
-        rows.append([*_name(row), str(row["columns"]), str(row["batches"]), *sizes, row["engine"], verdict])
+        verdict = within(row["peak"], row["baseline"] + row["memory_budget"])
+        sizes = [str(row["columns"]), str(row["batches"]), *peak_cells(row)]
+        rows.append([*_name(row), *sizes, row["engine"], verdict])
     header = ["network", "C", "K", "batches", "budget", "baseline", "bound", "peak", "served by", "within the bound"]
     text = (
         "Resident set at its peak, MiB, each in a process of its own. *Baseline*: the interpreter with its libraries, "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+MIB = 2**20
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns line up: text to the left, everything but the first column to the right."""
@@ -13,6 +15,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     padded = [[c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
     rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+
+
+def within(peak: float, bound: float) -> str:
+    """Whether a peak is within its bound, both in bytes, and by how much it is not."""
+    return "yes" if peak <= bound else f"no, by {(peak - bound) / MIB:,.0f} MiB"
+
+
+def peak_cells(row: dict[str, Any]) -> list[str]:
+    """Budget, baseline, bound and peak in MiB."""
+    budget, baseline, peak = (row[key] / MIB for key in ("memory_budget", "baseline", "peak"))
+    return [f"{size:,.0f}" for size in (budget, baseline, baseline + budget, peak)]
 
 
 def machine_line(result: dict[str, Any]) -> str:

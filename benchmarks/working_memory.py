@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-MIB = 2**20
+from benchmarks.machine import of_its_own, resident
+from benchmarks.tables import MIB, table, within
+
 WIDTHS, POINTS = (1000, 1400, 400, 10), 12
 SLACK = 24 * MIB
 """What the allocator and lazily loaded code may add."""
@@ -100,12 +99,6 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
     return calls, vector, 2 * vector  # a batch: the gradient, and few activations
 
 
-def resident(field: str) -> int:
-    """Bytes of the process's resident set now (VmRSS), or at its peak (VmHWM)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 def child(budget: int, names: list[str], threads: int) -> None:
     """Run the algorithms one after the other; a JSON row for each."""
     import torch
@@ -148,11 +141,8 @@ def capped(result: Any) -> str:
 
 def rows(budget: int, names: list[str], threads: int = 1) -> list[dict[str, Any]]:
     """What a process of its own measured."""
-    command = [sys.executable, "-m", "benchmarks.working_memory", "--child", str(budget), "--threads", str(threads)]
-    where, environment = Path(__file__).parents[1], os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
-    command += ["--algorithms", *names]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=where, env=environment)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    arguments = ["--child", budget, "--threads", threads, "--algorithms", *names]
+    return of_its_own("benchmarks.working_memory", *arguments, prompt=True)
 
 
 def main() -> None:
@@ -166,13 +156,14 @@ def main() -> None:
     if options.child is not None:
         child(options.child, options.algorithms, options.threads)
         return
-    print("| algorithm | budget | asked for | bound | over | within | capped | s |")
-    print("|---|---|---|---|---|---|---|---|")
+    header = ["algorithm", "budget", "asked for", "bound", "over", "within", "capped", "s"]
+    lines = []
     for budget in options.budgets:
         for row in rows(round(budget * MIB), options.algorithms, options.threads):
             sizes = [f"{row[key] / MIB:,.0f}" for key in ("budget", "asked", "bound", "over")]
-            within = "yes" if row["over"] <= row["bound"] else f"no, by {(row['over'] - row['bound']) / MIB:,.0f}"
-            print("|", " | ".join([row["algorithm"], *sizes, within, row["capped"], f"{row['seconds']:.1f}"]), "|")
+            verdict = within(row["over"], row["bound"])
+            lines.append([row["algorithm"], *sizes, verdict, row["capped"], f"{row['seconds']:.1f}"])
+    print(table(header, lines))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import of_its_own
 from benchmarks.networks import Problem
+from benchmarks.tables import MIB
 from benchmarks.timing import Comparison, Run, alternate, seconds
 
 UNIT = "gradient"
-MIB = 2**20
 LONGEST = 15.0
 """Seconds that the runs behind one figure may take in all, as far as two runs allow it."""
 
@@ -84,8 +82,8 @@ class Figures:
 
 
 def _peak(network: str, outputs: int, operator: str, batches: int, threads: int, budget: int | None) -> int:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peak", network, "--outputs", str(outputs)]
-    command += ["--operator", operator, "--batches", str(batches), "--threads", str(threads)]
-    command += [] if budget is None else ["--memory-budget", str(budget)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2])
-    return int(json.loads(done.stdout)["peak"])
+    arguments: list[object] = [network, "--outputs", outputs, "--operator", operator]
+    arguments += ["--batches", batches, "--threads", threads]
+    arguments += [] if budget is None else ["--memory-budget", budget]
+    (found,) = of_its_own("benchmarks.peak", *arguments)
+    return int(found["peak"])

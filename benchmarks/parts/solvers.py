@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from linear_operator.utils import linear_cg
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
 from benchmarks.machine import peer_version
 from benchmarks.networks import SEED
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread, seconds
+from curvops.cli.demo.digits import all_digits
+from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Damped, Diagonal, Solution, cg, nystrom
 
 COLUMNS = 8
@@ -36,25 +38,12 @@ def measure(figures: Figures) -> None:
 
 def digits() -> co.Linearization:
     """A trained network 64-100-100-10 with tanh on 1400 handwritten digits, float64, D = 17,610."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    x = torch.tensor(data.data[:1400] / 16.0, dtype=torch.float64)
-    y = torch.tensor(data.target[:1400])
+    data = all_digits().to(torch.float64).first(1400)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        layers = nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 10)
-        model = nn.Sequential(*layers).double()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1500)
-    for _ in range(1500):
-        prior = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
-        loss = nn.functional.cross_entropy(model(x), y, reduction="sum") + 0.5 * prior
-        optimizer.zero_grad()
-        (loss / len(x)).backward()
-        optimizer.step()
-        schedule.step()
-    return co.linearize(model, (x, y), "classification")
+        model = perceptron(64, 100, 100, 10).double()
+    fit(model, data, prior_precision=1.0, steps=1500, rate=1e-2, cosine=True)
+    return co.linearize(model, (data.x, data.y), "classification")
 
 
 @dataclass(frozen=True, eq=False)

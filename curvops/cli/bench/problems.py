@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
 from curvops.cli.bench import spectra
@@ -14,6 +14,7 @@ from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.own import users
 from curvops.cli.bench.problem import BenchError, Problem
 from curvops.cli.demo.digits import load_digits
+from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Dense
 
 DIGITS = "digits-ggn"
@@ -96,19 +97,12 @@ def _tall(size: int, columns: int, dtype: torch.dtype, generator: torch.Generato
 def _digits(size: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Problem:
     """The GGN of a network 64-w-10 with about ``size`` weights, at weights trained for a few seconds."""
     width = max(1, round((size - 10) / 75))
-    data = load_digits(train=300).train
+    data = load_digits(train=300).train.to(dtype)
     torch.manual_seed(int(generator.initial_seed()))
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
-    x, y = data.x.to(dtype), data.y
-    optimizer = torch.optim.Adam(network.parameters(), 0.02)
-    for _ in range(100):
-        optimizer.zero_grad()
-        penalty = sum((p.square().sum() for p in network.parameters()), start=x.new_zeros(()))
-        (nn.functional.cross_entropy(network(x), y, reduction="sum") + DIGITS_PRIOR / 2 * penalty).backward()
-        optimizer.step()
-    lin = co.linearize(network.eval(), (x, y), "classification")
+    network = fit(perceptron(64, width, 10).to(dtype), data, DIGITS_PRIOR, steps=100, rate=0.02)
+    lin = co.linearize(network, (data.x, data.y), "classification")
     n = lin.num_parameters
-    text = f"GGN of a digits network 64-{width}-10 with {len(x)} points, prior precision {DIGITS_PRIOR}"
+    text = f"GGN of a digits network 64-{width}-10 with {len(data)} points, prior precision {DIGITS_PRIOR}"
     diagonal, layers = co.DiagonalGGN(lin).entries, co.BlockDiagonal(lin)
     B = _right_hand_sides(n, columns, dtype, generator)
     return Problem(DIGITS, text, Counted(co.GGN(lin)), DIGITS_PRIOR, B, DIGITS_PRIOR, True, diagonal, layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +31,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def to(self, dtype: torch.dtype) -> Split:
+        """The images in another dtype."""
+        return Split(self.x.to(dtype), self.y)
 
     def first(self, n: int) -> Split:
         """The first `n` points (the splits are in random order, so this is a random subset)."""
@@ -59,19 +64,27 @@ class Digits:
     test: Split
 
 
+def all_digits() -> Split:
+    """The 1797 digits in the order of scikit-learn."""
+    return _split(*_module("datasets").load_digits(return_X_y=True))
+
+
 def load_digits(train: int = 1000, validation: int = 297) -> Digits:
     """Split the 1797 digits at random, each class in proportion; what remains (500 by default) is the test set."""
-    try:
-        datasets = import_module("sklearn.datasets")
-        selection = import_module("sklearn.model_selection")
-    except ImportError as error:
-        raise ImportError("the demo needs scikit-learn and matplotlib: pip install 'curvops[demo]'") from error
-    x, y = datasets.load_digits(return_X_y=True)
+    selection = _module("model_selection")
+    x, y = _module("datasets").load_digits(return_X_y=True)
     x_train, x_rest, y_train, y_rest = selection.train_test_split(x, y, train_size=train, stratify=y, random_state=0)
     x_val, x_test, y_val, y_test = selection.train_test_split(
         x_rest, y_rest, train_size=validation, stratify=y_rest, random_state=0
     )
     return Digits(_split(x_train, y_train), _split(x_val, y_val), _split(x_test, y_test))
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"sklearn.{name}")
+    except ImportError as error:
+        raise ImportError("the demo needs scikit-learn and matplotlib: pip install 'curvops[demo]'") from error
 
 
 def _split(x: object, y: object) -> Split:

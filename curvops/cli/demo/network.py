@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -131,6 +132,27 @@ def _adam(network: nn.Module, data: Split, prior_precision: float, epochs: int, 
             objective(network, batch, prior_precision, len(data) / len(chosen)).backward()
             optimizer.step()
             schedule.step()
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Linear layers of these widths with tanh between, on flattened images."""
+    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+def fit(
+    network: nn.Module, data: Split, prior_precision: float, steps: int, rate: float, cosine: bool = False
+) -> nn.Module:
+    """Near the mode of the posterior, by Adam on all points at once: what small networks need."""
+    optimizer = torch.optim.Adam(_trained(network), rate)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (objective(network, data, prior_precision) / len(data)).backward()
+        optimizer.step()
+        if falling is not None:
+            falling.step()
+    return network.eval()
 
 
 def _trained(network: nn.Module) -> list[nn.Parameter]:
