@@ -37,7 +37,7 @@ class Spectrum:
 
     log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come, in this order, from
 
-    - the closed form of G + A, where there is one;
+    - the closed form of G + A, where there is one (as `(G + A).logdet()` does);
     - all eigenvalues of G, for a scalar A and up to `WHOLE` weights (up to `MOST_MATVECS` where probes did not reach
       the tolerance with half as many products as there are weights), kept for every further λ;
     - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
@@ -139,14 +139,12 @@ class Spectrum:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
         precision = self._curvature.add_diagonal(prior)
         reference = prior.double().log().expand(len(self._lin.theta)).sum()
-        form = precision._closed_form()
-        if form is not None:
-            return _exact(form.logdet() - reference, form.logdet_error(), rtol)
-        spectrum = self._whole_spectrum(prior)
-        if spectrum is not None:
-            return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
-        if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
-            return known.logdet(float(prior.detach()))
+        if precision._closed_form() is None:  # what is kept for other priors comes first
+            spectrum = self._whole_spectrum(prior)
+            if spectrum is not None:
+                return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
+            if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
+                return known.logdet(float(prior.detach()))
         found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
         if self._may_be_whole(found, prior):
             return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
@@ -157,7 +155,9 @@ class Spectrum:
         precision = self._curvature.add_diagonal(prior)
         form = precision._closed_form()
         if form is not None:
-            return _exact((1 - (prior * form.inverse_diagonal()).double()).sum(), form.logdet_error(), rtol)
+            value, error = (1 - (prior * form.inverse_diagonal()).double()).sum(), form.logdet_error()
+            reason = Reason.CONVERGED if error <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
+            return Estimate.exact(value, bias_bound=error, reason=reason)
         if recorded(precision.representation()):
             raise ValueError(
                 "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
@@ -236,8 +236,3 @@ class Spectrum:
         found = single(spectrum.logdet([shift], rtol))
         unit, dtype = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device), precision.dtype
         return carried(found, precision, lambda _: [(spectrum.inverse(shift, dtype), unit)])
-
-
-def _exact(value: Tensor, error: float, rtol: float) -> Estimate:
-    reason = Reason.CONVERGED if error <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
-    return Estimate.exact(value, bias_bound=error, reason=reason)

@@ -168,6 +168,13 @@ class NotPositiveSemidefinite(NotPSDError, ValueError):
     """A matrix that must be positive semidefinite, or positive definite, is not."""
 
 
+INDEFINITE_REMEDY = (
+    "Add a larger prior precision (add_diagonal; shift= where a call takes one), or use a positive semidefinite "
+    "approximation of the matrix."
+)
+"""What to do about a matrix that is `NotPositiveSemidefinite`."""
+
+
 def caution(samples: int) -> float:
     """By how much Student's t is widened for so few probes, whose zᵀAz are skewed.
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason, caution
+from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason, caution
 from curvops.linalg.core.vectors import Vectors
 from curvops.linalg.spectra.lanczos import LockStep
 
@@ -162,7 +162,7 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     if lowest < -1e3 * run.eps * max(scale, highest):
         raise NotPositiveSemidefinite(
             f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
-            "Use the GGN in place of the Hessian, add a larger prior, or lower lower_bound."
+            f"Lower lower_bound where one was given. {INDEFINITE_REMEDY}"
         )
     gauss = nodes.clamp_min(0), size * V[0].square()
     m = len(T)

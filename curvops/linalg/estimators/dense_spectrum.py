@@ -8,14 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Description
 from curvops.linalg.estimators.brackets import Function, SpectralQuadrature, stacked
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
-
-EXACT_SIZE = 256
-"""A matrix up to this size is formed and decomposed where no budget forbids it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +42,7 @@ class DenseSpectrum:
         elif lowest + mu <= n * self.eps * size:
             raise NotPositiveSemidefinite(
                 f"A is not positive definite to working precision: an eigenvalue is {lowest + self.bound:.3e}. "
-                "Give a shift (the prior precision), or use the GGN in place of the Hessian."
+                f"{INDEFINITE_REMEDY}"
             )
         total = values + mu
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
@@ -109,7 +106,7 @@ def known_spectrum(multiply: Function, facts: Description, rtol: float) -> Known
     lowest, size = float(dense.values[0]), float(dense.values.abs().amax())
     if lowest < -n * dense.eps * size:
         raise NotPositiveSemidefinite(
-            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. Use the GGN in place of the Hessian."
+            f"G is not positive semidefinite: an eigenvalue is {lowest:.3e}. {INDEFINITE_REMEDY}"
         )
     nodes = dense.values.clamp_min(0)[None]
     nothing, none = nodes.new_zeros(0), nodes.new_zeros(1, 0)
@@ -131,6 +128,6 @@ def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
         if bool((info != 0).any() | ~(pivots.square().amin(-1) > noise).all()):
             raise NotPositiveSemidefinite(
                 "the operator is not positive definite to working precision: its Cholesky factorisation met a pivot "
-                "that is rounding or less. Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+                f"that is rounding or less. {INDEFINITE_REMEDY}"
             )
     return 2 * pivots.log().sum(-1)

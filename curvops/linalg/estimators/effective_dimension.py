@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.dense_sizes import EXACT_SIZE
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, describe_square, product
 from curvops.linalg.estimators.adaptive import check_budget
 from curvops.linalg.estimators.brackets import Function, share
-from curvops.linalg.estimators.dense_spectrum import EXACT_SIZE, known_spectrum
+from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.estimators.sampler import UNLIMITED
 from curvops.progress import Progress, at_work

@@ -23,13 +23,14 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core.dense_sizes import EXACT_SIZE
 from curvops.linalg.core.memory import working
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 from curvops.linalg.estimators.adaptive import check_budget
 from curvops.linalg.estimators.brackets import Multiply, single
 from curvops.linalg.estimators.carried_gradients import Pairs, carried, differentiated, solved_pairs
-from curvops.linalg.estimators.dense_spectrum import EXACT_SIZE, DenseSpectrum, dense_spectrum
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, check_run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
@@ -222,7 +223,7 @@ def _estimated_bound(
         if lowest < -noise:
             raise NotPositiveSemidefinite(
                 f"the operator is not positive semidefinite: it has an eigenvalue below {lowest:.3e}. "
-                "Use the GGN in place of the Hessian, or add a larger prior."
+                f"{INDEFINITE_REMEDY}"
             )
         bound = lowest - float(run.betas[0, -1] * V[-1, 0].abs())
         if bound >= CLOSE * lowest or bool(run.done[0]) or run.capacity >= most:

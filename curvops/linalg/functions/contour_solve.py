@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.memory import room_for
-from curvops.linalg.core.results import FunctionProduct, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, FunctionProduct, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import (
     Matrix,
     columns,
@@ -117,8 +117,7 @@ def _size(A: Matrix, unit: Tensor) -> tuple[float, int, Reason | None]:
     eps = torch.finfo(unit.dtype).eps
     if float(values[0]) < -NEAR_ZERO * eps * float(values.abs().amax()):
         raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}. "
-            "Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+            f"A is not positive semidefinite: it has an eigenvalue below {float(values[0]):.3e}. {INDEFINITE_REMEDY}"
         )
     return (2 * top if top > 0 else 1.0), pilot.matvecs, None
 

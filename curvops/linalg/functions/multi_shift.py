@@ -15,7 +15,7 @@ from scipy.linalg import eigh_tridiagonal, solve_banded
 from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO
-from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 from curvops.linalg.core.vectors import as_block, inner
 from curvops.linalg.functions.ritz import Function, random_signs
 
@@ -66,8 +66,7 @@ class MultiShift:
         eps = torch.finfo(self.R.dtype).eps
         if bool((self.active & (curvature_host < -NEAR_ZERO * eps * self.size * lengths_host)).any()):
             raise NotPositiveSemidefinite(
-                "A is not positive semidefinite: a direction p with p'Ap < 0 was met. "
-                "Add a prior (add_diagonal), or use the GGN in place of the Hessian."
+                f"A is not positive semidefinite: a direction p with p'Ap < 0 was met. {INDEFINITE_REMEDY}"
             )
         sound = torch.isfinite(squared_host) & torch.isfinite(curvature_host)
         broken = self.active & ~(sound & (curvature_host > 0))

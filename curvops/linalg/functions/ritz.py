@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO
-from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -95,7 +95,7 @@ class SpectralFunction:
         if self.lower_bound is not None and lowest < self.lower_bound - near:
             raise NotPositiveSemidefinite(
                 f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
-                "Give a smaller lower_bound, or use the GGN in place of the Hessian."
+                f"Give a smaller lower_bound. {INDEFINITE_REMEDY}"
             )
         y = self.quietly(x)
         bad = ~torch.isfinite(y)
@@ -105,7 +105,7 @@ class SpectralFunction:
         if len(beside) and float(beside.amin()) < 0:
             raise NotPositiveSemidefinite(
                 f"f is not finite at {float(beside.amin()):.3e}, between eigenvalues of A, which is not positive "
-                "semidefinite. Add a prior (add_diagonal), use the GGN in place of the Hessian, or an f for its range."
+                f"semidefinite. Use an f for its range. {INDEFINITE_REMEDY}"
             )
         if len(beside):
             raise ValueError(f"f is not finite at {float(beside[0]):.3e}, in A's range; scale A, or take another f.")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import join
 from curvops.linalg.functions.contour_solve import ContourProduct, contour
 
@@ -69,8 +69,7 @@ class _InverseRoot(Function):
         values, vectors = torch.linalg.eigh(dense)
         if not bool((values > 0).all()):
             raise NotPositiveSemidefinite(
-                f"A^-½ needs a positive definite A: an eigenvalue is {float(values.min()):.3g}. Add a prior "
-                "(add_diagonal), or use the GGN in place of the Hessian."
+                f"A^-½ needs a positive definite A: an eigenvalue is {float(values.min()):.3g}. {INDEFINITE_REMEDY}"
             )
         ctx.save_for_backward(values, vectors)
         return vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)

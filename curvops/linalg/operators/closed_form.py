@@ -17,7 +17,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, PrecisionLimit, Reason
 from curvops.linalg.operators.draws import normal
 
 ROUNDING_SEEN = 1e-3
@@ -52,6 +52,15 @@ class ClosedForm(ABC):
     def logdet_error(self) -> float:
         """The most, in nats, by which rounding of the operand's eigenvalues can have changed `logdet`."""
         return 0.0
+
+    def logdet_estimate(self, rtol: float) -> Estimate:
+        """`logdet` in float64; what rounding can have changed is compared with rtol of log det P − log det diag(d)."""
+        value, error = self.logdet().double(), self.logdet_error()
+        size, shift = value.detach(), self.shift.detach().double()
+        if error and bool((shift > 0).all()):
+            size = size - shift.log().expand(self.base.shape[-1]).sum()
+        reason = Reason.CONVERGED if error <= rtol * abs(float(size)) else Reason.PRECISION_LIMIT
+        return Estimate.exact(value, bias_bound=error, reason=reason)
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_SIZE
-from curvops.linalg.core.results import Eigenpairs, Estimate, NotPositiveSemidefinite, SingularTriplets, Solution
+from curvops.linalg.core.results import (
+    INDEFINITE_REMEDY,
+    Eigenpairs,
+    Estimate,
+    NotPositiveSemidefinite,
+    SingularTriplets,
+    Solution,
+)
 from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
@@ -255,8 +262,8 @@ class SolverContract:
         """Raise NotPositiveSemidefinite where a small A has a negative eigenvalue: a jitter would hide it."""
         if not self.psd and clearly_indefinite(self._dense().detach()):
             raise NotPositiveSemidefinite(
-                f"{purpose} of this {type(self).__name__} does not exist: it has a negative eigenvalue. Add a prior "
-                "(add_diagonal), or use the GGN in place of the Hessian."
+                f"{purpose} of this {type(self).__name__} does not exist: it has a negative eigenvalue. "
+                f"{INDEFINITE_REMEDY}"
             )
 
     def _root_decomposition(self) -> Tensor:
@@ -307,9 +314,10 @@ class SolverContract:
         """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None
 
-    def _logdet_estimate(self: Any, **options: Any) -> Estimate:
-        """log det A with its standard error and gradient, by what is known of A; options of `co.linalg.logdet`."""
-        return logdet(self, **options)
+    def _logdet_estimate(self: Any, rtol: float = 0.01, **options: Any) -> Estimate:
+        """log det A with its error and gradient: by its closed form, else by `co.linalg.logdet` with its options."""
+        form = self._closed_form()
+        return logdet(self, rtol=rtol, **options) if form is None else form.logdet_estimate(rtol)
 
 
 def _by_vector(of_block: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:

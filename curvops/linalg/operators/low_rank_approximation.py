@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import Multiply, vector_bytes, working
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_known_psd
@@ -178,8 +178,7 @@ def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
     noise = 10 * len(values) * run.eps * float(values.abs().max())
     if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
         raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. "
-            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
+            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. {INDEFINITE_REMEDY}"
         )
     kept = (values > noise).nonzero().squeeze(1).flip(0)
     basis = run.vectors(0, len(values))

@@ -23,7 +23,7 @@ from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import noticed_skew, require_symmetric
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -260,5 +260,5 @@ def _pivoted(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 def _indefinite(value: float) -> NotPositiveSemidefinite:
     return NotPositiveSemidefinite(
         f"A is not positive semidefinite: a diagonal entry, of A or of a Schur complement, is {value:.3e}. "
-        "Add a prior (add_diagonal) large enough, or use the GGN in place of the Hessian."
+        f"{INDEFINITE_REMEDY}"
     )

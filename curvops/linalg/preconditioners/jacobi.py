@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.entries import diagonal_of
-from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Matrix, describe_square
 
 
@@ -78,7 +78,6 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
     if not bool((entries > 0).all()):
         worst = int(entries.argmin())
         raise NotPositiveSemidefinite(
-            f"entry {worst} of the diagonal is {float(entries[worst]):.3e}, not positive. "
-            "Give a larger shift (the prior precision), or use the GGN in place of the Hessian."
+            f"entry {worst} of the diagonal is {float(entries[worst]):.3e}, not positive. {INDEFINITE_REMEDY}"
         )
     return DiagonalPreconditioner(entries, spent)

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.orthogonal import tall_qr
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
 from curvops.linalg.core.vectors import (
@@ -196,8 +196,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
             L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. "
-            "Add a prior (add_diagonal) larger than that, or use the GGN in place of the Hessian."
+            f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. {INDEFINITE_REMEDY}"
         )
     # B = (Y + νΩ) L⁻ᵀ, of which only the small factor of a QR needs a singular value decomposition.
     shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
