@@ -169,8 +169,8 @@ class NotPositiveSemidefinite(NotPSDError, ValueError):
 
 
 INDEFINITE_REMEDY = (
-    "Add a larger prior precision (add_diagonal; shift= where a call takes one), or use a positive semidefinite "
-    "approximation of the matrix."
+    "Add a prior precision (add_diagonal, or shift= where a call takes it) that is large enough, or use a positive "
+    "semidefinite approximation of the matrix."
 )
 """What to do about a matrix that is `NotPositiveSemidefinite`."""
 
