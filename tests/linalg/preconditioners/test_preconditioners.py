@@ -177,7 +177,7 @@ def test_diagonal_of_an_operator():
 
 def test_block_and_diagonal_errors():
     indefinite = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-    with pytest.raises(NotPSDError, match="shift="):
+    with pytest.raises(NotPSDError, match="larger shift"):
         block_jacobi(indefinite, 2)
     with pytest.raises(NotPSDError, match="entry 1"):
         diagonal_preconditioner(torch.diag(torch.tensor([1.0, 0.0])))
