@@ -21,7 +21,7 @@ class GGN(Curvature):
     `co.GGN(lin)`; products G @ v and G @ V carry gradients through the vectors and the likelihood's hyperparameters.
     Cost to build: nothing. A product is one push and one pull of J, 0.5–2 gradients a vector (`lin.plan` says how
     many), plus O(N·C) for H. Memory: what the plan keeps, within the budget. Choose it first: all others approximate
-    it, and pay where its many products are too dear.
+    it, and are worth it where its many products cost too much.
 
     `co.GGN(lin, mc_samples=M, generator=g)` is the Monte-Carlo Fisher: M targets a point are drawn from the model once,
     here, for one forward pass, and H_n is the mean of r rᵀ over their residuals. Its expectation is the GGN; choose it

@@ -27,7 +27,7 @@ class Gradients(NetworkOperator):
     row, the sum over its tokens; with `per_token=True` (N·T, D), token t of sequence n is row n·T + t. Products carry
     gradients through the vectors and the likelihood's hyperparameters.
 
-    Influence functions (Koh & Liang 2017): by how much does point n, once left out, change the loss of a test point?
+    Influence functions (Koh & Liang 2017): by how much would the loss of a test point change if point n were left out?
 
         P = co.GGN(lin).add_diagonal(prior_precision)
         g = co.linearize(model, (x_test, y_test), likelihood).gradient()     # of the test loss, (D,)

@@ -60,15 +60,16 @@ class KFAC(OfLinearization, LayerBlocks):
     leaves out what it shares with its weight: the two may then have different prior precisions.
 
     Factors of up to 512 rows are summed in float64 whatever the data's dtype, and wider ones of fewer rows than that
-    keep these rows, so that small eigenvalues are right; of others, a `PrecisionLimit` warning says when the prior
-    precision is below what single precision can tell.
+    keep these rows, so that small eigenvalues are accurate; for others, a `PrecisionLimit` warning says when the prior
+    precision is below the rounding of single precision.
 
-    Plus a prior that is constant in each layer, everything is closed: products, solves, log-determinants, samples, in
-    the eigenbases of A and B, computed once. `heuristic_damping` gives Martens & Grosse's factored damping instead.
+    Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
+    computed once: products, solves, log-determinants, samples. `heuristic_damping` gives Martens & Grosse's factored
+    damping instead.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
     products. A product is two matrix products a layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's own
-    products are too dear and a diagonal is too crude. Raises ValueError for an unknown `fisher`, `sharing` or
+    products cost too much and a diagonal is too crude. Raises ValueError for an unknown `fisher`, `sharing` or
     `bias`, and for a selection that splits a layer.
     """
 
@@ -107,8 +108,8 @@ class EKFAC(OfLinearization, LayerBlocks):
     `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
     norm than KFAC, and with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
     matrix product for each column (where a layer is applied at one position: one for all). A product is four matrix
-    products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is no burden: solves and
-    samples cost the same.
+    products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is affordable: solves
+    and samples cost the same.
     """
 
     STORED = "positions"

@@ -27,7 +27,7 @@ from curvops.progress import Progress, check_progress
 
 
 class NoCurvature(UserWarning):
-    """The likelihood says the same of a target whatever the outputs, so that every curvature is zero."""
+    """The likelihood of a target does not depend on the outputs, so that every curvature is zero."""
 
 
 def linearize(

@@ -42,7 +42,7 @@ MODE_TOLERANCE = 0.1
 
 
 class NotAMode(UserWarning):
-    """The weights of a posterior are not where its density is highest."""
+    """The weights are not a mode of the posterior."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -336,7 +336,7 @@ class FunctionProduct(Summarised, Reasoned):
 
 
 class FunctionNotConverged(RuntimeError):
-    """A function of a matrix was not reached; ``product`` holds what was."""
+    """A function of a matrix was not computed to the tolerance; ``product`` holds what was reached."""
 
     def __init__(self, product: FunctionProduct, rtol: float) -> None:
         self.product = product

@@ -72,8 +72,8 @@ def logdet(
             an eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
         rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
-        max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
-            a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
+            by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
             rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as

@@ -39,9 +39,9 @@ def spectral_quadrature(
     A matrix of n ≤ 256 is formed and decomposed instead, unless probes, rank or a smaller budget were asked for.
 
     Args:
-        shift: the smallest μ of interest. A smaller one may be asked for later: its bracket is wider, and says so.
+        shift: the smallest μ of interest. A smaller one may be asked for later; its bracket is wider.
         probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
-        max_matvecs: the budget in products, sketch included; by default whatever it takes to meet rtol.
+        max_matvecs: the budget in products, sketch included; by default as many as it takes to meet rtol.
         rank: of the Nyström control variate; None takes one where it is expected to save products.
         memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None is what
             the linearisation behind G has left of its own budget.

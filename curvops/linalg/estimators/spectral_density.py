@@ -86,8 +86,8 @@ def spectral_density(
     Args:
         scale: "linear", for any symmetric A; "log", for wide positive spectra.
         probes: random signs; the band narrows as 1/√probes, and one probe has none.
-        steps: the deepest Lanczos run. It ends sooner where more depth would not change the density. Details finer than
-            about (largest − smallest)/steps need more of them.
+        steps: largest depth of a Lanczos run. It ends sooner where more depth would not change the density. Details
+            finer than about (largest − smallest)/steps need more of them.
         grid_size: points of the grid, which reaches six bandwidths beyond the Ritz values.
         bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
         threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.

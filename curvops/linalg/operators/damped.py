@@ -32,7 +32,7 @@ class Damped(Operator):
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
     operand's closed form where there is one, else from block CG with a Nyström preconditioner (Frangella,
     Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` says
-    which data the shift is of, where it is no prior.
+    which data the shift is of, where it is not a prior.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ class Dense(Operator):
     """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
 
     `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for,
-    `sources` which data it is of. A `rest` of the same shape is what its dtype does not hold of the matrix: products
-    leave it out, factorisations add it in float64.
+    `sources` which data it is of. A `rest` of the same shape is the part of the matrix that rounding to its dtype left
+    out: products ignore it, factorisations add it in float64.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OfDense

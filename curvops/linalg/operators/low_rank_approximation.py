@@ -68,9 +68,9 @@ def low_rank(
         op: a tensor or an operator, symmetric; "nystrom" needs it positive semi-definite.
         rank: r; it may come out smaller where A has no more eigenvalues above rounding. With rtol, the largest r.
         rtol: double the rank until error + 2 standard errors ≤ rtol (0.01 where neither is given). The same random
-            vectors are looked at after each doubling.
+            vectors measure the error after each doubling.
         method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
-            other; better for the rank, but blind to repeated eigenvalues, which shows in the error).
+            other; better for the rank, but it finds a repeated eigenvalue only once, which shows in the error).
         generator: source of the random vectors.
         memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
             of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the

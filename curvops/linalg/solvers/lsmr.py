@@ -45,7 +45,7 @@ def lsmr(
         B: (m,) or (m, K). The columns share the block products and nothing else.
         damp: the square root of a ridge. Not negative.
         consistent: a solution of Ax = b is wanted: a minimum with a residual above rtol counts as SINGULAR (as
-            STAGNATION where rounding hides that it is one: float32, b less than some 1e-4 ‖b‖ outside the range).
+            STAGNATION where rounding hides the minimum: in float32, b less than about 1e-4 ‖b‖ outside the range).
         rtol: a column has converged when ‖b − Ax‖ ≤ rtol ‖b‖ (damp = 0) or ‖Aᵀr − damp² x‖ ≤ rtol ‖A‖ ‖(r, damp x)‖,
             by true products.
         maxiter: most iterations; by default 10 min(m, n), at least 100, at most 10 000.
@@ -56,9 +56,9 @@ def lsmr(
         progress: as in `cg`.
 
     Returns:
-        A Solution. ``relative_residuals`` tells whether a converged column solves Ax = b, ``normal_residuals`` how
-        nearly it is a minimum. An iteration costs one product of A and one of Aᵀ per active column, and so does each
-        look at the true residual, every 50 iterations and at the end.
+        A Solution. ``relative_residuals`` says whether a converged column solves Ax = b, ``normal_residuals`` how
+        near it is to a minimum. An iteration costs one product of A and one of Aᵀ per active column, and so does each
+        check of the true residual, every 50 iterations and at the end.
 
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64.

@@ -62,10 +62,10 @@ def minres(
 
     Returns:
         A Solution. Of all solutions (CONVERGED), or of all minimisers of the residual (SINGULAR: b leaves the range), x
-        is the one nearest to x0, the shortest without one, in the preconditioner's metric; a minimiser to a third of
-        the digits or more, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩ does not hold.
-        An iteration costs one product per active column, a look at the true residual, every 50 iterations and at the
-        end, one more, and one on A r where the residual stays.
+        is the one nearest to x0 (without x0, of least norm) in the preconditioner's metric. Minimisers have at least a
+        third of the digits, as ``normal_residuals`` shows. NOT_SYMMETRIC says that ⟨u, Av⟩ = ⟨Au, v⟩ does not hold.
+        An iteration costs one product per active column; a check of the true residual, every 50 iterations and at the
+        end, one more, and one for A r where the residual stagnates.
 
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64.

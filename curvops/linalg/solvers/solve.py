@@ -70,7 +70,7 @@ class Promises(NamedTuple):
 
 @runtime_checkable
 class Informed(Protocol):
-    """An operator that knows something of itself."""
+    """An operator that declares its own properties."""
 
     def promises(self) -> Promises:
         """What it vouches for."""
@@ -187,7 +187,7 @@ def solve(
     a rectangular A). The solvers themselves (`cg`, `minres`, `lsmr`) return a `Solution` with residuals and reasons.
 
     Args:
-        A: a tensor or operator, and what is known of it decides: see `method_for`.
+        A: a tensor or operator; what is known about it decides the method, see `method_for`.
         B: the right-hand sides.
         method: "auto", or one of the table's.
         rtol: the true relative residual to be reached; None: 1e-6, in float64 1.5e-8.

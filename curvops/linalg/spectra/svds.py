@@ -45,10 +45,10 @@ def svds(
 ) -> SingularTriplets:
     """The k largest (or smallest) singular triplets of A (m, n), multiple ones as often as they occur.
 
-    A is not squared, so that small singular values are as accurate as large ones: to rounding of ‖A‖. A triplet is
-    CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options are its
-    options, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in ``max_matvecs``.
-    One iteration is a block product of each.
+    AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, rounding of ‖A‖. A
+    triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options
+    are its options, with vectors of both lengths counted in ``memory_budget`` and products of A and of Aᵀ in
+    ``max_matvecs``. One iteration is a block product of each.
 
     Raises:
         ValueError: k not in 1..min(m, n), an unknown ``which``, or a budget too small for k triplets.

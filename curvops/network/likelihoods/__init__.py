@@ -45,7 +45,7 @@ REMEDIES: dict[type[nn.Module], str] = {
 
 
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
-    """The likelihood that a user's word or torch loss stands for.
+    """The likelihood that a name, a loss of torch or a function stands for.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
     keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
@@ -54,8 +54,14 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
     ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
 
-    shape: of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it as in torch.
-    Raises TypeError for anything else, and ValueError for options that have no counterpart.
+    Args:
+        spec: a `Likelihood`, or one of those above.
+        shape: of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it as in
+            torch.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: options that have no counterpart.
     """
     if isinstance(spec, Likelihood):
         return spec

@@ -20,10 +20,13 @@ class Bernoulli(Independent):
     :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with a = pos_weight y + 1 - y, the mass that weights
     give to a target, the residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
-    weight, pos_weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position
-        and output (T, C). With either, exp(log-likelihood) is no longer normalised over y. Weights of points are sample
-        weights and come with the data.
-    Raises ValueError for other weights.
+    Args:
+        weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position and
+            output (T, C). Weights of points are sample weights and come with the data.
+        pos_weight: likewise. With either, exp(log-likelihood) is no longer normalised over y.
+
+    Raises:
+        ValueError: weights of another kind.
     """
 
     def __init__(self, weight: Tensor | None = None, pos_weight: Tensor | None = None) -> None:

@@ -20,12 +20,15 @@ class Categorical(Likelihood):
     the residual |q| p - q and the curvature |q| H, where s is the label smoothing and |q| the sum of q. Without options
     q is t and |q| is 1.
 
-    weight: (C,) non-negative weights of the classes.
-    ignore_index: points with this index as target count for nothing; one that is a class (0 or more) is refused where
-        targets are class probabilities.
-    label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
-        over y.
-    Raises ValueError for options out of range.
+    Args:
+        weight: (C,) non-negative weights of the classes.
+        ignore_index: points with this index as target are left out; one that is a class (0 or more) is refused where
+            targets are class probabilities.
+        label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
+            over y.
+
+    Raises:
+        ValueError: options out of range.
     """
 
     def __init__(

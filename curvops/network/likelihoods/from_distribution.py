@@ -26,11 +26,11 @@ class FromDistribution(Likelihood):
 
     - with a finite support, E[r r^T] by enumeration: a gradient per value and batch entry;
     - else the Hessian of -log p, where it is the Fisher because it does not depend on y (natural parameters: a normal
-      mean, a log rate): C gradients. That is looked at on the first points, and raises ValueError where it is not so.
+      mean, a log rate): C gradients. This is checked on the first points, with a ValueError where it does not hold.
 
-    H is found anew at each product, and its symmetric root, for root products, costs O(C^3) per point. Tensors inside
+    H is computed at each product; its symmetric root, for root products, costs O(C^3) per point. Tensors inside
     `function` get no gradients from an operator, and must have the outputs' device. Pickling needs a `function` that
-    pickles: no lambda. Methods raise TypeError or ValueError for what is no such distribution.
+    pickles: no lambda. Methods raise TypeError or ValueError for any other distribution.
     """
 
     def __init__(self, function: Callable[[Tensor], Distribution]) -> None:

@@ -17,9 +17,14 @@ from curvops.network.likelihoods.likelihood import Outputs, Weights, within
 class Gaussian(Independent):
     """Independent normal targets around the outputs: y ~ N(f, noise), H = I / noise.
 
-    noise: the VARIANCE, as in gpytorch: a positive number, or a floating tensor, 0-d or one entry per output (C,),
-    which may require a gradient. A different known variance per point is a sample weight. Targets have the outputs'
-    shape (n, C). Raises ValueError when the noise is not positive and finite.
+    Targets have the outputs' shape (n, C). A different known variance per point is a sample weight.
+
+    Args:
+        noise: the *variance*, as in gpytorch: a positive number, or a floating tensor, 0-d or one entry per output
+            (C,), which may require a gradient.
+
+    Raises:
+        ValueError: noise that is not positive and finite.
     """
 
     def __init__(self, noise: float | int | Tensor = 1.0) -> None:
