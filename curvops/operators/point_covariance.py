@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, EigenKronecker, Inverse
-from curvops.linalg.operators.direct_sum import OfBlocks
+from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfEigenKronecker
 from curvops.network.walks.layer_roots import Group
 from curvops.operators.jacobian import Jacobian
@@ -32,9 +32,9 @@ def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs
     if not (isinstance(precision, Damped) and isinstance(precision.base, KFAC | EKFAC)):
         return None
     form = precision._closed_form()
-    if not isinstance(form, OfBlocks) or not isinstance(jacobian, Jacobian) or jacobian.passes.engines.plan.others:
+    if not isinstance(form, OfDirectSum) or not isinstance(jacobian, Jacobian) or jacobian.passes.engines.plan.others:
         return None
-    passes, rows = jacobian.passes, dict(zip(precision.base.names, form.rows))
+    passes, rows = jacobian.passes, dict(zip(precision.base.names, form.forms))
     positions = passes.model.selection.positions()
     total = jacobian.theta.new_zeros(jacobian.shape[0] // outputs, outputs, outputs)
     for first, groups in passes.jacobian_rows():

@@ -22,11 +22,11 @@ from curvops.linalg.operators.dense import OfDense
 from curvops.linalg.operators.draws import draw
 
 
-class OfBlocks(ClosedForm):
+class OfDirectSum(ClosedForm):
     """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows, else iteratively."""
 
     @cached_property
-    def rows(self) -> list[ClosedForm]:
+    def forms(self) -> list[ClosedForm]:
         """The closed form of each block."""
         blocks = self.base.blocks
         shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
@@ -40,38 +40,38 @@ class OfBlocks(ClosedForm):
 
     def require_fit(self) -> None:
         names = getattr(self.base, "names", None)
-        for i, row in enumerate(self.rows):
+        for i, form in enumerate(self.forms):
             try:
-                row.require_fit()
+                form.require_fit()
             except ValueError as error:
                 of = f" ({', '.join(names[i])})" if names else ""
                 raise ValueError(f"block {i}{of} of {type(self.base).__name__}: {error}") from None
 
     def require_definite(self) -> None:
-        for row in self.rows:
-            row.require_definite()
+        for form in self.forms:
+            form.require_definite()
 
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self._join([row.solve(part, rtol) for row, part in zip(self.rows, self._split(block))])
+        return self._join([form.solve(part, rtol) for form, part in zip(self.forms, self._split(block))])
 
     def logdet(self) -> Tensor:
-        return torch.stack([row.logdet() for row in self.rows]).sum()
+        return torch.stack([form.logdet() for form in self.forms]).sum()
 
     def logdet_error(self) -> float:
-        return sum(row.logdet_error() for row in self.rows)
+        return sum(form.logdet_error() for form in self.forms)
 
     def inverse_diagonal(self) -> Tensor:
-        diagonal: Tensor = self.base.partition.join([row.inverse_diagonal() for row in self.rows])
+        diagonal: Tensor = self.base.partition.join([form.inverse_diagonal() for form in self.forms])
         return diagonal
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._join([row.draw(k, generator) for row in self.rows])
+        return self._join([form.draw(k, generator) for form in self.forms])
 
     def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return self._join([row.draw_inverse(k, generator, rtol) for row in self.rows])
+        return self._join([form.draw_inverse(k, generator, rtol) for form in self.forms])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self._join([row.inverse_root(part) for row, part in zip(self.rows, self._split(block))])
+        return self._join([form.inverse_root(part) for form, part in zip(self.forms, self._split(block))])
 
 
 class OfProducts(ClosedForm):
@@ -100,10 +100,10 @@ class OfProducts(ClosedForm):
 
 
 def _of_block(damped: Any) -> ClosedForm:
-    row = damped._closed_form()
-    if row is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+    form = damped._closed_form()
+    if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
         return OfDense(damped.base, damped.shift)
-    return OfProducts(damped) if row is None else row
+    return OfProducts(damped) if form is None else form
 
 
 class DirectSum(Operator):
@@ -113,7 +113,7 @@ class DirectSum(Operator):
     product costs one with each block. `space` says what the rows stand for, `sources` which data the matrix is of.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfBlocks
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfDirectSum
 
     def __init__(
         self,

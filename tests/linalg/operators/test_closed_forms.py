@@ -60,7 +60,7 @@ def test_products_entries_and_trace_equal_the_dense_matrix(name):
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_every_answer_of_a_row_equals_the_dense_one(name, shift):
+def test_every_answer_of_a_closed_form_equals_the_dense_one(name, shift):
     P, dense = damped(name, shift)
     form, inverse, B = P._closed_form(), torch.linalg.inv(dense), random(len(dense), 4)
     assert form is not None and form is P._closed_form()
@@ -160,7 +160,7 @@ def test_factorised_once_and_again_after_a_change_in_place():
     close(P.solve(b), torch.linalg.solve(kron(K.left, K.right) + 3 * torch.eye(306), b))
 
 
-def test_a_cached_row_serves_inside_and_outside_of_inference_mode():
+def test_a_cached_closed_form_serves_inside_and_outside_of_inference_mode():
     P, dense = damped("blocks large", "vector")
     b = random(len(dense), 2).requires_grad_()
     with torch.inference_mode():
