@@ -79,7 +79,7 @@ class Reason(Enum):
 
 
 class PrecisionLimit(UserWarning):
-    """A result in closed form that the dtype of its operand may have too few digits for."""
+    """The dtype of an operand may hold too few digits for a result in closed form."""
 
 
 ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PRECISION_LIMIT})

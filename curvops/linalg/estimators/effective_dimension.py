@@ -43,8 +43,8 @@ def effective_dimension(
 
     Args:
         rtol: aim for standard error and bias bound, each relative to the value.
-        max_matvecs: a limit of products; by default whatever it takes to meet rtol. n or more gives the exact value by
-            a dense eigendecomposition, and so does n ≤ 256 without a limit.
+        max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
+            by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         memory_budget: bytes for the Lanczos bases; None is what the linearisation behind G has left of its own budget.
         progress: as in `cg`.
 

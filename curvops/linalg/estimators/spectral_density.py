@@ -38,7 +38,7 @@ class SpectralDensity(Summarised):
     """Density of the eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
 
     ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and
-    ``bandwidth`` in that unit; eigenvalues at or below ``threshold``, negative ones among them, have no place there:
+    ``bandwidth`` in that unit; eigenvalues at or below ``threshold``, negative ones among them, are not shown:
     ``zero_mass`` is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale that is 0.
     ``lower`` and ``upper`` hold the exact broadened density with probability ``level`` at each grid point: Student's t
     over the probes (its upper end in the logarithm), widened by how much a quarter less depth changes the density.

@@ -48,7 +48,7 @@ def inverse_sqrt(
             Trefethen.
         lower_bound: a known positive lower bound of the spectrum, such as the prior precision. It is not verified.
             Without one, eigenvalues are assumed to exceed eps ‖A‖, and more products are spent on checking that.
-        maxiter: at most; 1000 (the depth) with Lanczos, 10 n up to 10 000 with the contour.
+        maxiter: most iterations; by default 1000 (the depth) with Lanczos, 10 n up to 10 000 with the contour.
         memory_budget: bytes: caps the depth with Lanczos, and the columns that run together with the contour.
 
     Other options, the result and its reasons as in `apply_function`. SINGULAR: an eigenvalue is zero to working

@@ -160,7 +160,7 @@ class Scaled(Operator):
 
 
 class Product(Operator):
-    """A B …: one product with each factor per column. B A Bᵀ with A positive semi-definite is known to be so too."""
+    """A B …: one product with each factor per column. B A Bᵀ is known to be positive semi-definite where A is."""
 
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]

@@ -152,7 +152,7 @@ class Kronecker(_Grouped):
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite.
     A product costs 2·n·(p + q) operations a column, as two batched matrix products. `details` of the factors make their
-    eigendecomposition more accurate or cheaper than their dtype and size have it.
+    eigendecomposition more accurate than their dtype, or cheaper than their size, would allow.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OfKronecker

@@ -98,8 +98,8 @@ def block_jacobi(
         memory_budget: bytes for the blocks, of which Σ s² numbers are kept.
         progress: as in `cg`.
 
-    Of a tensor the blocks are read off; any other A costs one product for each column, n in all, since what one block
-    of a vector sends into another cannot be told apart. For the layers of a network
+    Of a tensor the blocks are read off; any other A costs one product for each column, n in all, since a product
+    with several blocks at once would mix their contributions. For the layers of a network
     ``as_preconditioner(co.BlockDiagonal(lin).add_diagonal(prior))`` is cheaper.
 
     Raises:

@@ -110,10 +110,10 @@ def cholesky(
     """Approximate positive semidefinite A by F Fᵀ from its diagonal and ``rank`` of its columns.
 
     Args:
-        A: (n, n). A column is read off a tensor or a kernel, and is one product with any other operator.
+        A: (n, n). A column is read from a tensor or a kernel, and costs one product with any other operator.
         rank: how many columns; None stops by the trace left, after 1024 at most.
         pivoting: "greedy" takes the largest diagonal entry left, one column at a time; "random" draws entries in
-            proportion to the diagonal left, in blocks: outliers do not mislead it, and it is the better preconditioner.
+            proportion to the diagonal left, in blocks: it is robust to outliers, and gives the better preconditioner.
         shift: of the preconditioner; with rank=None columns are added until its condition number is at most 28.
         rtol: stop when the trace left is at most this share of A's.
         diagonal: A's diagonal where it is known, as for a GGN ``co.DiagonalGGN(lin)``, which would take n products.

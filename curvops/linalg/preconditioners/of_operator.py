@@ -59,8 +59,8 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
     """P ≈ A + μI, for use as ``preconditioner=`` of any solver or of ``logdet``: ``P.add_diagonal(μ)`` of a KFAC, say.
 
     Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a
-    positive definite tensor, which is factorised, or what is a preconditioner already. A solver that is given an
-    operator as it stands multiplies by it, so that it must be the inverse; here it is P itself.
+    positive definite tensor, which is factorised, or a preconditioner, which is returned. A solver that is given an
+    operator itself multiplies by it, so that it must be the inverse; here it is P.
 
     Raises:
         TypeError: no closed form of P is known.

@@ -63,11 +63,12 @@ def eigsh(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> Eigenpairs:
-    """The k eigenpairs of symmetric A that are wanted, multiple ones as often as they occur.
+    """The k eigenpairs of symmetric A at one end, both ends or the interior of its spectrum, with multiplicity.
 
     A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
-    more) and no better pair was missed: where as many equal values were found as the block has columns, a fresh random
-    block is sent through the complement of the pairs found until a missed one would have shown with probability 0.999
+    more) and no better pair was missed: where as many equal values were found as the block has columns, Lanczos
+    runs on a fresh random block in the complement of the pairs found until it would have found a missed one with
+    probability 0.999
     (where the budget ends before that, the reason is UNVERIFIED).
 
     Args:

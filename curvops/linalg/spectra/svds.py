@@ -43,7 +43,7 @@ def svds(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> SingularTriplets:
-    """The k largest (or smallest) singular triplets of A (m, n), multiple ones as often as they occur.
+    """The k largest (or smallest) singular triplets of A (m, n), with multiplicity.
 
     AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, rounding of ‖A‖. A
     triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options
