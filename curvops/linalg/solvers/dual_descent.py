@@ -63,12 +63,15 @@ def dual_descent(
         step_size: β; None takes 1/L, L the smoothness of the sampled objective, estimated by 12 power
             iterations and the diagonal of one batch. Where the residual grows tenfold it is halved, and the best
             iterate restored.
-        momentum: ρ of Nesterov's method. rtol: stop once the true residual, computed after each epoch, is at most rtol
-        ‖y‖. Only a few digits can be reached. maxiter: most epochs, 200 by default. An epoch passes over the rows, and
-        reads n of them, as a product does. x0: initial guess, shaped as B. generator: draws the batches. callback:
-        called as ``callback(epoch, relative_residuals (K,))``. memory_budget: bytes for the working vectors; columns
-        are solved in groups that fit, of at least one column.
-            None is what the linearisation behind A has left of its own budget.
+        momentum: ρ of Nesterov's method.
+        rtol: stop once the true residual, computed after each epoch, is at most rtol ‖y‖. Only a few digits can be
+            reached.
+        maxiter: most epochs, 200 by default. An epoch passes over the rows, and reads n of them, as a product does.
+        x0: initial guess, shaped as B.
+        generator: draws the batches.
+        callback: called as ``callback(epoch, relative_residuals (K,))``.
+        memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
+            None is what the linearisation behind K has left of its own budget.
         progress: as in `cg`.
 
     Returns:
