@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +32,7 @@ MOST_MATVECS = 4000
 WHOLE = 1024
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
+USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
 class Spectrum:
@@ -118,9 +121,20 @@ class Spectrum:
             raise NotPositiveSemidefinite(
                 f"{type(self._curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
                 f"the curvature has an eigenvalue of {lowest:.3g} or less, the prior precision is "
-                f"{float(prior.detach().min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or use "
-                "the GGN (co.GGN), which has no negative eigenvalue."
+                f"{float(prior.detach().min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or "
+                f"{USE_THE_GGN}"
             )
+
+    @contextmanager
+    def _naming_the_ggn(self) -> Iterator[None]:
+        """linalg knows no networks: to its error about an indefinite curvature, add the one that is not indefinite."""
+        try:
+            yield
+        except NotPositiveSemidefinite as error:
+            if is_psd(self._curvature):
+                raise
+            name = type(self._curvature).__name__
+            raise NotPositiveSemidefinite(f"{name}: {error} For a network, {USE_THE_GGN}") from error
 
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
         """The least Ritz value of G from a short Lanczos run, and the squares of its vector's entries."""
@@ -139,16 +153,17 @@ class Spectrum:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
         precision = self._curvature.add_diagonal(prior)
         reference = prior.double().log().expand(len(self._lin.theta)).sum()
-        if precision._closed_form() is None:  # what is kept for other priors comes first
-            spectrum = self._whole_spectrum(prior)
-            if spectrum is not None:
-                return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
-            if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
-                return known.logdet(float(prior.detach()))
-        found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
-        if self._may_be_whole(found, prior):
-            return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
-        return found + (-reference)
+        with self._naming_the_ggn():
+            if precision._closed_form() is None:  # what is kept for other priors comes first
+                spectrum = self._whole_spectrum(prior)
+                if spectrum is not None:
+                    return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
+                if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
+                    return known.logdet(float(prior.detach()))
+            found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
+            if self._may_be_whole(found, prior):
+                return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
+            return found + (-reference)
 
     def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
@@ -163,26 +178,27 @@ class Spectrum:
                 "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
                 "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
             )
-        spectrum = self._whole_spectrum(prior)
-        if spectrum is not None:
-            return spectrum.effective_dimension(float(prior.detach()), rtol)
-        if (known := self._prepared(prior, rtol)) is not None:
-            return known.effective_dimension(float(prior.detach()))
-        found = effective_dimension(
-            self._curvature, prior, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
-        )
-        return (
-            self._decomposed().effective_dimension(float(prior.detach()), rtol)
-            if self._may_be_whole(found, prior)
-            else found
-        )
+        with self._naming_the_ggn():
+            spectrum = self._whole_spectrum(prior)
+            if spectrum is not None:
+                return spectrum.effective_dimension(float(prior.detach()), rtol)
+            if (known := self._prepared(prior, rtol)) is not None:
+                return known.effective_dimension(float(prior.detach()))
+            found = effective_dimension(
+                self._curvature, prior, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
+            )
+            return (
+                self._decomposed().effective_dimension(float(prior.detach()), rtol)
+                if self._may_be_whole(found, prior)
+                else found
+            )
 
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
         """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
         prior = self._lin.theta.new_tensor(smallest)
         if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
             return
-        with self._lock:
+        with self._lock, self._naming_the_ggn():
             if self._range is None or smallest < self._range[0] or rtol < self._range[1]:
                 found = spectral_quadrature(
                     self._curvature, shift=smallest, rtol=rtol, max_matvecs=self._budget(prior), generator=generator

@@ -58,6 +58,9 @@ def test_an_indefinite_precision_that_passed_the_door_is_refused_by_every_use(li
     ):
         with pytest.raises((NotPositiveDefinite, NotPositiveSemidefinite)):
             use()
+    for use in (post.log_evidence, post.effective_parameters):
+        with pytest.raises(NotPositiveSemidefinite, match="Hessian: .*use the GGN"):
+            use()
 
 
 def test_a_curvature_known_to_be_semidefinite_costs_nothing_at_the_door(lin, monkeypatch):
