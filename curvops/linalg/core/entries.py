@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import singledispatch
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +13,9 @@ from curvops.linalg.core.vectors import Matrix, columns, product
 from curvops.progress import as_step
 
 
+@singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map index -> A[index, :], dense (b, n).
+    """The map index -> A[index, :], dense (b, n); for other storage (`vectors`), what knows ``@`` and ``diagonal()``.
 
     A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
     one transposed product each.

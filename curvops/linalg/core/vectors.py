@@ -5,10 +5,10 @@ Small results (scalars per column, K × K matrices) are float64 tensors whatever
 
 Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
 function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); what
-creates blocks (``like``) for a subclass of `Description` too; and `describe`, which returns that, and `product` for
-your operators. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a block, a number, or
-a tensor of K numbers, one a column. `Vectors` annotates what may be such a block. `tests/linalg/split.py` is an
-example.
+creates blocks (``like``) for a subclass of `Description` too; and for your operators `describe`, which returns that,
+`product` and `transposed_product`. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a
+block, a number, or a tensor of K numbers, one a column. `Vectors` annotates what may be such a block.
+`tests/linalg/split.py` is an example.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
 
 
 @counting
+@singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     """The map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
     if isinstance(A, Tensor):
@@ -129,6 +130,11 @@ def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
 def as_columns(B: Vectors) -> Vectors:
     """A vector (n,) as a block of one column; a block as it is."""
     return B.unsqueeze(1) if B.ndim == 1 else B
+
+
+def shaped_as(X: Float[Vectors, "n k"], B: Vectors) -> Vectors:
+    """X, or its only column as a vector (n,) where B was one."""
+    return X if B.ndim == 2 else X.squeeze(1)
 
 
 def _length(like: Vectors | Description) -> int:
@@ -236,11 +242,13 @@ def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]
         yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
 
 
+@singledispatch
 def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
     """The rows of X at the given positions."""
     return X[index]
 
 
+@singledispatch
 def put_entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[Tensor, "*i k"]) -> None:
     """Write rows of X at the given positions, in place."""
     X[index] = rows
@@ -315,6 +323,12 @@ def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "
 def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "*j k"]) -> Float[Tensor, "n k"]:
     """Y ← Y + X C, in place; a C (k,) holds one number for each column."""
     return Y.addcmul_(X, C.to(X)) if C.ndim == 1 else Y.addmm_(X, C.to(X))
+
+
+@singledispatch
+def plus(Y: Float[Tensor, "n k"], X: Float[Tensor, "n k"], c: Float[Tensor, " k"]) -> Float[Tensor, "n k"]:
+    """Y + X diag(c), a new block."""
+    return torch.addcmul(Y, X, c.to(X))
 
 
 @singledispatch

@@ -9,33 +9,57 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
 
-from curvops.linalg.core.results import Solution
-from curvops.linalg.core.vectors import Matrix, Vectors, as_block, as_columns, describe_square, product
-from curvops.linalg.solvers.conjugate import Run
-from curvops.linalg.solvers.directions import BlockDirections, ColumnDirections
-from curvops.linalg.solvers.refinement import refined
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.orthogonal import independent_basis
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import (
+    Matrix,
+    Vectors,
+    as_block,
+    axpy,
+    columns,
+    combine,
+    describe_square,
+    gram,
+    inner,
+    largest,
+    norm,
+    part,
+    plus,
+    product,
+    put_columns,
+)
+from curvops.linalg.solvers.refinement import Refinement
 from curvops.linalg.solvers.systems import (
-    Block,
     Callback,
-    Columns,
     Preconditioner,
+    UnitSystems,
     applied,
     check,
-    in_groups,
     iterations_allowed,
-    shaped_as,
+    solved,
 )
-from curvops.progress import Progress, at_work
+from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, looked_at
+from curvops.progress import Progress
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
 REFINED = 16
 """As many more for iterative refinement: what it keeps in float64."""
+SKEWED = 0.01
+"""⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
+DRIFT = 0.1
+"""The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
 
 
 def cg(
@@ -88,31 +112,28 @@ def cg(
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
-    maxiter = iterations_allowed(facts.rows, maxiter)
-    start = None if x0 is None else as_columns(x0)
+    most = iterations_allowed(facts.rows, maxiter)
     apply = applied(preconditioner)
-
-    low = facts.dtype if isinstance(refine, bool) else refine
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            return _solve(A, apply, block, part, start, float(rtol), maxiter, callback)
+            return _solve(A, apply, block, part, start, float(rtol), most, callback)
+        low = facts.dtype if refine is True else refine
         correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
-        return refined(A.to(torch.float64), low, part, start, correct, float(rtol), maxiter, callback)
+        return Refinement(A.to(torch.float64), low, part, start).solve(correct, float(rtol), most, callback)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    with torch.no_grad(), at_work("cg", None, progress, A):
-        return shaped_as(in_groups(solve, A, as_columns(B), start, vectors, memory_budget), B)
+    return solved("cg", solve, A, B, x0, vectors, memory_budget, progress)
 
 
-def _in_dtype(precondition: Block, dtype: torch.dtype) -> Block:
+def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
     """The preconditioner in the dtype it was made for, on blocks of another."""
     return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
 def _solve(
     A: Matrix,
-    precondition: Block,
+    precondition: Multiply,
     block: bool,
     B: Vectors,
     X0: Vectors | None,
@@ -120,15 +141,368 @@ def _solve(
     maxiter: int,
     callback: Callback | None,
 ) -> Solution:
-    """Scale each column to unit norm, leave out those that need no solve, run, and put all together."""
-    multiply = product(A)
-    system = Columns.of(B, X0, B)
-    R = as_block(system.unit)
-    if X0 is not None and len(system.live):
-        R -= multiply(system.X)
+    """Iterate on columns of unit norm."""
+    system = UnitSystems.of(B, X0, B)
     directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
-    callback = system.spread(callback)
-    run = Run(multiply, precondition, directions, system.unit, system.X, R, rtol, maxiter, callback)
-    run.matvecs = 0 if X0 is None else len(system.live)
+    run = ConjugateGradients(product(A), precondition, directions, system, X0 is not None, rtol, maxiter, callback)
     run.solve()
-    return system.solution(run)
+    return system.solution(run.records)
+
+
+class ConjugateGradients:
+    """K systems with right-hand sides of unit norm, of which those in ``active`` have no reason to stop yet.
+
+    ``x``, ``r`` are the active columns; ``records`` holds the best answer of every column, by true residual. Numbers
+    per column are Python lists on the host, looked at once per iteration.
+    """
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        precondition: Multiply,
+        directions: Directions,
+        system: UnitSystems,
+        warm: bool,
+        rtol: float,
+        maxiter: int,
+        callback: Callback | None,
+    ) -> None:
+        self.multiply, self.precondition, self.directions = multiply, precondition, directions
+        self.B, self.maxiter = system.unit, maxiter
+        self.K = self.B.shape[1]
+        self.active = list(range(self.K))
+        self.x, self.r = as_block(system.X), as_block(self.B)
+        if warm and self.K:
+            self.r -= multiply(system.X)
+        self.records = system.records(norm(self.r), rtol, maxiter, callback)
+        self.records.matvecs = self.K if warm else 0
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
+        self.nearest = list(self.records.best)
+        """The least backward error of each column."""
+        self.checked = [math.inf] * self.K
+        """The least residual of each column in checks that showed drift, and how many in a row have not halved it."""
+        self.strikes = [0] * self.K
+        self.drifted = [False] * self.K
+        self.last: Step | None = None
+        self.null_met = False
+        """Whether a direction was left out of a step since rounding is all of its image."""
+
+    def solve(self) -> None:
+        """Iterate until every column has a reason."""
+        step: Step | None = None
+        P = self.propose(step)
+        while self.active:
+            recursion, sound, overlap = self.fetch(P, step)
+            if step is not None and not sound:
+                step = self.repair(step)
+                if not self.active:
+                    self.records.history.append(list(self.records.current))
+                    return
+                P = self.propose(step)
+                recursion, _, overlap = self.fetch(P, None)
+            self.records.record(self.active, recursion)
+            due = self.due(recursion)
+            if due:
+                replaced = self.inspect(due, {})
+                kept = self.shrink()
+                step = step and self.directions.keep(step, kept)
+                if replaced:
+                    P = self.propose(step)
+                    _, _, overlap = self.fetch(P, None)
+                else:
+                    P, overlap = columns(P, kept), _selected(overlap, kept)
+            if not self.active:
+                return
+            if self.records.iteration >= self.maxiter:
+                self.stop_all(Reason.ITERATION_LIMIT)
+            elif not bool(torch.isfinite(overlap).all()):
+                self.stop_all(Reason.NON_FINITE)
+            elif not (Q := self.directions.basis(P, overlap)).shape[1]:
+                self.stop_all(Reason.STAGNATION)
+            else:
+                step = self.take_step(Q)
+                P = self.propose(step)
+
+    def take_step(self, Q: Vectors) -> Step:
+        """The one block product of an iteration."""
+        AQ = self.multiply(Q)
+        self.records.matvecs += Q.shape[1]
+        self.records.iteration += 1
+        sizes = norm(AQ)
+        self.norm_A = torch.maximum(self.norm_A, torch.where(torch.isfinite(sizes), sizes, 0.0).amax())
+        step = self.last = self.directions.step(Q, AQ, self.r, self.norm_A)
+        self.advance(step)
+        return step
+
+    def advance(self, step: Step) -> None:
+        """x ← x + Q α, r ← r − AQ α."""
+        axpy(self.x, step.Q, step.alpha)
+        axpy(self.r, step.AQ, -step.alpha)
+
+    def propose(self, step: Step | None) -> Vectors:
+        """The next directions: preconditioned residuals, conjugate to those of the last step."""
+        Z = self.precondition(self.r)
+        return Z if step is None else self.directions.conjugate(Z, step)
+
+    def repair(self, step: Step) -> Step:
+        """Take a step along its safe directions alone, or stop the columns for which there is none."""
+        step, failed = self.directions.repair(step, self.r, self.norm_A)
+        if failed:
+            self.inspect(sorted(failed), failed)
+            return self.directions.keep(step, self.shrink())
+        self.null_met = True
+        self.advance(step)
+        return step
+
+    def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
+        """The one small transfer of an iteration: residual norms, soundness of the step, overlap of the directions."""
+        overlap = self.directions.overlap(P)
+        sound = torch.ones((), device=P.device) if step is None else step.sound.all()
+        k = self.r.shape[1]
+        packet = torch.cat([norm(self.r), sound.double().reshape(1), overlap.flatten()]).cpu()
+        return packet[:k].tolist(), bool(packet[k]), packet[k + 1 :].view(overlap.shape)
+
+    def due(self, recursion: list[float]) -> list[int]:
+        """Active positions whose true residual must be looked at now."""
+        if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
+            return list(range(len(recursion)))
+        return [j for j, value in enumerate(recursion) if not value > self.trigger]
+
+    def inspect(self, positions: Sequence[int], failed: Mapping[int, Reason]) -> bool:
+        """Compare with the true residual; give reasons to columns that stop. True if a residual was replaced."""
+        records, index = self.records, torch.tensor(positions)
+        x, r = columns(self.x, index), columns(self.r, index)
+        image = self.multiply(x)
+        records.matvecs += len(positions)
+        true = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
+        sizes = norm(x)
+        growth = torch.nan_to_num(norm(image) / sizes, nan=0.0, posinf=0.0).amax()
+        self.norm_A = torch.maximum(self.norm_A, growth)
+        gaps = self.asymmetry(x, image)
+        facts = torch.stack([norm(true), norm(true - r), sizes, self.norm_A.expand(len(positions)), gaps]).cpu()
+        replaced = []
+        for i, j in enumerate(positions):
+            residual, drift, size, norm_A, gap = facts[:, i].tolist()
+            column = self.active[j]
+            backward = residual / (norm_A * size + 1)
+            skewed = gap > SKEWED * norm_A * size
+            stopped = failed.get(j) or self.verdict(column, residual, drift, backward)
+            if stopped is None and skewed and residual >= records.best[column]:
+                stopped = Reason.STAGNATION
+            self.keep(column, part(x, i, i + 1), residual, backward)
+            if stopped is not None:
+                reason = self.classify(column, stopped)
+                records.give(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
+            elif drift > DRIFT * residual:
+                replaced.append(i)
+        if replaced:
+            put_columns(self.r, index[replaced], columns(true, torch.tensor(replaced)))
+        return bool(replaced)
+
+    def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
+        """The largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
+        if self.last is None or not self.last.Q.shape[1]:
+            return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
+
+    def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float) -> None:
+        """Remember the answer if it is the best, and whether it is a gain."""
+        # The residual may first grow by √κ while the error shrinks: the backward error shows progress then.
+        best = self.records.best[column]
+        if residual < 0.99 * best or backward < 0.99 * self.nearest[column]:
+            self.records.gained[column] = self.records.iteration
+            self.nearest[column] = min(backward, self.nearest[column])
+        if residual <= best:
+            self.records.keep(column, x, residual, backward)
+
+    def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
+        """Whether a column may stop: converged, or checks that show drift and no gain by half.
+
+        At the rounding level one such check is enough, elsewhere it takes three in a row.
+        """
+        if not math.isfinite(residual):
+            return Reason.NON_FINITE
+        if residual <= self.records.rtol:
+            return Reason.CONVERGED
+        if drift > DRIFT * residual or residual <= self.eps:
+            self.drifted[column] = True
+            self.strikes[column] = self.strikes[column] + 1 if residual > 0.5 * self.checked[column] else 0
+            self.checked[column] = min(residual, self.checked[column])
+            if self.strikes[column] >= (1 if backward <= self.records.level else 3):
+                return Reason.STAGNATION
+        return Reason.STAGNATION if self.records.idle(column) > self.records.patience else None
+
+    def classify(self, column: int, reason: Reason) -> Reason:
+        """What a stop shows of the operator, from the best true residual and the least backward error."""
+        records = self.records
+        best, least = records.best[column], min(records.backward[column], self.nearest[column])
+        if best <= records.rtol:
+            return Reason.CONVERGED
+        if reason is Reason.STAGNATION and least <= records.level:
+            return Reason.PRECISION_LIMIT if records.limited(column) else Reason.SINGULAR
+        idle = 2 * records.gained[column] <= records.iteration or best > ANSWERED
+        if reason is Reason.ITERATION_LIMIT and self.null_met and idle:
+            reason = Reason.SINGULAR
+        if reason in (Reason.ITERATION_LIMIT, Reason.SINGULAR) and self.drifted[column] and records.limited(column):
+            return Reason.PRECISION_LIMIT
+        return reason
+
+    def stop_all(self, reason: Reason) -> None:
+        """Every active column stops."""
+        everyone = range(len(self.active))
+        self.inspect(everyone, dict.fromkeys(everyone, reason))
+        self.shrink()
+
+    def shrink(self) -> Tensor:
+        """Drop the columns that have a reason; returns the active positions kept."""
+        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        index = torch.tensor(kept, dtype=torch.long)
+        if len(kept) < len(self.active):
+            self.active = [self.active[j] for j in kept]
+            self.x, self.r = columns(self.x, index), columns(self.r, index)
+        return index
+
+
+def _selected(overlap: Tensor, kept: Tensor) -> Tensor:
+    return overlap[kept][:, kept] if overlap.ndim == 2 else overlap[kept]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Orthonormal directions Q, their images AQ, their curvature QᵀAQ (or its diagonal) and the step along them."""
+
+    Q: Float[Vectors, "n r"]
+    AQ: Float[Vectors, "n r"]
+    curvature: Float[Tensor, "..."]
+    alpha: Float[Tensor, "..."]
+    sound: Bool[Tensor, "..."]
+
+
+@dataclass(frozen=True)
+class Directions(ABC):
+    """The small algebra of a step: the energy's minimum over the directions, and the next ones conjugate to them.
+
+    Curvature below ``noise`` ‖A‖ is rounding.
+    """
+
+    noise: float
+
+    @abstractmethod
+    def overlap(self, P: Vectors) -> Tensor:
+        """What ``basis`` must know of P, to travel to the host with the residual norms."""
+
+    @abstractmethod
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
+        """Orthonormal directions spanning P."""
+
+    @abstractmethod
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
+        """The energy-minimising step; nothing moves along directions that are not safely positive."""
+
+    @abstractmethod
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+        """Z made A-conjugate to the directions of the last step."""
+
+    @abstractmethod
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+        """The step without its unsafe directions, and the columns that must stop, with their reasons."""
+
+    @abstractmethod
+    def keep(self, step: Step, index: Tensor) -> Step:
+        """The step that the remaining columns took."""
+
+
+def judged(curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Which directions are sound, which prove that A is not positive definite, which are null to rounding.
+
+    For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction of no curvature has no image. An image without
+    curvature therefore disproves it (a nilpotent matrix), whatever the sign of the rounding error.
+    """
+    finite = torch.isfinite(curvature) & torch.isfinite(image)
+    floor = noise * norm_A
+    sound = finite & ((curvature > floor) | ((curvature > 0.1 * image) & (curvature > 0)))
+    indefinite = finite & ~sound & ((curvature < -floor) | (image.square() > 100 * noise * norm_A.square()))
+    return sound, indefinite, finite & ~sound & ~indefinite
+
+
+class BlockDirections(Directions):
+    """All columns share one block of directions (O'Leary 1980)."""
+
+    def overlap(self, P: Vectors) -> Tensor:
+        return gram(P, P)
+
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
+        return independent_basis(P, overlap_host)
+
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
+        curvature = gram(Q, AQ)
+        curvature = (curvature + curvature.mT) / 2
+        shifted = curvature - self.noise * norm_A * torch.eye(len(curvature), dtype=torch.float64, device=R.device)
+        _, unsafe = torch.linalg.cholesky_ex(shifted)
+        L, info = torch.linalg.cholesky_ex(curvature)
+        alpha = torch.cholesky_solve(gram(Q, R), L)
+        sound = (unsafe == 0) & (info == 0) & torch.isfinite(alpha).all() & torch.isfinite(curvature).all()
+        return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
+
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+        if not step.Q.shape[1]:
+            return Z
+        L, _ = torch.linalg.cholesky_ex(step.curvature)
+        return Z - combine(step.Q, torch.cholesky_solve(gram(step.AQ, Z), L))
+
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+        everyone = range(R.shape[1])
+        curvature = step.curvature.cpu()
+        if not bool(torch.isfinite(curvature).all()) or not bool(torch.isfinite(largest(R)).all()):
+            return step, dict.fromkeys(everyone, Reason.NON_FINITE)
+        values, V = torch.linalg.eigh(curvature)
+        V = V.to(R.device)
+        Q, AQ = combine(step.Q, V), combine(step.AQ, V)
+        sound, indefinite, _ = judged(values, norm(AQ).cpu(), norm_A.cpu(), self.noise)
+        if bool(indefinite.any()):
+            return step, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
+        if not bool(sound.any()):
+            return step, dict.fromkeys(everyone, Reason.SINGULAR)
+        index = sound.nonzero().squeeze(1)
+        Q, AQ, values = columns(Q, index), columns(AQ, index), values[index].to(R.device)
+        alpha = gram(Q, R) / values[:, None]
+        return Step(Q, AQ, torch.diag(values), alpha, torch.ones((), dtype=torch.bool, device=R.device)), {}
+
+    def keep(self, step: Step, index: Tensor) -> Step:
+        return step
+
+
+class ColumnDirections(Directions):
+    """Each column has its own direction: textbook CG for K systems that share the block product."""
+
+    def overlap(self, P: Vectors) -> Tensor:
+        return norm(P)
+
+    def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
+        sizes = torch.where(overlap_host > 0, overlap_host, 1.0)
+        return P / sizes.to(P.device, P.dtype)
+
+    def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
+        curvature, image = inner(Q, AQ), norm(AQ)
+        sound, _, _ = judged(curvature, image, norm_A, self.noise)
+        alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
+        return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
+
+    def conjugate(self, Z: Vectors, step: Step) -> Vectors:
+        beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
+        return plus(Z, step.Q, -torch.where(step.sound, beta, 0.0))
+
+    def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
+        curvature, image = step.curvature.cpu(), norm(step.AQ).cpu()
+        sound, indefinite, null = judged(curvature, image, norm_A.cpu(), self.noise)
+        failed = {}
+        for j in (~sound).nonzero().squeeze(1).tolist():
+            known = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else Reason.NON_FINITE
+            failed[j] = Reason.SINGULAR if bool(null[j]) else known
+        return step, failed
+
+    def keep(self, step: Step, index: Tensor) -> Step:
+        where = index.to(step.alpha.device)
+        small = (step.curvature[where], step.alpha[where], step.sound[where])
+        return Step(columns(step.Q, index), columns(step.AQ, index), *small)

@@ -21,10 +21,22 @@ from torch import Tensor
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.limits import check_generator
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.vectors import Matrix, describe_square, norm, product, random_block
-from curvops.linalg.solvers.systems import Callback, Columns, check, in_groups, shaped_as
-from curvops.linalg.solvers.verdicts import Records, grown
-from curvops.progress import Progress, as_step, at_work
+from curvops.linalg.core.vectors import (
+    Matrix,
+    Vectors,
+    as_block,
+    describe_square,
+    entries,
+    norm,
+    part,
+    product,
+    put_entries,
+    random_block,
+    zero_block,
+)
+from curvops.linalg.solvers.systems import Callback, UnitSystems, check, solved
+from curvops.linalg.solvers.verdicts import grown
+from curvops.progress import Progress, as_step
 
 EPOCHS = 200
 POWER_STEPS = 12
@@ -95,21 +107,19 @@ def dual_descent(
             "dual_descent needs 0 <= momentum < 1, batch_size >= 1, noise >= 0 and step_size > 0, got "
             f"{momentum}, {batch_size}, {noise} and {step_size}."
         )
-    options = Options(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
+    options = DescentOptions(float(noise), min(batch_size, n), step_size, momentum, epochs, generator)
 
-    def solve(part: Tensor, start: Tensor | None) -> Solution:
-        system = Columns.of(part, start, facts)
-        descent = Descent(K, system, options, float(rtol), system.spread(callback))
+    def solve(part: Vectors, start: Vectors | None) -> Solution:
+        system = UnitSystems.of(part, start, facts)
+        descent = DualDescent(K, system, options, float(rtol), callback)
         descent.solve()
         return system.solution(descent.records)
 
-    with torch.no_grad(), at_work("dual_descent", None, progress, K):
-        start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, K, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+    return solved("dual_descent", solve, K, B, x0, VECTORS, memory_budget, progress)
 
 
 @dataclass(frozen=True)
-class Options:
+class DescentOptions:
     """How to descend."""
 
     noise: float
@@ -120,28 +130,26 @@ class Options:
     generator: torch.Generator | None
 
 
-class Descent:
+class DualDescent:
     """K systems with right-hand sides of unit norm that share their batches; ``records`` is the outcome."""
 
-    def __init__(self, K: Matrix, system: Columns, options: Options, rtol: float, callback: Callback | None) -> None:
-        self.B, self.options, self.callback = system.unit, options, callback
+    def __init__(
+        self, K: Matrix, system: UnitSystems, options: DescentOptions, rtol: float, callback: Callback | None
+    ) -> None:
+        self.B, self.options = system.unit, options
         self.n, k = self.B.shape
-        self.rows = rows(K)
-        self.plain = product(K)
-        level = 10 * torch.finfo(self.B.dtype).eps * math.sqrt(self.n)
-        self.alpha = system.X.mT.clone().mT
-        self.records = Records(system.X, [math.inf] * k, rtol, level, options.epochs)
+        self.rows, self.plain = rows(K), product(K)
+        self.alpha, self.average, self.velocity = as_block(system.X), as_block(system.X), zero_block(system.X, k)
+        self.records = system.records(torch.full((k,), math.inf), rtol, options.epochs, callback)
         self.norm_A = 0.0
 
-    def multiply(self, V: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    def multiply(self, V: Vectors) -> Vectors:
         """(K + noise I) V."""
         return self.plain(V) + self.options.noise * V
 
     def solve(self) -> None:
         """Epochs until every column has converged, nothing moves any more, or the limit."""
         records, k = self.records, self.B.shape[1]
-        self.velocity = torch.zeros_like(self.alpha)
-        self.average = self.alpha.mT.clone().mT
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
             self.beta = self.options.step_size or self.default_step()
@@ -154,8 +162,8 @@ class Descent:
             if not steady:
                 halvings += 1
                 self.beta /= 2
-                self.alpha, self.average = (records.X.mT.clone().mT for _ in range(2))
-                self.velocity.zero_()
+                self.alpha, self.average = (as_block(records.X) for _ in range(2))
+                self.velocity = zero_block(self.alpha, k)
             finite = halvings <= MOST_HALVINGS
             if records.iteration - max(records.gained) > patience:
                 break
@@ -167,6 +175,7 @@ class Descent:
             records.stop(column, reason)
 
     def done(self) -> bool:
+        """Whether every column has converged."""
         return all(residual <= self.records.rtol for residual in self.records.best)
 
     def epoch(self) -> None:
@@ -179,13 +188,14 @@ class Descent:
         share = min(0.1, 100 * options.batch / (n * options.epochs))
         for index in order.split(options.batch):
             ahead = self.alpha + options.momentum * self.velocity
-            gradient = self.rows(index) @ ahead + options.noise * ahead[index] - self.B[index]
+            gradient = self.rows(index) @ ahead + options.noise * entries(ahead, index) - entries(self.B, index)
             self.velocity *= options.momentum
-            self.velocity[index] -= self.beta * (n / len(index)) * gradient
+            step = self.beta * (n / len(index)) * gradient
+            put_entries(self.velocity, index, entries(self.velocity, index) - step)
             self.alpha += self.velocity
             self.average += share * (self.alpha - self.average)
 
-    def inspect(self, alpha: Float[Tensor, "n k"]) -> bool:
+    def inspect(self, alpha: Float[Vectors, "n k"]) -> bool:
         """Look at the true residuals: a product each. False where one is not finite or ten times the best."""
         records, k = self.records, self.B.shape[1]
         image = self.multiply(alpha)
@@ -193,10 +203,10 @@ class Descent:
         residuals, sizes, images = torch.stack([norm(self.B - image), norm(alpha), norm(image)]).cpu().tolist()
         self.norm_A = grown(self.norm_A, images, sizes)
         for column, (residual, size) in enumerate(zip(residuals, sizes)):
-            records.keep(column, alpha[:, column], residual, residual / (self.norm_A * size + 1), math.nan)
-        row = records.record(list(range(k)), list(records.best))
-        if self.callback is not None:
-            self.callback(records.iteration, row)
+            records.measure(column, residual)
+            if residual <= records.best[column]:
+                records.keep(column, part(alpha, column, column + 1), residual, residual / (self.norm_A * size + 1))
+        records.record(range(k), records.best)
         return all(residual <= 10 * best for residual, best in zip(residuals, records.best))
 
     def default_step(self) -> float:

@@ -10,16 +10,34 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from curvops.linalg.core.results import Solution
-from curvops.linalg.core.vectors import Matrix, describe, product, transposed_product
-from curvops.linalg.solvers.bidiagonal import Run
-from curvops.linalg.solvers.stacked import Augmented
-from curvops.linalg.solvers.systems import Callback, Columns, check, in_groups, iterations_allowed, shaped_as
-from curvops.progress import Progress, at_work
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import (
+    Matrix,
+    Vectors,
+    as_block,
+    axpy,
+    columns,
+    describe,
+    norm,
+    part,
+    plus,
+    product,
+    put_columns,
+    transposed_product,
+    zero_block,
+)
+from curvops.linalg.solvers.rotations import ColumnState, ratio, reflection
+from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solved
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
+from curvops.progress import Progress
 
 VECTORS = 14
 """Working vectors per right-hand side, temporaries included."""
@@ -70,16 +88,326 @@ def lsmr(
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     if not damp >= 0:
         raise ValueError(f"damp must not be negative, got {damp}.")
-    m, n = facts.rows, facts.columns
-    limit = iterations_allowed(min(m, n), maxiter)
+    most = iterations_allowed(min(facts.rows, facts.columns), maxiter)
     operator = Augmented(product(A), transposed_product(A), float(damp))
 
-    def solve(part: Tensor, start: Tensor | None) -> Solution:
-        system = Columns.of(part, start, facts)
-        run = Run(operator, system, start is not None, consistent, float(rtol), limit, callback)
+    def solve(part: Vectors, start: Vectors | None) -> Solution:
+        system = UnitSystems.of(part, start, facts)
+        run = LeastSquares(operator, system, start is not None, consistent, float(rtol), most, callback)
         run.solve()
-        return system.solution(run.records)
+        return system.solution(run.records, least_squares=True)
 
-    with torch.no_grad(), at_work("lsmr", None, progress, A):
-        start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, A, B.reshape(m, -1), start, VECTORS, memory_budget), B)
+    return solved("lsmr", solve, A, B, x0, VECTORS, memory_budget, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """Long vectors of [A; damp I]: a block of A's rows and, with damping, one of the rows below it."""
+
+    top: Float[Vectors, "m k"]
+    below: Float[Vectors, "n k"] | None
+
+    def norm(self) -> Float[Tensor, " k"]:
+        """2-norm of each column, over both parts."""
+        return norm(self.top) if self.below is None else torch.hypot(norm(self.top), norm(self.below))
+
+    def plus(self, other: Stacked, weights: Float[Tensor, " k"]) -> Stacked:
+        """This plus other times a number per column."""
+        below = None if self.below is None or other.below is None else plus(self.below, other.below, weights)
+        return Stacked(plus(self.top, other.top, weights), below)
+
+    def __truediv__(self, weights: Float[Tensor, " k"]) -> Stacked:
+        """Each column divided by a number."""
+        return Stacked(self.top / weights, None if self.below is None else self.below / weights)
+
+    def select(self, index: Int[Tensor, " j"]) -> Stacked:
+        """Some of the columns."""
+        return Stacked(columns(self.top, index), None if self.below is None else columns(self.below, index))
+
+    def put(self, index: Int[Tensor, " j"], other: Stacked) -> None:
+        """Write other over some of the columns."""
+        put_columns(self.top, index, other.top)
+        if self.below is not None and other.below is not None:
+            put_columns(self.below, index, other.below)
+
+
+@dataclass(frozen=True, eq=False)
+class Augmented:
+    """[A; damp I] by its products and those of its transpose."""
+
+    multiply: Multiply
+    transposed: Multiply
+    damp: float
+
+    def push(self, V: Float[Vectors, "n k"]) -> Stacked:
+        """The product with V."""
+        return Stacked(self.multiply(V), self.damp * V if self.damp else None)
+
+    def pull(self, U: Stacked) -> Float[Vectors, "n k"]:
+        """The transposed product with U."""
+        pulled = self.transposed(U.top)
+        return pulled if U.below is None else pulled + self.damp * U.below
+
+    def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> Stacked:
+        """[B; 0] − [A; damp I] X."""
+        image = self.push(X)
+        return Stacked(B - image.top, None if image.below is None else -image.below)
+
+
+class LeastSquares:
+    """K problems with right-hand sides of unit norm in lock-step, of which those in ``active`` have no reason yet.
+
+    Damping is a second block of rows below A, so that every problem is of one form and may be begun anew from any x.
+    """
+
+    def __init__(
+        self,
+        operator: Augmented,
+        system: UnitSystems,
+        warm: bool,
+        consistent: bool,
+        rtol: float,
+        maxiter: int,
+        callback: Callback | None,
+    ) -> None:
+        self.operator, self.B, self.consistent, self.maxiter = operator, system.unit, consistent, maxiter
+        K = self.B.shape[1]
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.x = as_block(system.X)
+        r = operator.residual(self.B, self.x) if warm and K else Stacked(as_block(self.B), None)
+        if operator.damp and r.below is None:
+            r = Stacked(r.top, zero_block(self.x, K))
+        self.records = system.records(norm(r.top), rtol, maxiter, callback)
+        self.records.matvecs = K if warm else 0
+        self.active = list(range(K))
+        self.norm_A = 0.0
+        if warm and K:  # without this ‖A‖ would not be known before the first step
+            moved, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
+            self.norm_A = grown(0.0, moved, sizes)
+        self.u, self.v, self.scalars = self.begin(r)
+        self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
+        self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
+        """‖Aᵀr‖ and ‖r‖ of each column's best answer, by true products, damping included; the rounding of ‖Aᵀr‖."""
+        self.records.reference = (self.scalars.zetabar * self.scalars.normr).tolist()
+        self.within: set[int] = set()
+        """Positions whose estimates, by the recurrence, are within the tolerance."""
+
+    def solve(self) -> None:
+        """Iterate until every column has a reason; look at true residuals where they may end it, and periodically."""
+        records, ended = self.records, set[int]()
+        while self.active:
+            self.within = self.note()
+            everyone = set(range(len(self.active)))
+            if records.iteration >= self.maxiter:
+                self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
+                return
+            check = records.iteration and records.iteration % CHECK_EVERY == 0
+            self.inspect(everyone if check else self.within | ended, ended)
+            while self.active:
+                ended, broken = self.step()
+                if not broken:
+                    break
+                self.inspect(broken, set(), Reason.NON_FINITE)
+
+    def begin(self, r: Stacked) -> tuple[Stacked, Vectors, Bidiagonal]:
+        """The first pair of vectors from a residual: one transposed product."""
+        beta = r.norm()
+        u = r / self.positive(beta)
+        v = self.operator.pull(u)
+        self.records.matvecs += v.shape[1]
+        alpha = norm(v)
+        v = v / self.positive(alpha)
+        alpha, beta = torch.stack([alpha, beta]).cpu()
+        self.norm_A = max([self.norm_A, *(a for a in alpha.tolist() if a < math.inf)])
+        return u, v, Bidiagonal.start(alpha, beta)
+
+    def positive(self, sizes: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
+        """Norms to divide by, 1 for those that are 0."""
+        return torch.where(sizes > 0, sizes, 1.0).to(self.B.device, self.B.dtype)
+
+    def note(self) -> set[int]:
+        """A row of the history; positions whose recurrence says that they have converged."""
+        s = self.scalars
+        self.records.record(self.active, s.normr.tolist())
+        small = s.normr <= self.trigger
+        if not self.consistent:
+            small |= s.zetabar.abs() <= self.trigger * self.norm_A * s.normr
+        return set(small.nonzero().squeeze(1).tolist())
+
+    def step(self) -> tuple[set[int], set[int]]:
+        """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
+        image = self.operator.push(self.v)
+        u = image.plus(self.u, -self.scalars.alpha)
+        self.records.iteration += 1
+        beta = u.norm()
+        u = u / self.positive(beta)
+        v = plus(self.operator.pull(u), self.v, -beta)
+        self.records.matvecs += 2 * len(self.active)
+        alpha = norm(v)
+        v = v / self.positive(alpha)
+        packet = torch.stack([alpha, beta, image.norm()]).cpu()
+        broken = set((~torch.isfinite(packet).all(0)).nonzero().squeeze(1).tolist())
+        if broken:
+            return set(), broken
+        alpha, beta, images = packet
+        self.norm_A = max(self.norm_A, float(torch.maximum(images, torch.hypot(alpha, beta)).amax()))
+        in_hbar, in_x, in_h = self.scalars.advance(alpha, beta).to(self.B.device)
+        self.hbar = plus(self.h, self.hbar, -in_hbar)
+        axpy(self.x, self.hbar, in_x)
+        self.h = plus(v, self.h, -in_h)
+        self.u, self.v = u, v
+        ended = torch.minimum(alpha, beta) <= 10 * self.eps * self.norm_A
+        ended |= self.scalars.zetabar.abs() <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
+        return set(ended.nonzero().squeeze(1).tolist()), set()
+
+    def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
+        """Look at true residuals and Aᵀr, a product each; columns stop with a reason, begin anew, or go on."""
+        if not which:
+            return
+        positions = sorted(which)
+        index = torch.tensor(positions)
+        x = columns(self.x, index)
+        r = self.operator.residual(columns(self.B, torch.tensor([self.active[j] for j in positions])), x)
+        gradient = self.operator.pull(r)
+        self.records.matvecs += 2 * len(positions)
+        facts = torch.stack([norm(r.top), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
+        self.norm_A = grown(self.norm_A, facts[2], facts[1])
+        stopped: dict[int, Reason] = {}
+        again: list[int] = []
+        for i, j in enumerate(positions):
+            column = self.active[j]
+            residual, total, slope, size = (row[i] for row in facts)
+            self.keep(column, part(x, i, i + 1), residual, total, slope, self.norm_A * size + 1)
+            if forced is not None or self.solved(column):
+                stopped[column] = forced or Reason.CONVERGED
+                continue
+            # A recurrence that drifts by rounding still gains, until its own estimates are within the tolerance.
+            drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
+            over = j in ended or (drifted and j in self.within)
+            verdict = self.records.judge(column, slope * total, over, self.null(column))
+            if verdict is Verdict.RESTART:
+                again.append(i)
+            elif verdict is Verdict.STOP:
+                stopped[column] = Reason.STAGNATION if math.isfinite(slope) else Reason.NON_FINITE
+        if again:
+            self.restart(index[torch.tensor(again)], r.select(torch.tensor(again)))
+        for column, reason in stopped.items():
+            self.records.give(column, self.classify(column, reason))
+        if stopped:
+            self.shrink()
+
+    def keep(
+        self, column: int, x: Float[Vectors, "n 1"], residual: float, total: float, slope: float, height: float
+    ) -> None:
+        """Remember the answer if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, of which residuals are differences.
+
+        The residual decides. Of answers whose residuals agree, as near a minimum that is not zero, the least ‖Aᵀr‖.
+        """
+        records = self.records
+        records.measure(column, slope * total)
+        closer = slope <= self.slopes[column] and total <= 1.1 * self.totals[column]
+        if closer or total < 0.9 * self.totals[column] or (residual <= records.rtol and not self.operator.damp):
+            self.slopes[column], self.totals[column] = slope, total
+            records.normal[column] = slope / max(self.norm_A * total, slope) if slope else 0.0
+            records.keep(column, x, residual, residual / height)
+            self.noise[column] = 0.1 * records.level * self.norm_A * height
+
+    def solved(self, column: int) -> bool:
+        """A small residual of an undamped system, or a small gradient of a least-squares problem."""
+        records = self.records
+        if records.best[column] <= records.rtol and not self.operator.damp:
+            return True
+        return records.normal[column] <= records.rtol and not self.consistent
+
+    def flat(self, column: int) -> bool:
+        """Whether ‖Aᵀr‖ is no more than the rounding in r and in the product, or than in A: nothing lowers it."""
+        return self.slopes[column] <= self.noise[column] or self.records.normal[column] <= self.records.level
+
+    def null(self, column: int) -> bool:
+        """Whether r is a null vector of Aᵀ: flat, and by half the digits at least.
+
+        A residual in directions of small singular values is flat long before it is all that can be reached.
+        """
+        return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
+
+    def classify(self, column: int, reason: Reason) -> Reason:
+        """What a stop shows of the problem, from the best answer."""
+        if self.solved(column):
+            return Reason.CONVERGED
+        if reason in UNDECIDED and self.records.limited(column):
+            return Reason.PRECISION_LIMIT
+        if reason is Reason.STAGNATION and self.consistent and self.null(column):
+            return Reason.SINGULAR
+        if reason is Reason.STAGNATION and not self.consistent and self.flat(column):
+            return Reason.PRECISION_LIMIT
+        return reason
+
+    def restart(self, index: Tensor, r: Stacked) -> None:
+        """Begin some columns anew from their true residuals."""
+        u, v, scalars = self.begin(r)
+        self.u.put(index, u)
+        for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(index)))):
+            put_columns(block, index, value)
+        self.scalars.put(index, scalars)
+
+    def shrink(self) -> None:
+        """Drop the columns that have a reason."""
+        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        where = torch.tensor(kept, dtype=torch.long)
+        self.active = [self.active[j] for j in kept]
+        self.u, self.scalars = self.u.select(where), self.scalars.select(where)
+        self.v, self.h, self.hbar, self.x = (columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
+
+
+@dataclass(eq=False)
+class Bidiagonal(ColumnState):
+    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; as `QLP` otherwise."""
+
+    alpha: Tensor
+    alphabar: Tensor
+    rho: Tensor
+    rhobar: Tensor
+    cbar: Tensor
+    sbar: Tensor
+    zeta: Tensor
+    zetabar: Tensor
+    betadd: Tensor
+    betad: Tensor
+    rhodold: Tensor
+    tautilde: Tensor
+    thetatilde: Tensor
+    normr: Tensor
+
+    @classmethod
+    def start(cls, alpha: Float[Tensor, " k"], beta: Float[Tensor, " k"]) -> Bidiagonal:
+        """Before the first step: β u = r, α v = Aᵀu."""
+        one, slope = torch.ones_like(beta), alpha * beta
+        known = {"alpha": alpha, "alphabar": alpha, "zetabar": slope, "betadd": beta, "normr": beta}
+        return cls.beginning(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
+
+    def advance(self, alpha: Tensor, beta: Tensor) -> Tensor:
+        """Take in β_{k+1} and α_{k+1}: the weights of hbar in itself, of hbar in x, and of h in the next h."""
+        rhoold, rhobarold, zetaold = self.rho, self.rhobar, self.zeta
+        c, s, self.rho = reflection(self.alphabar, beta)
+        thetanew = s * alpha
+        self.alphabar = c * alpha
+        thetabar = self.sbar * self.rho
+        self.cbar, self.sbar, self.rhobar = reflection(self.cbar * self.rho, thetanew)
+        self.zeta, self.zetabar = self.cbar * self.zetabar, -self.sbar * self.zetabar
+
+        betahat, self.betadd = c * self.betadd, -s * self.betadd
+        thetatildeold = self.thetatilde
+        ctilde, stilde, rhotilde = reflection(self.rhodold, thetabar)
+        self.thetatilde, self.rhodold = stilde * self.rhobar, ctilde * self.rhobar
+        self.betad = -stilde * self.betad + ctilde * betahat
+        self.tautilde = ratio(zetaold - thetatildeold * self.tautilde, rhotilde)
+        taud = ratio(self.zeta - self.thetatilde * self.tautilde, self.rhodold)
+        self.normr = torch.hypot(self.betad - taud, self.betadd)
+        self.alpha = alpha
+        return torch.stack(
+            [
+                ratio(thetabar * self.rho, rhoold * rhobarold),
+                ratio(ratio(self.zeta, self.rho), self.rhobar),
+                ratio(thetanew, self.rho),
+            ]
+        )

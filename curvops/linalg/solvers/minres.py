@@ -9,27 +9,48 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from curvops.linalg.core.results import Solution
-from curvops.linalg.core.vectors import Matrix, describe_square, product
-from curvops.linalg.solvers.minimal_residual import Run
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.vectors import (
+    Matrix,
+    Vectors,
+    as_block,
+    axpy,
+    columns,
+    describe_square,
+    inner,
+    norm,
+    part,
+    plus,
+    product,
+    put_columns,
+    zero_block,
+)
+from curvops.linalg.solvers.rotations import ColumnState, ratio, reflection
 from curvops.linalg.solvers.systems import (
     Callback,
-    Columns,
     Preconditioner,
+    UnitSystems,
     applied,
     check,
-    in_groups,
     iterations_allowed,
-    shaped_as,
+    solved,
 )
-from curvops.progress import Progress, at_work
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
+from curvops.progress import Progress
 
 VECTORS = 16
 """Working vectors per right-hand side, temporaries included."""
+WATCHED = 6
+"""Steps in which symmetry is watched: what Aᵀ ≠ A does to the second vector, it does at once."""
 
 
 def minres(
@@ -76,19 +97,346 @@ def minres(
     """
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
-    n, sigma = facts.rows, float(shift)
-    limit = iterations_allowed(n, maxiter)
-    plain, multiply = product(A), product(A)
-    if sigma:
-        multiply = lambda V: plain(V) + sigma * V  # noqa: E731
-    precondition = None if preconditioner is None else applied(preconditioner)
+    sigma, most = float(shift), iterations_allowed(facts.rows, maxiter)
+    plain, precondition = product(A), None if preconditioner is None else applied(preconditioner)
 
-    def solve(part: Tensor, start: Tensor | None) -> Solution:
-        system = Columns.of(part, start, facts)
-        run = Run(multiply, precondition, system, start is not None, float(rtol), limit, callback)
+    def multiply(V: Vectors) -> Vectors:
+        return plain(V) + sigma * V if sigma else plain(V)
+
+    def solve(part: Vectors, start: Vectors | None) -> Solution:
+        system = UnitSystems.of(part, start, facts)
+        run = MinimalResiduals(multiply, precondition, system, start is not None, float(rtol), most, callback)
         run.solve()
-        return system.solution(run.records)
+        return system.solution(run.records, least_squares=True)
 
-    with torch.no_grad(), at_work("minres", None, progress, A):
-        start = None if x0 is None else x0.reshape(n, -1)
-        return shaped_as(in_groups(solve, A, B.reshape(n, -1), start, VECTORS, memory_budget), B)
+    return solved("minres", solve, A, B, x0, VECTORS, memory_budget, progress)
+
+
+@dataclass(eq=False)
+class LanczosVectors:
+    """The active columns: Lanczos' last two residuals, M⁻¹ of the last, its last vector; W, and x without its part."""
+
+    before: Float[Vectors, "n k"]
+    last: Float[Vectors, "n k"]
+    z: Float[Vectors, "n k"]
+    v: Float[Vectors, "n k"]
+    wl: Float[Vectors, "n k"]
+    w: Float[Vectors, "n k"]
+    x: Float[Vectors, "n k"]
+
+    def select(self, index: Tensor) -> LanczosVectors:
+        """The columns that remain."""
+        return LanczosVectors(*(columns(block, index) for block in vars(self).values()))
+
+    def restart(self, index: Tensor, x: Vectors, r: Vectors, z: Vectors) -> None:
+        """Begin some columns anew from x with residual r and z = M⁻¹r."""
+        nothing = zero_block(x, len(index))
+        begun = {"before": nothing, "last": r, "z": z, "v": nothing, "wl": nothing, "w": nothing, "x": x}
+        for name, value in begun.items():
+            put_columns(getattr(self, name), index, value)
+
+    def turn(self, v: Vectors, c: Float[Tensor, "7 k"]) -> None:
+        """Take in a Lanczos vector: two right reflections, then what no later step changes goes to x."""
+        cr1, sr1, cr2, sr2, ul2, _, _ = c
+        fresh = axpy(self.wl * sr2, v, -cr2)
+        done = axpy(self.wl * cr2, v, sr2)
+        self.wl = axpy(self.w * cr1, fresh, sr1)
+        self.w = axpy(self.w * sr1, fresh, -cr1)
+        done *= ul2
+        done += self.x
+        self.x = done
+
+
+class MinimalResiduals:
+    """K systems with right-hand sides of unit norm in lock-step, of which those in ``active`` have no reason yet."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        precondition: Multiply | None,
+        system: UnitSystems,
+        warm: bool,
+        rtol: float,
+        maxiter: int,
+        callback: Callback | None,
+    ) -> None:
+        self.multiply, self.precondition, self.maxiter = multiply, precondition, maxiter
+        self.B, K = system.unit, system.unit.shape[1]
+        r = as_block(self.B - multiply(system.X) if warm and K else self.B)
+        self.records = system.records(norm(r), rtol, maxiter, callback)
+        self.records.matvecs = K if warm else 0
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.active = list(range(K))
+        self.origin = as_block(system.X) if warm else None
+        self.norm_A = self.norm_T = self.asymmetry = 0.0
+        self.near: set[int] = set()
+        """Positions whose recurrence has come near a null vector."""
+        z, beta = self.measured(r)
+        before, v, wl, w = (zero_block(r, K) for _ in range(4))
+        self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
+        self.scalars = QLP.start(beta)
+        self.size = torch.ones(K, dtype=torch.float64)
+        self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
+        """Of the answer along wl and w."""
+        self.metric = norm(r).cpu() / torch.where(beta > 0, beta, 1.0)
+        """The true residual over what the recurrence minimises, which is its norm in the preconditioner's metric."""
+
+    def solve(self) -> None:
+        """Iterate until every column has a reason; look at true residuals where they may end it, and periodically."""
+        records, ended = self.records, set[int]()
+        while self.active:
+            due = self.note() | self.near | ended
+            everyone = set(range(len(self.active)))
+            if records.iteration >= self.maxiter:
+                self.inspect(everyone, ended, Reason.ITERATION_LIMIT)
+                return
+            check = records.iteration and records.iteration % CHECK_EVERY == 0
+            self.inspect(everyone if check else due, ended)
+            while self.active:
+                ended, broken = self.step()
+                if not broken:
+                    break
+                self.inspect(broken, set(), Reason.NON_FINITE)
+
+    def measured(self, r: Vectors) -> tuple[Vectors, Tensor]:
+        """M⁻¹r and, on the host, the norm of r in that metric."""
+        if self.precondition is None:
+            return r, norm(r).cpu()
+        z = self.precondition(r)
+        return z, _root(inner(r, z).cpu())
+
+    def note(self) -> set[int]:
+        """A row of the history; positions whose recurrence says that they have converged."""
+        estimates = (self.scalars.phi * self.metric).tolist()
+        self.records.record(self.active, estimates)
+        return {j for j, value in enumerate(estimates) if not value > self.trigger}
+
+    def step(self) -> tuple[set[int], set[int]]:
+        """One step of Lanczos and of the factorisation: positions at their end, and those that met NaN or Inf."""
+        V, beta = self.vectors, self.scalars.beta
+        scale = torch.where(beta > 0, beta, 1.0).to(self.B.device, self.B.dtype)
+        v = V.z / scale
+        p = self.multiply(v)
+        self.records.iteration += 1
+        self.records.matvecs += len(self.active)
+        watching = self.records.iteration <= WATCHED
+        image = norm(p)
+        mirrored = inner(p, V.v) if watching else image
+        p = plus(p, V.before, -scale)
+        alfa = inner(p, v)
+        axpy(p, V.last, -alfa.to(scale.dtype) / scale)
+        z = p if self.precondition is None else self.precondition(p)
+        square = norm(p) if self.precondition is None else inner(p, z)
+        packet = torch.stack([alfa, square, image, norm(v), mirrored]).cpu()
+        broken = set((~torch.isfinite(packet).all(0)).nonzero().squeeze(1).tolist())
+        if broken:
+            self.near = set()
+            return set(), broken
+        alfa, square, image, size, mirrored = packet
+        before, self.size = self.size, size
+        betan = square if self.precondition is None else _root(square)
+        self.norm_A = max(self.norm_A, float((image / torch.where(size > 0, size, 1.0)).amax()))
+        if watching:
+            self.watch(mirrored, beta, image * before)
+        self.norm_T = max(self.norm_T, float(torch.hypot(torch.hypot(alfa, beta * self.scalars.begun), betan).amax()))
+        coefficients, ended = self.scalars.advance(alfa, betan, self.norm_T, self.eps)
+        c = coefficients.to(self.B.device, self.B.dtype)
+        V.turn(v, c)
+        V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
+        # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be looked at.
+        rootl, looked = self.scalars.rootl, self.scalars.looked
+        near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * looked)
+        looked[near] = rootl[near]
+        self.near = set(near.nonzero().squeeze(1).tolist())
+        ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
+        return set(ended.nonzero().squeeze(1).tolist()), set()
+
+    def watch(self, mirrored: Tensor, beta: Tensor, height: Tensor) -> None:
+        """Keep the worst of ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, for v', v that are orthogonal beyond doubt."""
+        sound = (self.scalars.begun > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
+        gaps = ((mirrored - beta).abs() / torch.where(sound, height, 1.0))[sound].tolist()
+        self.asymmetry = max([self.asymmetry, *gaps])
+
+    def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
+        """Look at true residuals; columns stop with a reason, begin anew, or go on."""
+        if not which:
+            return
+        records, V, positions = self.records, self.vectors, sorted(which)
+        index = torch.tensor(positions)
+        along = self.parts[:, index.to(self.B.device)]
+        x = axpy(plus(columns(V.x, index), columns(V.wl, index), along[0]), columns(V.w, index), along[1])
+        image = self.multiply(x)
+        records.matvecs += len(positions)
+        sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
+        self.norm_A = grown(self.norm_A, images, sizes)
+        r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
+        stalled = {j for j in positions if records.idle(self.active[j]) >= CHECK_EVERY}
+        normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
+        z, measures = self.measured(r)
+        residuals, sizes = torch.stack([norm(r), norm(x)]).cpu().tolist()
+        stopped: dict[int, Reason] = {}
+        again: list[int] = []
+        for i, j in enumerate(positions):
+            column, residual, measure = self.active[j], residuals[i], float(measures[i])
+            self.keep(column, part(x, i, i + 1), residual, residual / (self.norm_A * sizes[i] + 1), normal[i])
+            self.metric[j] = residual / measure if measure > 0 else 1.0
+            drifted = measure > 2 * float(self.scalars.phi[j])
+            if forced is not None or residual <= records.rtol:
+                stopped[column] = forced or Reason.CONVERGED
+                continue
+            null = records.normal[column] <= records.vanishing
+            verdict = records.judge(column, residual, drifted or j in ended, null)
+            if verdict is Verdict.RESTART:
+                again.append(i)
+            elif verdict is Verdict.STOP:
+                stopped[column] = Reason.STAGNATION if math.isfinite(residual) else Reason.NON_FINITE
+        if again:
+            kept = torch.tensor(again)
+            V.restart(index[kept], columns(x, kept), columns(r, kept), columns(z, kept))
+            self.scalars.put(index[kept], QLP.start(measures[kept]))
+            self.parts[:, index[kept].to(self.B.device)] = 0.0
+        self.stop(stopped)
+
+    def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, normal: float) -> None:
+        """Remember the answer if it is the best, by its true residual.
+
+        Where that is a null vector, which no answer lowers but by errors along it, the least ‖Aᵀr‖ decides.
+        """
+        records = self.records
+        best, before = records.best[column], records.normal[column]
+        records.measure(column, residual)
+        if before <= records.vanishing:
+            better = (normal < before and residual <= 1.1 * best) or residual < 0.9 * best
+        else:
+            better = residual <= (1.1 * best if normal <= records.vanishing else best)
+        if better:
+            records.keep(column, x, residual, backward)
+            records.normal[column] = normal
+
+    def lift(self, positions: Sequence[int], x: Vectors, r: Vectors, which: list[int]) -> list[float]:
+        """‖A z‖/(‖A‖‖z‖) for z = M⁻¹r of some columns, NaN for the others; null vectors are taken out of x and r.
+
+        Of an inconsistent system, r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022).
+        """
+        normal = [math.nan] * len(positions)
+        if not which:
+            return normal
+        index = torch.tensor(which)
+        left = columns(r, index)
+        z, square = self.measured(left)
+        image = self.multiply(z)
+        self.records.matvecs += len(which)
+        sizes, images = torch.stack([norm(z), norm(image)]).cpu().tolist()
+        self.norm_A = grown(self.norm_A, images, sizes)
+        for i, size, height in zip(which, sizes, images):
+            normal[i] = height / (self.norm_A * size) if height else 0.0
+        moved = columns(x, index)
+        if self.origin is not None:
+            moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
+        null = torch.tensor([normal[i] <= self.records.vanishing for i in which]) & (square > 0)
+        share = torch.where(null, inner(left, moved).cpu() / torch.where(null, square.square(), 1.0), 0.0)
+        put_columns(x, index, plus(columns(x, index), z, -share))
+        put_columns(r, index, plus(left, image, share))
+        return normal
+
+    def stop(self, stopped: dict[int, Reason]) -> None:
+        """Give columns their reasons and drop them."""
+        if not stopped:
+            return
+        skewed = self.asymmetry > math.sqrt(self.eps)
+        for column, reason in stopped.items():
+            self.records.stop(column, Reason.NOT_SYMMETRIC if reason in UNDECIDED and skewed else reason)
+        kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
+        where = torch.tensor(kept, dtype=torch.long)
+        self.active = [self.active[j] for j in kept]
+        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(where)
+        self.parts = self.parts[:, where.to(self.B.device)]
+        self.metric, self.size = self.metric[where], self.size[where]
+
+
+def _root(square: Tensor) -> Tensor:
+    """√(rᵀM⁻¹r); a negative one is an error."""
+    if bool((square < 0).any()):
+        raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was met.")
+    return square.sqrt()
+
+
+@dataclass(eq=False)
+class QLP(ColumnState):
+    """The QLP factorisation of Lanczos' tridiagonal matrices between two steps; a float64 number per column each.
+
+    Names are those of Choi, Paige & Saunders 2011: Q_k T_k = R_k by left reflections (cs, sn), R_k = L_k P_kᵀ by two
+    right ones (cr1, sr1), (cr2, sr2). x_k = W_k u_k with orthonormal W_k = V_k P_k.
+    ``rootl`` is ‖A r‖/‖r‖ of the residual before the last step; ``begun`` is 0 before the first step, then 1, and
+    ``looked`` is the value of rootl at which the residual was last seen to be nearly a null vector.
+    """
+
+    beta: Tensor
+    phi: Tensor
+    cs: Tensor
+    sn: Tensor
+    cr1: Tensor
+    sr1: Tensor
+    cr2: Tensor
+    sr2: Tensor
+    dltan: Tensor
+    gama: Tensor
+    gamal: Tensor
+    eta: Tensor
+    etal: Tensor
+    vepln: Tensor
+    veplnl: Tensor
+    tau: Tensor
+    taul: Tensor
+    u: Tensor
+    ul: Tensor
+    ul2: Tensor
+    ul3: Tensor
+    rootl: Tensor
+    begun: Tensor
+    looked: Tensor
+
+    @classmethod
+    def start(cls, beta: Float[Tensor, " k"]) -> QLP:
+        """Before the first step, the residuals being of norm beta."""
+        minus = torch.full_like(beta, -1.0)
+        return cls.beginning(
+            beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, looked=torch.full_like(beta, torch.inf)
+        )
+
+    def advance(self, alfa: Tensor, betan: Tensor, norm_A: float, eps: float) -> tuple[Tensor, Tensor]:
+        """Take in a step of Lanczos: (cr1, sr1, cr2, sr2, ul2, ul, u) for the vectors, and which columns are at an end.
+
+        A column is at an end where the Krylov space is complete, or L_k singular to rounding: then u is 0, which makes
+        x_k the shortest of the minimisers.
+        """
+        dbar = self.dltan
+        dlta = self.cs * dbar + self.sn * alfa
+        gbar = self.sn * dbar - self.cs * alfa
+        dltan = -self.cs * betan
+        self.rootl = torch.hypot(gbar, dltan)
+        eplnn = self.sn * betan
+        gamal2, gamal = self.gamal, self.gama
+        cs, sn, gama = reflection(gbar, betan)
+        taul2, self.taul, self.tau = self.taul, self.tau, cs * self.phi
+        self.phi = sn * self.phi
+
+        veplnl2, etal2, self.etal = self.veplnl, self.etal, self.eta
+        self.veplnl = self.cr2 * self.vepln + self.sr2 * dlta
+        dlta = self.sr2 * self.vepln - self.cr2 * dlta
+        self.eta, gama = self.sr2 * gama, -self.cr2 * gama
+        cr1, sr1, gamal = reflection(gamal, dlta)
+        self.vepln, gama = sr1 * gama, -cr1 * gama
+
+        ul4, self.ul3 = self.ul3, self.ul2
+        self.ul2 = ratio(taul2 - etal2 * ul4 - veplnl2 * self.ul3, gamal2)
+        self.ul = ratio(self.taul - self.etal * self.ul3 - self.veplnl * self.ul2, gamal)
+        singular = gama.abs() <= 100 * eps * norm_A
+        self.u = torch.where(singular, 0.0, ratio(self.tau - self.eta * self.ul2 - self.vepln * self.ul, gama))
+        coefficients = torch.stack([cr1, sr1, self.cr2, self.sr2, self.ul2, self.ul, self.u])
+
+        self.cr2, self.sr2, gamal = reflection(gamal, eplnn)
+        self.cs, self.sn, self.cr1, self.sr1 = cs, sn, cr1, sr1
+        self.dltan, self.gama, self.gamal = dltan, gama, gamal
+        self.beta, self.begun = betan, torch.ones_like(betan)
+        return coefficients, singular | (betan <= eps * norm_A)

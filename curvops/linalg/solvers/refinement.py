@@ -4,108 +4,121 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason, Solution, converged
+from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_block,
     columns,
     finite_part,
-    largest,
     norm,
     product,
     put_columns,
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback
+from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
 
 # What float32 can give of a well-conditioned system, and what it can nearly always give.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
+Solver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution]
 
 
-def refined(
-    exact: Matrix,
-    dtype: torch.dtype,
-    B: Vectors,
-    X0: Vectors | None,
-    solve: Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution],
-    rtol: float,
-    maxiter: int,
-    callback: Callback | None,
-) -> Solution:
-    """Solve A X = B with residuals by the float64 matrix; ``solve(B, X0, rtol, maxiter, callback)`` works in dtype.
+class Refinement:
+    """A X = B with residuals by the float64 matrix ``exact`` and corrections solved for in ``dtype``.
+
+    ``X`` is the last answer and ``best`` the best one by true residuals, which are ``last``, relative to b.
 
     Raises:
         ValueError: the exact matrix is not of float64, so A has no float64 version.
     """
-    if exact.dtype != torch.float64:
-        raise ValueError(f"refine needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
-    multiply, target = product(exact), B.to(torch.float64)
-    height = largest(target)
-    zero, finite = (height == 0).cpu(), torch.isfinite(height).cpu()
-    size = torch.where((height > 0) & torch.isfinite(height), norm(target), 1.0)
-    X = zero_block(target, target.shape[1])
-    if X0 is not None:
-        begin = (~zero).nonzero().squeeze(1)
-        put_columns(X, begin, columns(X0.to(torch.float64), begin))
-    residual, last = as_block(target), torch.where(zero, 0.0, math.inf).double()
-    history = torch.ones(1, B.shape[1], dtype=torch.float64)
-    reasons = [Reason.ZERO_RIGHT_HAND_SIDE if z else Reason.NON_FINITE for z in zero.tolist()]
-    iterations = matvecs = taken = 0
-    begun, best, digits = X0 is not None, as_block(X), FIRST_DIGITS
-    norm_A = torch.zeros((), dtype=torch.float64, device=B.device)
-    todo = (~zero & finite).nonzero().squeeze(1)
-    while len(todo):
-        where = todo.to(B.device)
-        if begun:
-            x = columns(X, where)
-            image = multiply(x)
-            taken += len(todo)
-            put_columns(residual, where, columns(target, where) - image)
-            norm_A = torch.maximum(norm_A, torch.nan_to_num(norm(image) / norm(x), nan=0.0).amax())
-        begun = True
-        now = (norm(columns(residual, where)) / size[where]).cpu()
-        gained, better = now < 0.5 * last[todo], todo[now < last[todo]].to(B.device)
-        put_columns(best, better, columns(X, better))
-        last[todo] = torch.where(now < last[todo], now, last[todo])
-        history[-1] = last.nan_to_num(posinf=1.0)
-        todo = todo[(now > rtol) & gained]
-        if not len(todo) or iterations >= maxiter:
-            break
-        where = todo.to(B.device)
-        inner = max(digits, 0.5 * rtol / float(last[todo].amax()))
-        part = solve(
-            (columns(residual, where) / size[where]).to(dtype), None, min(inner, 0.5), maxiter - iterations, None
+
+    def __init__(self, exact: Matrix, dtype: torch.dtype, B: Vectors, X0: Vectors | None) -> None:
+        if exact.dtype != torch.float64:
+            raise ValueError(f"refine needs A.to(torch.float64), which gave {exact.dtype}; solve without refine.")
+        self.multiply, self.dtype, self.B = product(exact), dtype, B.to(torch.float64)
+        self.usable = UsableColumns.of(self.B)
+        live, K = self.usable.live, B.shape[1]
+        self.sizes = self.usable.spread(norm(columns(self.B, live)).cpu(), 1.0).to(B.device)
+        self.X = zero_block(self.B, K)
+        if X0 is not None:
+            put_columns(self.X, live, columns(X0.to(torch.float64), live))
+        self.best, self.residual, self.begun = as_block(self.X), as_block(self.B), X0 is not None
+        self.last = self.usable.spread(torch.full((len(live),), math.inf))
+        self.last[[j for j, reason in self.usable.reasons.items() if reason is Reason.NON_FINITE]] = math.inf
+        self.history = torch.ones(1, K, dtype=torch.float64)
+        self.reasons = [self.usable.reasons.get(j, Reason.NON_FINITE) for j in range(K)]
+        self.digits, self.norm_A = FIRST_DIGITS, torch.zeros((), dtype=torch.float64, device=B.device)
+        self.iterations = self.matvecs = self.taken = 0
+
+    def solve(self, solver: Solver, rtol: float, maxiter: int, callback: Callback | None) -> Solution:
+        """Correct while that halves the residual; ``solver(B, X0, rtol, maxiter, callback)`` works in ``dtype``."""
+        todo = self.usable.live
+        while len(todo):
+            todo = self.look(todo, rtol)
+            if not len(todo) or self.iterations >= maxiter:
+                break
+            self.correct(todo, solver, rtol, maxiter)
+            if callback is not None:
+                callback(self.iterations, self.history[-1])
+        return self.solution(rtol, self.iterations >= maxiter)
+
+    def look(self, todo: Int[Tensor, " k"], rtol: float) -> Int[Tensor, " j"]:
+        """Take the true residuals of these columns: those that are above the tolerance and were halved."""
+        if self.begun:
+            x = columns(self.X, todo)
+            image = self.multiply(x)
+            self.taken += len(todo)
+            put_columns(self.residual, todo, columns(self.B, todo) - image)
+            self.norm_A = torch.maximum(self.norm_A, torch.nan_to_num(norm(image) / norm(x), nan=0.0).amax())
+        self.begun = True
+        now, before = (
+            (norm(columns(self.residual, todo)) / self.sizes[todo.to(self.sizes.device)]).cpu(),
+            self.last[todo],
         )
-        iterations, matvecs = iterations + part.iterations, matvecs + part.matvecs
+        better = todo[now < before]
+        put_columns(self.best, better, columns(self.X, better))
+        self.last[todo] = torch.where(now < before, now, before)
+        self.history[-1] = self.last.nan_to_num(posinf=1.0)
+        return todo[(now > rtol) & (now < 0.5 * before)]
+
+    def correct(self, todo: Int[Tensor, " k"], solver: Solver, rtol: float, maxiter: int) -> None:
+        """Solve for corrections of these columns, scaled to unit norm, to as many digits as the dtype gives."""
+        sizes = self.sizes[todo.to(self.sizes.device)]
+        unit = columns(self.residual, todo) / sizes
+        inner = min(max(self.digits, 0.5 * rtol / float(self.last[todo].amax())), 0.5)
+        part = solver(unit.to(self.dtype), None, inner, maxiter - self.iterations, None)
+        self.iterations, self.matvecs = self.iterations + part.iterations, self.matvecs + part.matvecs
         if Reason.PRECISION_LIMIT in part.reasons:
-            digits = FEWER_DIGITS
-        rows = history[-1].repeat(len(part.history), 1)
+            self.digits = FEWER_DIGITS
+        rows = self.history[-1].repeat(len(part.history), 1)
         rows[:, todo] *= part.history
-        history = torch.cat([history, rows[1:], rows[-1:]])
+        self.history = torch.cat([self.history, rows[1:], rows[-1:]])
         for j, reason in zip(todo.tolist(), part.reasons):
-            reasons[j] = reason
-        norm_A = torch.maximum(norm_A, _scale(part, norm(columns(residual, where)) / size[where]))
-        step = part.x.to(torch.float64) * size[where]
-        put_columns(X, where, columns(X, where) + finite_part(step))
-        if callback is not None:
-            callback(iterations, history[-1])
-    backward = last / ((norm_A * norm(best) / size).cpu() + 1)
-    lost = (~finite).nonzero().squeeze(1)
-    put_columns(best, lost, columns(best, lost) * math.nan)
-    level = 10 * torch.finfo(torch.float64).eps * math.sqrt(B.shape[0])
-    at_limit, exhausted = (backward <= level).tolist(), iterations >= maxiter
-    ordered = tuple(
-        _final(reason, residual <= rtol, at_level and residual <= 0.1, exhausted)
-        for reason, residual, at_level in zip(reasons, last.tolist(), at_limit)
-    )
-    total = matvecs + taken
-    return Solution(best, ordered, converged(ordered), last, backward, iterations, total, history, exact_matvecs=taken)
+            self.reasons[j] = reason
+        self.norm_A = torch.maximum(self.norm_A, _scale(part, norm(unit)))
+        put_columns(self.X, todo, columns(self.X, todo) + finite_part(part.x.to(torch.float64) * sizes))
+
+    def solution(self, rtol: float, exhausted: bool) -> Solution:
+        """What was reached."""
+        backward = self.last / ((self.norm_A * norm(self.best) / self.sizes).cpu() + 1)
+        X, _ = self.usable.placed(columns(self.best, self.usable.live))
+        level = rounding_level(torch.float64, X.shape[0])
+        facts = zip(self.reasons, self.last.tolist(), backward.tolist())
+        reasons = tuple(
+            _final(reason, residual <= rtol, precision_limited(residual, error, level), exhausted)
+            for reason, residual, error in facts
+        )
+        flags, total = converged(reasons), self.matvecs + self.taken
+        last, history = self.last, self.history
+        return Solution(X, reasons, flags, last, backward, self.iterations, total, history, exact_matvecs=self.taken)
 
 
 def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
@@ -117,13 +130,13 @@ def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
     return torch.nan_to_num(ratio, nan=0.0, posinf=0.0).amax()
 
 
-def _final(last_solve: Reason, met: bool, at_level: bool, exhausted: bool) -> Reason:
+def _final(last_solve: Reason, met: bool, limited: bool, exhausted: bool) -> Reason:
     """Why a column stopped, from how its last correction ended and its residual in float64."""
     if last_solve is Reason.ZERO_RIGHT_HAND_SIDE:
         return last_solve
     if met:
         return Reason.CONVERGED
-    if at_level and last_solve not in (Reason.NON_FINITE, Reason.NOT_POSITIVE_DEFINITE, Reason.NOT_SYMMETRIC):
+    if limited and last_solve not in (Reason.NON_FINITE, Reason.NOT_POSITIVE_DEFINITE, Reason.NOT_SYMMETRIC):
         return Reason.PRECISION_LIMIT
     if last_solve not in (Reason.CONVERGED, Reason.PRECISION_LIMIT):
         return last_solve

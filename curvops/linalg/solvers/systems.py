@@ -1,4 +1,4 @@
-"""Systems A X = B as solvers take them: arguments checked, columns scaled to unit norm, and results put together."""
+"""Systems A X = B as solvers take them: checked, of unit norm, as many at a time as fit, and put together again."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.limits import check_limits
-from curvops.linalg.core.memory import columns_at_a_time, holding, room_for, vector_bytes
+from curvops.linalg.core.memory import Multiply, columns_at_a_time, holding, room_for, vector_bytes
 from curvops.linalg.core.results import Reason, Solution, converged
+from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
     Description,
     Matrix,
     Vectors,
     as_block,
+    as_columns,
     columns,
     describe,
     empty_block,
-    largest,
     norm,
     part,
     product,
     put,
-    put_columns,
+    shaped_as,
     zero_block,
 )
-from curvops.progress import aside
+from curvops.linalg.solvers.verdicts import Records, rounding_level
+from curvops.progress import Progress, aside, at_work
 
 MOST_ITERATIONS = 10_000
 Callback: TypeAlias = Callable[[int, Tensor], object]
-Block: TypeAlias = Callable[[Vectors], Vectors]
 
 
 @runtime_checkable
@@ -46,7 +47,7 @@ class Multiplies(Protocol):
         """The product with a block."""
 
 
-Preconditioner: TypeAlias = Multiplies | Block | Tensor | LinearOperator
+Preconditioner: TypeAlias = Multiplies | Multiply | Tensor | LinearOperator
 
 
 def check(
@@ -91,7 +92,7 @@ def shifted(A: Matrix, shift: float) -> Matrix:
     return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
-def applied(preconditioner: Preconditioner | None) -> Block:
+def applied(preconditioner: Preconditioner | None) -> Multiply:
     """The preconditioner as a function on blocks.
 
     Raises:
@@ -111,7 +112,7 @@ def applied(preconditioner: Preconditioner | None) -> Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class UnitSystems:
     """The right-hand sides that need a solve, scaled to unit norm, and where they belong.
 
     A column of B is ``unit * length * height``: in two factors, since the norm itself may overflow.
@@ -119,83 +120,78 @@ class Columns:
 
     unit: Float[Vectors, "m k"]
     X: Float[Vectors, "n k"]
-    height: Float[Tensor, " k"]
     length: Float[Tensor, " k"]
-    live: Tensor
-    K: int
-    known: dict[int, Reason]
+    height: Float[Tensor, " k"]
+    usable: UsableColumns
 
     @classmethod
-    def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> Columns:
-        """Leave out zero and non-finite columns; solutions are ``like`` these vectors. One small transfer."""
-        heights = largest(B).cpu()
-        known = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
-        known |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
-        live = torch.tensor([j for j in range(B.shape[1]) if j not in known], dtype=torch.long)
-        height = heights[live].to(B.device, B.dtype)
-        unit = columns(B, live) / height
+    def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> UnitSystems:
+        """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
+        usable = UsableColumns.of(B)
+        unit = usable.scaled(B)
         length = norm(unit).to(B.dtype)
+        height = usable.heights[usable.live].to(B.device, B.dtype)
         if X0 is None:
-            X = zero_block(like, len(live))
+            X = zero_block(like, len(usable.live))
         else:
-            X = as_block(columns(X0, live) / height / length)
-        return cls(unit / length, X, height, length, live, B.shape[1], known)
+            X = as_block(columns(X0, usable.live) / height / length)
+        return cls(unit / length, X, length, height, usable)
 
-    def spread(self, callback: Callback | None) -> Callback | None:
-        """The callback on all columns, those without a solve showing 0."""
-        if callback is None:
-            return None
-        full = torch.zeros(self.K, dtype=torch.float64)
-        return lambda iteration, residuals: callback(iteration, full.index_copy(0, self.live, residuals))
+    def records(self, residuals: Tensor, rtol: float, maxiter: int, callback: Callback | None) -> Records:
+        """What is known at the start, the initial guesses leaving these residuals."""
+        level = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0]))
+        told = None
+        if callback is not None:
+            told = lambda iteration, values: callback(iteration, self.usable.spread(values))  # noqa: E731
+        return Records(self.X, residuals.tolist(), rtol, level, maxiter, told)
 
-    def solution(self, outcome: Outcome) -> Solution:
+    def solution(self, records: Records, least_squares: bool = False) -> Solution:
         """What was reached, in the order and scale of B."""
-        reasons = self.known | {column: outcome.reasons[j] for j, column in enumerate(self.live.tolist())}
-        residuals, backward = self._placed(outcome.best), self._placed(outcome.backward)
-        history = torch.zeros(len(outcome.history), self.K, dtype=torch.float64)
-        shape = (len(outcome.history), len(self.live))
-        history[:, self.live] = torch.tensor(outcome.history, dtype=torch.float64).reshape(shape)
-        X = outcome.X
-        x = zero_block(X, self.K)
-        put_columns(x, self.live, X * self.length * self.height)
-        overflowed = ~torch.isfinite(largest(x)).cpu()
-        for j in range(self.K):
-            if bool(overflowed[j]):
-                reasons[j] = Reason.NON_FINITE
-            if self.known.get(j) is Reason.NON_FINITE:
-                put(x, j, part(x, j, j + 1) * math.nan)
-            if reasons[j] is Reason.NON_FINITE and (bool(overflowed[j]) or j in self.known):
-                residuals[j] = backward[j] = math.inf
-        ordered = tuple(reasons[j] for j in range(self.K))
-        normal = None if outcome.normal is None else self._placed(outcome.normal)
-        matvecs, iteration = outcome.matvecs, outcome.iteration
+        usable, K = self.usable, len(self.usable.heights)
+        known = usable.reasons | {j: records.reasons[i] for i, j in enumerate(usable.live.tolist())}
+        residuals, backward = usable.spread(records.best), usable.spread(records.backward)
+        history = torch.zeros(len(records.history), K, dtype=torch.float64)
+        history[:, usable.live] = torch.tensor(records.history, dtype=torch.float64).reshape(
+            len(history), len(usable.live)
+        )
+        x, lost = usable.placed(records.X * self.length * self.height)
+        for j in lost:
+            known[j] = Reason.NON_FINITE
+            residuals[j] = backward[j] = math.inf
+        reasons = tuple(known[j] for j in range(K))
         return Solution(
-            x, ordered, converged(ordered), residuals, backward, iteration, matvecs, history, normal_residuals=normal
+            x,
+            reasons,
+            converged(reasons),
+            residuals,
+            backward,
+            records.iteration,
+            records.matvecs,
+            history,
+            normal_residuals=usable.spread(records.normal) if least_squares else None,
         )
 
-    def _placed(self, values: list[float]) -> Tensor:
-        return torch.zeros(self.K, dtype=torch.float64).index_copy(
-            0, self.live, torch.tensor(values, dtype=torch.float64)
-        )
+
+def solved(
+    what: str,
+    solve: Callable[[Vectors, Vectors | None], Solution],
+    A: Matrix,
+    B: Vectors,
+    x0: Vectors | None,
+    vectors: int,
+    memory_budget: int | None,
+    progress: Progress,
+) -> Solution:
+    """The outcome of ``solve(B, x0)``, for as many columns at a time as memory has room for, at least one.
+
+    A column takes ``vectors`` working vectors. x has the shape of B.
+    """
+    with torch.no_grad(), at_work(what, None, progress, A):
+        found = _in_groups(solve, A, as_columns(B), None if x0 is None else as_columns(x0), vectors, memory_budget)
+    return replace(found, x=shaped_as(found.x, B))
 
 
-class Outcome(Protocol):
-    """What a finished run returns: a number per column on the host, and the best answers."""
-
-    X: Vectors
-    reasons: dict[int, Reason]
-    best: list[float]
-    backward: list[float]
-    history: list[list[float]]
-    iteration: int
-    matvecs: int
-
-    @property
-    def normal(self) -> list[float] | None:
-        """‖Aᵀr‖/(‖A‖‖r‖), where least-squares problems are answered."""
-
-
-def in_groups(
+def _in_groups(
     solve: Callable[[Vectors, Vectors | None], Solution],
     A: Matrix,
     B: Vectors,
@@ -203,7 +199,6 @@ def in_groups(
     vectors: int,
     memory_budget: int | None,
 ) -> Solution:
-    """Solve as many columns at a time as memory has room for at ``vectors`` working vectors each, at least one."""
     column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     with holding(A, width * column):
@@ -236,8 +231,3 @@ def _joined(parts: list[Solution], X: Vectors) -> Solution:
         exact_matvecs=sum(part.exact_matvecs for part in parts),
         groups=len(parts),
     )
-
-
-def shaped_as(solution: Solution, B: Vectors) -> Solution:
-    """The solution with x (n,) where B was a vector."""
-    return solution if B.ndim == 2 else replace(solution, x=solution.x.squeeze(1))

@@ -1,0 +1,51 @@
+"""Columns of zeros, NaN or Inf: left out before an algorithm works on right-hand sides, put back after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.linalg.core.results import Reason
+from curvops.linalg.core.vectors import Vectors, columns, largest, part, put, put_columns, zero_block
+
+
+@dataclass(frozen=True, eq=False)
+class UsableColumns:
+    """Which columns of a block there is something to compute for, and the reasons of the others; on the host."""
+
+    heights: Float[Tensor, " K"]
+    """The largest entry of each column."""
+    live: Int[Tensor, " k"]
+    reasons: dict[int, Reason]
+
+    @classmethod
+    def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
+        """Look at the largest entries: one small transfer."""
+        heights = largest(B).cpu()
+        reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
+        reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
+        live = [j for j in range(len(heights)) if j not in reasons]
+        return cls(heights, torch.tensor(live, dtype=torch.long), reasons)
+
+    def scaled(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
+        """The usable columns with a largest entry of 1."""
+        return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
+
+    def spread(self, values: Tensor | Sequence[float], other: float = 0.0) -> Float[Tensor, " K"]:
+        """A number for each usable column in its place, ``other`` for those of zeros."""
+        every = torch.full((len(self.heights),), other, dtype=torch.float64)
+        return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
+
+    def placed(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
+        """Answers in their places among columns of zeros, NaN for what was not finite; and the columns that are not."""
+        every = zero_block(X, len(self.heights))
+        put_columns(every, self.live, X)
+        for j, reason in self.reasons.items():
+            if reason is Reason.NON_FINITE:
+                put(every, j, part(every, j, j + 1) * math.nan)
+        return every, (~torch.isfinite(largest(every))).nonzero().squeeze(1).tolist()
