@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -148,6 +149,13 @@ class Solution(Summarised, Reasoned):
             return self
         indefinite = Reason.NOT_POSITIVE_DEFINITE in self.reasons
         raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol)
+
+
+def accept(solution: Solution, rtol: float) -> Vectors:
+    """The solution's x where every column is accepted, else raise; a precision limit is accepted with a warning."""
+    if Reason.PRECISION_LIMIT in solution.reasons:
+        warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
+    return solution.raise_if_failed(rtol).x
 
 
 class NotConverged(RuntimeError):

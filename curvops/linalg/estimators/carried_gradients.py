@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.results import Estimate, accept
 from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.solve import accept
 from curvops.linalg.solvers.systems import shifted
 
 SOLVE_RTOL = 1e-6

@@ -19,33 +19,35 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_choice, check_limits
-from curvops.linalg.core.results import Reason, Solution, converged
-from curvops.linalg.core.symmetry import clearly_indefinite, is_known_psd
+from curvops.linalg.core.results import accept
+from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (
     Matrix,
     describe,
     empty_block,
     inner,
     norm,
+    part,
     product,
     put,
     random_block,
     require_precision,
 )
-from curvops.linalg.solvers import implicit
 from curvops.linalg.solvers.cg import cg
+from curvops.linalg.solvers.dense import dense
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner
@@ -121,52 +123,60 @@ def seems_symmetric(A: Matrix) -> bool:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a block is solved for."""
+class Request:
+    """How systems are to be solved: `solve` records a graph for gradients, calling the request itself does not."""
 
-    method: Method | None = None
+    method: Method
     rtol: float | None = None
     maxiter: int | None = None
     preconditioner: Preconditioner | None = None
     memory_budget: int | None = None
     progress: Progress = None
 
-    def __call__(self, operator: LinearOperator, block: Tensor) -> Tensor:
-        """A⁻¹ B for one operator and a vector or block, NotConverged where a column failed. Records no graph."""
-        with at_work("solve", None, self.progress, operator):
-            return self._solve(operator, block)
+    def solve(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
+        """A⁻¹ B for B (n,), (n, K) or (..., n, K); A⁺ B for a single rectangular A and B (m,) or (m, K)."""
+        square = operator.shape[-1] == operator.shape[-2]
+        if not square and (operator.ndim != 2 or rhs.ndim > 2):
+            raise ValueError(f"least squares take one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
+        function = _Solve if square else _LeastSquares
+        return function.apply(  # type: ignore[no-untyped-call]
+            operator.representation_tree(), self, rhs, *operator.representation()
+        )
 
-    def _solve(self, operator: LinearOperator, block: Tensor) -> Tensor:
-        columns = block.unsqueeze(-1) if block.ndim == 1 else block
-        method = method_for(operator) if self.method is None else self.method
+    def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
+        """The same, one after the other for a batch of operators; NotConverged where a column failed."""
+        if operator.ndim > 2:
+            rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
+            return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
+        columns = rhs.unsqueeze(-1) if rhs.ndim == 1 else rhs.movedim(-2, 0).flatten(1)
+        with at_work("solve", None, self.progress, operator):
+            found = self._columns(operator, columns)
+        if rhs.ndim == 1:
+            return found.squeeze(-1)
+        return found.reshape(len(found), *rhs.shape[:-2], rhs.shape[-1]).movedim(0, -2)
+
+    def _columns(self, operator: LinearOperator, B: Tensor) -> Tensor:
         rtol = default_rtol(operator.dtype) if self.rtol is None else self.rtol
-        if method == "closed form":
+        common: dict[str, Any] = {"rtol": rtol, "maxiter": self.maxiter, "memory_budget": self.memory_budget}
+        if self.method == "closed form":
             exact = operator.exact_solver() if isinstance(operator, Informed) else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
-            found = exact(columns, self.rtol)
-        elif method == "dense":
-            found = dense(operator, columns, rtol)
-        else:
-            found = self._iterate(operator, columns, method, rtol)
-        return found.squeeze(-1) if block.ndim == 1 else found
-
-    def _iterate(self, operator: LinearOperator, columns: Tensor, method: Method, rtol: float) -> Tensor:
-        common: dict[str, Any] = {"rtol": rtol, "maxiter": self.maxiter, "memory_budget": self.memory_budget}
-        if method == "lsmr":
+            return exact(B, self.rtol)
+        if self.method == "lsmr":
             square = operator.shape[-1] == operator.shape[-2]
-            return accept(lsmr(operator, columns, consistent=square, **common), rtol)
-        common["preconditioner"] = self.preconditioner
-        if method == "minres":
-            return accept(minres(operator, columns, **common), rtol)
-        if self.preconditioner is None and isinstance(operator, Informed):
-            common["preconditioner"] = operator.preconditioner(columns.shape[-1], memory_budget=self.memory_budget)
-        if columns.shape[1] <= MOST_COLUMNS:
-            return accept(cg(operator, columns, **common), rtol)
-        X = empty_block(columns, columns.shape[1])
-        for start in range(0, columns.shape[1], MOST_COLUMNS):
-            part = columns[:, start : start + MOST_COLUMNS]
-            put(X, start, accept(cg(operator, part, **common), rtol))
+            return accept(lsmr(operator, B, consistent=square, **common), rtol)
+        if self.method == "minres":
+            return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
+        preconditioner, K = self.preconditioner, B.shape[1]
+        if preconditioner is None and isinstance(operator, Informed):
+            preconditioner = operator.preconditioner(K, memory_budget=self.memory_budget)
+        if K <= MOST_COLUMNS:
+            return accept(cg(operator, B, preconditioner=preconditioner, **common), rtol)
+        X = empty_block(B, K)
+        for start in range(0, K, MOST_COLUMNS):
+            block = part(B, start, start + MOST_COLUMNS)
+            put(X, start, accept(cg(operator, block, preconditioner=preconditioner, **common), rtol))
         return X
 
 
@@ -222,13 +232,12 @@ def solve(
         chosen = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if chosen == "dense":
+        symmetric = isinstance(A, Informed) and A.promises().symmetric
         promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
-        found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, promised)
+        found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
-    options = Options(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
-    if operator.shape[-1] != operator.shape[-2]:
-        return implicit.least_squares(operator, B, options)
-    return implicit.solve(operator, B, options)
+    request = Request(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
+    return request.solve(operator, B)
 
 
 def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:
@@ -236,54 +245,50 @@ def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:
     return A.promises().small and recorded((*operator.representation(), B))
 
 
-def dense(operator: LinearOperator, columns: Tensor, rtol: float, definite: bool = False) -> Tensor:
-    """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision.
+class _Solve(Function):
+    """A⁻¹ B; Aᵀ y = g is solved once more in the backward pass."""
 
-    ``definite`` says that A is no covariance or precision unless it is positive definite: NotPositiveDefinite where it
-    is indefinite, as from `cg`. It costs a Cholesky factorisation.
-    """
-    matrix = operator.to_dense()
-    if isinstance(operator, Informed) and operator.promises().symmetric:
-        matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
-    x, info = torch.linalg.solve_ex(matrix, columns)
-    with torch.no_grad():
-        found = _certified(matrix.detach(), x.detach(), columns.detach(), info, rtol)
-        if definite and clearly_indefinite(matrix.detach()):
-            reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
-            found = replace(found, reasons=reasons, converged=converged(reasons))
-        accept(found, rtol)
-    return x
+    @staticmethod
+    def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.request = tree, request
+        solution = request(tree(*tensors), rhs)
+        ctx.save_for_backward(solution, *tensors)
+        return solution
 
-
-def _certified(matrix: Tensor, x: Tensor, columns: Tensor, info: Tensor, rtol: float) -> Solution:
-    r = columns - matrix @ x
-    sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, columns.expand_as(r)))
-    residual, size, length = sizes
-    scale = torch.linalg.vector_norm(matrix, dim=(-2, -1), dtype=torch.float64).unsqueeze(-1) * size + length
-    backward = torch.where(scale > 0, residual / scale, 0.0).flatten().cpu()
-    relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
-    level = 10 * torch.finfo(x.dtype).eps * math.sqrt(x.shape[-2])
-    singular = bool((info != 0).any())
-    reasons = tuple(
-        _reason(r, b, max(rtol, level), level, singular) for r, b in zip(relative.tolist(), backward.tolist())
-    )
-    history = relative.unsqueeze(0)
-    flat = x.movedim(-2, 0).reshape(x.shape[-2], -1)
-    return Solution(flat, reasons, converged(reasons), relative, backward, 0, len(reasons), history)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        solution, *tensors = ctx.saved_tensors
+        operator = ctx.tree(*tensors)
+        adjoint = ctx.request(operator.mT, gradient)
+        inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
+        if any(ctx.needs_input_grad[3:]):
+            columns = [t.unsqueeze(-1) if t.ndim == 1 else t for t in (-adjoint, solution)]
+            inside = operator._bilinear_derivative(*columns)
+        return (None, None, adjoint, *inside)
 
 
-def _reason(residual: float, backward: float, rtol: float, level: float, singular: bool) -> Reason:
-    if singular:
-        return Reason.SINGULAR
-    if not math.isfinite(residual):
-        return Reason.NON_FINITE
-    if residual <= rtol:
-        return Reason.CONVERGED
-    return Reason.PRECISION_LIMIT if backward <= level and residual <= 0.1 else Reason.SINGULAR
+class _LeastSquares(Function):
+    """A⁺ B, with gradients where the rank does not change."""
 
+    @staticmethod
+    def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tree, ctx.request = tree, request
+        solution = request(tree(*tensors), rhs)
+        ctx.save_for_backward(rhs, solution, *tensors)
+        return solution
 
-def accept(solution: Solution, rtol: float) -> Tensor:
-    """The solution's x where every column is accepted, else raise; a precision limit is accepted with a warning."""
-    if Reason.PRECISION_LIMIT in solution.reasons:
-        warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
-    return solution.raise_if_failed(rtol).x
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # dA⁺ = −A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I − AA⁺) + (I − A⁺A) dAᵀ A⁺ᵀA⁺ (Golub & Pereyra 1973)
+        rhs, solution, *tensors = ctx.saved_tensors
+        operator = ctx.tree(*tensors)
+        adjoint = ctx.request(operator.mT, gradient)
+        inside: tuple[Tensor | None, ...] = (None,) * len(tensors)
+        if any(ctx.needs_input_grad[3:]):
+            B, X, G, Y = (t.unsqueeze(-1) if t.ndim == 1 else t for t in (rhs, solution, gradient, adjoint))
+            left = [-Y, B - operator._matmul(X), ctx.request(operator.mT, X)]
+            right = [X, ctx.request(operator, Y), G - operator._t_matmul(Y)]
+            inside = operator._bilinear_derivative(torch.cat(left, 1), torch.cat(right, 1))
+        return (None, None, adjoint, *inside)

@@ -1,0 +1,60 @@
+"""Small systems by a factorisation of the dense matrix, certified by their residuals as an iteration's are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.results import Reason, Solution, accept, converged
+from curvops.linalg.core.symmetry import clearly_indefinite
+from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
+
+
+def dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
+    """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision.
+
+    ``definite`` says that A is no covariance or precision unless it is positive definite: NotPositiveDefinite where it
+    is indefinite, as from `cg`. It costs a Cholesky factorisation.
+    """
+    matrix = operator.to_dense()
+    if symmetric:
+        matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
+    x, info = torch.linalg.solve_ex(matrix, B)
+    with torch.no_grad():
+        found = _certified(matrix.detach(), x.detach(), B.detach(), info, rtol)
+        if definite and clearly_indefinite(matrix.detach()):
+            reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
+            found = replace(found, reasons=reasons, converged=converged(reasons))
+        accept(found, rtol)
+    return x
+
+
+def _certified(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
+    r = B - matrix @ x
+    sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, B.expand_as(r)))
+    residual, size, length = sizes
+    scale = torch.linalg.vector_norm(matrix, dim=(-2, -1), dtype=torch.float64).unsqueeze(-1) * size + length
+    backward = torch.where(scale > 0, residual / scale, 0.0).flatten().cpu()
+    relative = torch.where(length > 0, residual / length, residual).flatten().cpu()
+    level = rounding_level(x.dtype, x.shape[-2])
+    singular = bool((info != 0).any())
+    reasons = tuple(
+        _reason(r, b, max(rtol, level), level, singular) for r, b in zip(relative.tolist(), backward.tolist())
+    )
+    history = relative.unsqueeze(0)
+    flat = x.movedim(-2, 0).reshape(x.shape[-2], -1)
+    return Solution(flat, reasons, converged(reasons), relative, backward, 0, len(reasons), history)
+
+
+def _reason(residual: float, backward: float, rtol: float, level: float, singular: bool) -> Reason:
+    if singular:
+        return Reason.SINGULAR
+    if not math.isfinite(residual):
+        return Reason.NON_FINITE
+    if residual <= rtol:
+        return Reason.CONVERGED
+    return Reason.PRECISION_LIMIT if precision_limited(residual, backward, level) else Reason.SINGULAR
