@@ -35,7 +35,6 @@ from curvops.linalg.core.vectors import (
     largest,
     norm,
     part,
-    plus,
     product,
     put_columns,
 )
@@ -491,7 +490,7 @@ class ColumnDirections(Directions):
 
     def conjugate(self, Z: Vectors, step: Step) -> Vectors:
         beta = inner(step.AQ, Z) / torch.where(step.sound, step.curvature, 1.0)
-        return plus(Z, step.Q, -torch.where(step.sound, beta, 0.0))
+        return Z - step.Q * torch.where(step.sound, beta, 0.0).to(Z.dtype)
 
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
         curvature, image = step.curvature.cpu(), norm(step.AQ).cpu()

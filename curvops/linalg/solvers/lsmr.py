@@ -111,10 +111,10 @@ class Stacked:
         """2-norm of each column, over both parts."""
         return norm(self.top) if self.below is None else torch.hypot(norm(self.top), norm(self.below))
 
-    def plus(self, other: Stacked, weights: Float[Tensor, " k"]) -> Stacked:
-        """This plus other times a number per column."""
-        below = None if self.below is None or other.below is None else plus(self.below, other.below, weights)
-        return Stacked(plus(self.top, other.top, weights), below)
+    def less(self, other: Stacked, weights: Float[Tensor, " k"]) -> Stacked:
+        """This minus other times a number per column."""
+        below = None if self.below is None or other.below is None else self.below - other.below * weights
+        return Stacked(self.top - other.top * weights, below)
 
     def __truediv__(self, weights: Float[Tensor, " k"]) -> Stacked:
         """Each column divided by a number."""
@@ -237,11 +237,11 @@ class LeastSquares:
     def step(self) -> tuple[set[int], set[int]]:
         """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
         image = self.operator.push(self.v)
-        u = image.plus(self.u, -self.scalars.alpha)
+        u = image.less(self.u, self.scalars.alpha.to(self.B.device, self.B.dtype))
         self.records.iteration += 1
         beta = u.norm()
         u = u / self.positive(beta)
-        v = plus(self.operator.pull(u), self.v, -beta)
+        v = self.operator.pull(u) - self.v * beta.to(self.B.dtype)
         self.records.matvecs += 2 * len(self.active)
         alpha = norm(v)
         v = v / self.positive(alpha)
