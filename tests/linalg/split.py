@@ -11,6 +11,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core import entries as matrix_entries
 from curvops.linalg.core import vectors
 from curvops.linalg.core.vectors import Description
 
@@ -70,12 +71,12 @@ class SplitMatrix(LinearOperator):
 
     @classmethod
     def of(cls, A: Tensor) -> SplitMatrix:
-        cut = len(A) // 3
-        return cls(A[:cut, :cut], A[:cut, cut:], A[cut:, :cut], A[cut:, cut:])
+        rows, columns = (size // 3 for size in A.shape)
+        return cls(A[:rows, :columns], A[:rows, columns:], A[rows:, :columns], A[rows:, columns:])
 
     def _size(self) -> torch.Size:
-        n = len(self.blocks[0]) + len(self.blocks[3])
-        return torch.Size((n, n))
+        A11, A12, A21, _ = self.blocks
+        return torch.Size((len(A11) + len(A21), A11.shape[1] + A12.shape[1]))
 
     def _transpose_nonbatch(self) -> SplitMatrix:
         A11, A12, A21, A22 = self.blocks
@@ -107,10 +108,60 @@ def _(A: SplitMatrix) -> Any:
     return A._matmul
 
 
+@vectors.transposed_product.register
+def _(A: SplitMatrix) -> Any:
+    return A._transpose_nonbatch()._matmul
+
+
 # Rows are independent in these: each piece by itself, by the primitive for tensors.
 for _name in ("part", "as_block", "columns", "combine", "finite_part"):
     _primitive = getattr(vectors, _name)
     _primitive.register(Split, lambda X, *rest, f=_primitive: Split(*(f(piece, *rest) for piece in X.pieces)))
+
+
+@vectors.plus.register
+def _(Y: Split, X: Split, c: Tensor) -> Split:
+    return Split(*(vectors.plus(mine, other, c) for mine, other in zip(Y.pieces, X.pieces)))
+
+
+@vectors.entries.register
+def _(X: Split, index: Tensor) -> Tensor:
+    cut = len(X.top)
+    top = index < cut
+    found = torch.empty(len(index), X.shape[1], dtype=X.dtype)
+    found[top] = vectors.entries(X.top, index[top])
+    found[~top] = vectors.entries(X.bottom, index[~top] - cut)
+    return found
+
+
+@vectors.put_entries.register
+def _(X: Split, index: Tensor, rows: Tensor) -> None:
+    cut = len(X.top)
+    top = index < cut
+    vectors.put_entries(X.top, index[top], rows[top])
+    vectors.put_entries(X.bottom, index[~top] - cut, rows[~top])
+
+
+class SplitRows:
+    """Some rows of a split matrix, each in two parts."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right
+
+    def __matmul__(self, V: Split) -> Tensor:
+        return self.left @ V.top + self.right @ V.bottom
+
+    def diagonal(self) -> Tensor:
+        """The entries (i, i) of the first rows."""
+        k, cut = len(self.left), self.left.shape[1]
+        return torch.cat([self.left.diagonal(), self.right[cut:].diagonal()])[:k]
+
+
+@matrix_entries.rows.register
+def _(A: SplitMatrix) -> Any:
+    A11, A12, A21, A22 = A.blocks
+    left, right = torch.cat([A11, A21]), torch.cat([A12, A22])
+    return lambda index: SplitRows(left[index], right[index])
 
 
 @vectors.put.register
@@ -185,8 +236,8 @@ def _(W: Split, store: Split, room: int, used: int, which: Tensor) -> tuple[Spli
 
 def whole(like: Split | Halves) -> Description:
     """What a tensor of the same size would be drawn from, so that results can be compared."""
-    n = like.columns if isinstance(like, Halves) else like.shape[0]
-    return Description(n, n, like.dtype, like.device)
+    rows, columns = like[:2] if isinstance(like, Halves) else (like.shape[0], like.shape[0])
+    return Description(rows, columns, like.dtype, like.device)
 
 
 for _name in ("empty_block", "zero_block", "random_block"):

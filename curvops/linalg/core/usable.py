@@ -36,9 +36,9 @@ class UsableColumns:
         """The usable columns with a largest entry of 1."""
         return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
 
-    def spread(self, values: Tensor | Sequence[float], other: float = 0.0) -> Float[Tensor, " K"]:
-        """A number for each usable column in its place, ``other`` for those of zeros."""
-        every = torch.full((len(self.heights),), other, dtype=torch.float64)
+    def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
+        """A number for each usable column in its place, 0 for the others."""
+        every = torch.zeros(len(self.heights), dtype=torch.float64)
         return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
 
     def placed(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:

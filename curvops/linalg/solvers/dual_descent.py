@@ -50,7 +50,7 @@ PATIENCE = 20, 400
 
 def dual_descent(
     K: Matrix,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     noise: float | int = 0.0,
     batch_size: int = 512,
@@ -58,7 +58,7 @@ def dual_descent(
     momentum: float = MOMENTUM,
     rtol: float | int = 1e-2,
     maxiter: int | None = None,
-    x0: Tensor | None = None,
+    x0: Vectors | None = None,
     generator: torch.Generator | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,

@@ -45,13 +45,13 @@ VECTORS = 14
 
 def lsmr(
     A: Matrix,
-    B: Shaped[Tensor, "m *K"],
+    B: Shaped[Vectors, "m *K"],
     *,
     damp: float | int = 0.0,
     consistent: bool = False,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
-    x0: Tensor | None = None,
+    x0: Vectors | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,
@@ -151,7 +151,7 @@ class Augmented:
     def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> Stacked:
         """[B; 0] − [A; damp I] X."""
         image = self.push(X)
-        return Stacked(B - image.top, None if image.below is None else -image.below)
+        return Stacked(B - image.top, None if image.below is None else image.below * -1.0)
 
 
 class LeastSquares:

@@ -55,13 +55,13 @@ WATCHED = 6
 
 def minres(
     A: Matrix,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     shift: float | int = 0.0,
     preconditioner: Preconditioner | None = None,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
-    x0: Tensor | None = None,
+    x0: Vectors | None = None,
     callback: Callback | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,

@@ -46,7 +46,8 @@ class Refinement:
         self.multiply, self.dtype, self.B = product(exact), dtype, B.to(torch.float64)
         self.usable = UsableColumns.of(self.B)
         live, K = self.usable.live, B.shape[1]
-        self.sizes = self.usable.spread(norm(columns(self.B, live)).cpu(), 1.0).to(B.device)
+        usable = self.usable.spread(torch.ones(len(live))).to(B.device) > 0
+        self.sizes = torch.where(usable, norm(self.B), 1.0)
         self.X = zero_block(self.B, K)
         if X0 is not None:
             put_columns(self.X, live, columns(X0.to(torch.float64), live))

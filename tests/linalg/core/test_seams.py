@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from curvops.linalg import block_lanczos, cg, eigsh, lanczos, logdet, nystrom, spectral_quadrature
+from curvops.linalg import (
+    block_lanczos,
+    cg,
+    dual_descent,
+    eigsh,
+    lanczos,
+    logdet,
+    lsmr,
+    minres,
+    nystrom,
+    spectral_quadrature,
+)
 from curvops.linalg.core.orthogonal import independent_basis, tall_qr
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import gram, norm
@@ -86,6 +97,58 @@ def test_cg_with_refinement():
     same(found.x, expected.x)
     assert expected.accepted and found.reasons == expected.reasons
     assert (found.matvecs, found.exact_matvecs) == (expected.matvecs, expected.exact_matvecs)
+
+
+def same_solutions(found, expected):
+    same(found.x, expected.x)
+    assert found.reasons == expected.reasons
+    assert (found.matvecs, found.iterations) == (expected.matvecs, expected.iterations)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_minres(preconditioned):
+    A = symmetric(torch.cat([torch.linspace(1, 4, N - 20), torch.linspace(-2, -1, 20)]).double())
+    B = torch.randn(N, 4, dtype=torch.float64, generator=seeded())
+    B[:, 2], B[7, 1] = 0, float("nan")
+    results = []
+    for matrix, right, start in ((A, B, 0.1 * B), (SplitMatrix.of(A), split(B), split(0.1 * B))):
+        P = (lambda V: 2.0 * V) if preconditioned else None
+        results.append(minres(matrix, right, x0=start, preconditioner=P, shift=0.1, rtol=1e-9))
+    expected, found = results
+    assert expected.reasons[0] is expected.reasons[3] is Reason.CONVERGED
+    kept = [0, 2, 3]
+    assert bool(joined(found.x)[:, 1].isnan().all())
+    torch.testing.assert_close(joined(found.x)[:, kept], expected.x[:, kept], rtol=0, atol=1e-12)
+    assert (found.reasons, found.matvecs) == (expected.reasons, expected.matvecs)
+
+
+def test_minres_of_a_singular_system():
+    A = symmetric(torch.cat([torch.linspace(1, 4, N - 1), torch.zeros(1)]).double())
+    B = torch.randn(N, 2, dtype=torch.float64, generator=seeded())
+    expected, found = minres(A, B, rtol=1e-9), minres(SplitMatrix.of(A), split(B), rtol=1e-9)
+    assert found.reasons == expected.reasons == (Reason.SINGULAR,) * 2
+    torch.testing.assert_close(joined(found.x), expected.x, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.5])
+def test_lsmr(damp):
+    A = symmetric(torch.linspace(1, 4, N, dtype=torch.float64))[:, :120]
+    B, start = (torch.randn(k, 3, dtype=torch.float64, generator=seeded(k)) for k in A.shape)
+    expected = lsmr(A, B, damp=damp, x0=start, rtol=1e-10)
+    found = lsmr(SplitMatrix.of(A), split(B), damp=damp, x0=split(start), rtol=1e-10)
+    assert expected.accepted
+    same_solutions(found, expected)
+
+
+def test_dual_descent():
+    x = torch.linspace(0, 1, N, dtype=torch.float64)
+    K, B = torch.exp(-50 * (x[:, None] - x).square()), torch.stack([(9 * x).sin(), x * 0, x], 1)
+    expected, found = (
+        dual_descent(matrix, right, noise=1.0, batch_size=150, maxiter=40, generator=seeded())
+        for matrix, right in ((K, B), (SplitMatrix.of(K), split(B)))
+    )
+    assert expected.accepted
+    same_solutions(found, expected)
 
 
 def test_lanczos():
