@@ -309,9 +309,9 @@ class SingularTriplets(Summarised, Pairs):
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
     """
 
-    U: Float[Tensor, "m k"]
+    U: Float[Vectors, "m k"]
     values: Float[Tensor, " k"]
-    V: Float[Tensor, "n k"]
+    V: Float[Vectors, "n k"]
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
@@ -325,7 +325,7 @@ class FunctionProduct(Summarised, Reasoned):
     nothing can be said. ``reasons`` is one a column; ``matvecs`` counts products of A with one vector.
     """
 
-    value: Tensor
+    value: Vectors
     error_estimates: Float[Tensor, " K"]
     reasons: tuple[Reason, ...]
     iterations: int

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.vectors import Matrix, columns, describe_square, largest, norm, put, zero_block
+from curvops.linalg.core.usable import UsableColumns
+from curvops.linalg.core.vectors import Matrix, Vectors, as_columns, describe_square, norm, put, shaped_as, zero_block
 from curvops.linalg.functions.ritz import Function, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, check
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
@@ -30,7 +31,7 @@ FIRST_CAPACITY = 32
 def apply_function(
     A: Matrix,
     f: Function,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     rtol: float | int = 1e-6,
     maxiter: int | None = None,
@@ -73,53 +74,43 @@ def apply_function(
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
     """
     check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    wide = B.reshape(B.shape[0], -1)
     with torch.no_grad():
         with (
             at_work("apply_function", max_matvecs, progress, A),
             working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
         ):
-            job = _Run(multiply, f, wide, None if lower_bound is None else float(lower_bound), room, maxiter)
+            job = FunctionRun(
+                multiply, f, as_columns(B), None if lower_bound is None else float(lower_bound), room, maxiter
+            )
             job.solve(float(rtol), max_matvecs, callback)
-        return FunctionProduct(job.value().reshape(B.shape), job.errors, tuple(job.reasons), job.depth, job.matvecs)
+        return FunctionProduct(shaped_as(job.value(), B), job.errors, tuple(job.reasons), job.depth, job.matvecs)
 
 
-def usable_columns(B: Tensor) -> tuple[Tensor, Tensor, list[Reason | None]]:
-    """The largest entries of the columns, the indices of those to work on, and the reasons of the others."""
-    heights = largest(B).cpu()
-    reasons: list[Reason | None] = [None] * B.shape[1]
-    for j, height in enumerate(heights.tolist()):
-        if not math.isfinite(height):
-            reasons[j] = Reason.NON_FINITE
-        elif height == 0:
-            reasons[j] = Reason.ZERO_RIGHT_HAND_SIDE
-    live = [j for j, reason in enumerate(reasons) if reason is None]
-    return heights, torch.tensor(live, dtype=torch.long), reasons
-
-
-class _Run:
+class FunctionRun:
     """Lanczos in lock-step on the columns that need it, each until its own end."""
 
     def __init__(
         self,
         multiply: Multiply,
         f: Function,
-        B: Tensor,
+        B: Vectors,
         bound: float | None,
         memory_budget: int | None,
         maxiter: int | None,
     ) -> None:
         self.B = B
-        self.heights, self.live, found = usable_columns(B)
-        self.reasons = [Reason.ITERATION_LIMIT if reason is None else reason for reason in found]
-        self.errors = torch.zeros(B.shape[1], dtype=torch.float64)
-        self.errors[[reason is not Reason.ZERO_RIGHT_HAND_SIDE for reason in found]] = math.inf
+        self.usable = UsableColumns.of(B)
+        self.live = self.usable.live
+        self.reasons = [self.usable.reasons.get(j, Reason.ITERATION_LIMIT) for j in range(B.shape[1])]
+        zero = torch.tensor([reason is Reason.ZERO_RIGHT_HAND_SIDE for reason in self.reasons], dtype=torch.bool)
+        self.errors = torch.where(zero, 0.0, math.inf).double()
         self.f = SpectralFunction(f, bound, torch.finfo(B.dtype).eps)
-        self.wanted = min(len(B), MOST_ITERATIONS if maxiter is None else maxiter)
-        self.limit = depth_within(self.wanted, len(B), B.element_size(), max(1, len(self.live)), memory_budget)
-        unit = columns(B, self.live) / self.heights[self.live].to(B)
-        size = len(B), B.element_size(), max(1, len(self.live)), memory_budget
-        self.run = LockStep(multiply, unit, first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit)
+        self.wanted = min(B.shape[0], MOST_ITERATIONS if maxiter is None else maxiter)
+        size = B.shape[0], B.dtype.itemsize, max(1, len(self.live)), memory_budget
+        self.limit = depth_within(self.wanted, *size)
+        self.run = LockStep(
+            multiply, self.usable.scaled(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
+        )
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
         self.active = list(range(len(self.live)))
@@ -200,29 +191,27 @@ class _Run:
         self.stopped[k] = True
         self.run.done[k] = True  # no more products for this column
 
-    def value(self) -> Tensor:
-        X = zero_block(self.B, self.B.shape[1])
-        for k, j in enumerate(self.live.tolist()):
+    def value(self) -> Vectors:
+        """The approximants in B's scale; columns that overflowed, and those of NaN or Inf, are no answers."""
+        X = zero_block(self.B, len(self.live))
+        for k, height in enumerate(self.usable.heights[self.live]):
             found = self.best[k]
             if found is not None:
-                put(X, j, self.run.expand(k, found * (self.run.sizes[k].cpu() * self.heights[j])))
-        for j in range(X.shape[1]):
-            if self.reasons[j] is Reason.NON_FINITE and not math.isfinite(float(self.heights[j])):
-                X[:, j] = math.nan
-        overflowed = ~torch.isfinite(largest(X)).cpu()
-        for j in overflowed.nonzero().flatten().tolist():
+                put(X, k, self.run.expand(k, found * (self.run.sizes[k].cpu() * height)))
+        X, lost = self.usable.placed(X)
+        for j in lost:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
         self._note_underflow(X)
         return X
 
-    def _note_underflow(self, X: Tensor) -> None:
+    def _note_underflow(self, X: Vectors) -> None:
         """Entries below the smallest normal number may be anything: that can be all there is of a tiny product."""
         lengths = norm(X).cpu()
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]
             if found is None or not bool(found.any()) or not math.isfinite(float(self.errors[j])):
                 continue
-            lost = torch.finfo(X.dtype).tiny * math.sqrt(len(X))
+            lost = torch.finfo(X.dtype).tiny * math.sqrt(X.shape[0])
             self.errors[j] += lost / float(lengths[j]) if lengths[j] else math.inf
             if lost > 0.1 * float(lengths[j]):
                 self.reasons[j] = Reason.NON_FINITE

@@ -12,18 +12,18 @@ from torch import Tensor
 from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.results import INDEFINITE_REMEDY, FunctionProduct, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
-    columns,
+    as_columns,
     combine,
     describe_square,
     join,
-    largest,
     norm,
     product,
+    shaped_as,
     zero_block,
 )
-from curvops.linalg.functions.apply_function import usable_columns
 from curvops.linalg.functions.contour import InverseRootQuadrature, inverse_root_quadrature
 from curvops.linalg.functions.multi_shift import MultiShift
 from curvops.linalg.functions.ritz import ROUNDING
@@ -70,9 +70,9 @@ def contour(
     # What a gradient multiplies with each other has to be known better than its sum.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
     with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
-        wide = B.reshape(n, -1)
-        heights, live, found = usable_columns(wide)
-        unit = columns(wide, live) / heights[live].to(wide)
+        usable = UsableColumns.of(as_columns(B))
+        live = usable.live
+        unit = usable.scaled(as_columns(B))
         sizes = norm(unit)
         unit = unit / sizes.to(unit)
         parts: list[_Part] = []
@@ -89,17 +89,20 @@ def contour(
                 job.solve(float(rtol), aim, most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)
                 spent += job.matvecs
                 parts.append(job)
-        scale = sizes.cpu() * heights[live]
-        value, solutions = _spread([part.value for part in parts], scale, live, wide), []
+        scale = (sizes.cpu() * usable.heights[live]).to(unit)
+        blocks = [part.value for part in parts]
+        value, lost = usable.placed(join(*blocks) * scale if blocks else zero_block(unit, len(live)))
+        solutions: list[Tensor] = []
         if keep and parts:
             joined = zip(*(part.run.solutions for part in parts))
-            solutions = [_spread(list(blocks), scale, live, wide) for blocks in joined]
-    reasons, errors = _joined([trouble if reason is None else reason for reason in found], parts, value)
-    for j, height in enumerate(heights.tolist()):
-        if not math.isfinite(height):
-            value[:, j] = math.nan
+            solutions = [usable.placed(join(*blocks) * scale)[0] for blocks in joined]
+    reasons, errors = _joined(usable, trouble, parts)
+    for j in lost:
+        reasons[j], errors[j] = Reason.NON_FINITE, math.inf
     iterations = max((part.run.iteration for part in parts), default=0)
-    return ContourProduct(FunctionProduct(value.reshape(B.shape), errors, reasons, iterations, spent), rule, solutions)
+    return ContourProduct(
+        FunctionProduct(shaped_as(value, B), errors, tuple(reasons), iterations, spent), rule, solutions
+    )
 
 
 def _size(A: Matrix, unit: Tensor) -> tuple[float, int, Reason | None]:
@@ -134,28 +137,15 @@ def _width(unit: Tensor, vectors: int, memory_budget: int | None) -> int:
     return max(1, min(unit.shape[1], memory_budget // (unit.shape[0] * unit.element_size() * (vectors + 7))))
 
 
-def _spread(blocks: list[Tensor], scale: Tensor, live: Tensor, like: Tensor) -> Tensor:
-    """Blocks of unit columns, scaled back, in their places among columns of zero."""
-    X = zero_block(like, like.shape[1])
-    if blocks:
-        X[:, live.to(like.device)] = join(*blocks) * scale.to(like)
-    return X
-
-
-def _joined(found: list[Reason | None], parts: list[_Part], value: Tensor) -> tuple[tuple[Reason, ...], Tensor]:
-    reached = iter([pair for part in parts for pair in zip(part.reasons, part.errors.tolist())])
-    reasons, errors = [], torch.zeros(len(found), dtype=torch.float64)
-    finite = torch.isfinite(largest(value)).tolist()
-    for j, reason in enumerate(found):
-        if reason is None:
-            reason, error = next(reached)
-        else:
-            error = 0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf
-        if reason is Reason.NON_FINITE or not finite[j]:
-            reason, error = Reason.NON_FINITE, math.inf
-        reasons.append(reason)
-        errors[j] = error
-    return tuple(reasons), errors
+def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:
+    """The reasons and errors of all columns; ``trouble`` is what is wrong with A, if anything."""
+    K = len(usable.heights)
+    reasons = [usable.reasons.get(j, trouble or Reason.ITERATION_LIMIT) for j in range(K)]
+    errors = torch.tensor([0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf for reason in reasons]).double()
+    reached = (pair for part in parts for pair in zip(part.reasons, part.errors.tolist()))
+    for j, (reason, error) in zip(usable.live.tolist(), reached):
+        reasons[j], errors[j] = reason, math.inf if reason is Reason.NON_FINITE else error
+    return reasons, errors
 
 
 class _Part:

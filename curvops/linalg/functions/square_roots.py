@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Shaped
-from torch import Tensor
 
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.results import FunctionProduct
-from curvops.linalg.core.vectors import Matrix
+from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.functions.apply_function import apply_function
 from curvops.linalg.functions.contour_solve import contour
 from curvops.linalg.solvers.systems import Callback
@@ -28,7 +27,7 @@ from curvops.progress import Progress, at_work
 
 def inverse_sqrt(
     A: Matrix,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     method: Literal["lanczos", "contour"] = "lanczos",
     lower_bound: float | int | None = None,
@@ -73,7 +72,7 @@ def inverse_sqrt(
 
 def sqrt(
     A: Matrix,
-    B: Shaped[Tensor, "n *K"],
+    B: Shaped[Vectors, "n *K"],
     *,
     method: Literal["lanczos", "contour"] = "lanczos",
     lower_bound: float | int | None = None,
@@ -105,7 +104,7 @@ def sqrt(
 
 def _root(
     A: Matrix,
-    B: Tensor,
+    B: Vectors,
     method: str,
     inverse: bool,
     lower_bound: float | int | None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -24,10 +25,10 @@ from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Matrix, describe_square, entries, put_entries
-from curvops.linalg.preconditioners.factored import Function
+from curvops.linalg.preconditioners.factored import Filter, FilteredPreconditioner
 from curvops.progress import Progress, at_work
 
-Blocks = int | Sequence[int] | Sequence[range | Tensor] | Partition
+Blocks: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64
 
 
@@ -41,23 +42,11 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockPreconditioner:
+class BlockPreconditioner(FilteredPreconditioner):
     """P block-diagonal, each block by its eigendecomposition; blocks of one size are multiplied together."""
 
     groups: tuple[Group, ...]
     matvecs: int = 0
-
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P⁻¹V for a vector or a block."""
-        return self._filtered(torch.reciprocal, V)
-
-    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^-½V for a vector or a block."""
-        return self._filtered(torch.rsqrt, V)
-
-    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^½V for a vector or a block."""
-        return self._filtered(torch.sqrt, V)
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P, exact."""
@@ -68,18 +57,13 @@ class BlockPreconditioner:
         every = torch.cat([group.values.flatten() for group in self.groups])
         return float(every.amin()), float(every.amax())
 
-    def floor(self, level: float) -> float:
-        """Level over the largest eigenvalue of P: of B itself no more is known than B ≥ level."""
-        return level / self.bounds()[1]
-
-    def _filtered(self, function: Function, V: Tensor) -> Tensor:
-        block = V.reshape(len(V), -1)
-        result = torch.empty_like(block)
+    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
+        result = torch.empty_like(V)
         for group in self.groups:
-            rotated = group.vectors.mT @ entries(block, group.positions)
+            rotated = group.vectors.mT @ entries(V, group.positions)
             weights = function(group.values).unsqueeze(-1)
             put_entries(result, group.positions, group.vectors @ (weights * rotated))
-        return result.reshape(V.shape)
+        return result
 
 
 def block_jacobi(

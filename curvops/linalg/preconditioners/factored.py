@@ -14,17 +14,18 @@ into one.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.vectors import Vectors, as_columns, combine, gram
+from curvops.linalg.core.vectors import Vectors, as_columns, combine, gram, shaped_as
 
-Function = Callable[[Vectors], Vectors]
+Filter: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
@@ -54,8 +55,42 @@ class FactoredPreconditioner(Protocol):
         """A positive c with P^-½ B P^-½ ≥ c I for the matrix B ≥ level · I that P was made for."""
 
 
+class FilteredPreconditioner(ABC):
+    """P by its functions: P⁻¹, P^-½ and P^½ as a filter of its eigenvalues, on vectors (n,) or blocks (n, k)."""
+
+    matvecs: int
+
+    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P⁻¹V for a vector or a block."""
+        return shaped_as(self._filtered(torch.reciprocal, as_columns(V)), V)
+
+    def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P^-½V for a vector or a block."""
+        return shaped_as(self._filtered(torch.rsqrt, as_columns(V)), V)
+
+    def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
+        """P^½V for a vector or a block."""
+        return shaped_as(self._filtered(torch.sqrt, as_columns(V)), V)
+
+    def floor(self, level: float) -> float:
+        """Level over the largest eigenvalue of P: of B itself no more is known than B ≥ level."""
+        return level / self.bounds()[1]
+
+    @abstractmethod
+    def logdet(self) -> Float[Tensor, ""]:
+        """Log det P, exact."""
+
+    @abstractmethod
+    def bounds(self) -> tuple[float, float]:
+        """A lower and an upper bound of the eigenvalues of P, attained where they are known."""
+
+    @abstractmethod
+    def _filtered(self, function: Filter, V: Float[Vectors, "n k"]) -> Float[Vectors, "n k"]:
+        """function(P) V for function one of torch.reciprocal, rsqrt and sqrt."""
+
+
 @dataclass(frozen=True, eq=False)
-class LowRankPreconditioner:
+class LowRankPreconditioner(FilteredPreconditioner):
     """P = U diag(values) Uᵀ + level (I − UUᵀ), from an approximation Â = U diag(eigenvalues) Uᵀ ≤ A.
 
     Rank 0 is a multiple of the identity.
@@ -67,20 +102,8 @@ class LowRankPreconditioner:
     level: float
     matvecs: int = 0
 
-    def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P⁻¹V for a vector or a block."""
-        return self._filtered(torch.reciprocal, V)
-
-    def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P^-½V for a vector or a block."""
-        return self._filtered(torch.rsqrt, V)
-
-    def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P^½V for a vector or a block."""
-        return self._filtered(torch.sqrt, V)
-
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
+        """Log det P."""
         return self.values.log().sum() + (self.U.shape[0] - len(self.values)) * math.log(self.level)
 
     def bounds(self) -> tuple[float, float]:
@@ -97,11 +120,10 @@ class LowRankPreconditioner:
             ratios.append(float(((self.eigenvalues + level) / (2 * self.values)).amin()))
         return min(ratios)
 
-    def _filtered(self, function: Callable[[Tensor], Tensor], V: Vectors) -> Vectors:
+    def _filtered(self, function: Filter, V: Vectors) -> Vectors:
         outside = float(function(torch.tensor(self.level, dtype=torch.float64)))
         scaled = V if outside == 1 else V * outside
         if not len(self.values):
             return scaled
         weights = function(self.values) - outside
-        found = as_columns(scaled) + combine(self.U, weights[:, None] * gram(self.U, as_columns(V)))
-        return found if V.ndim == 2 else found.squeeze(1)
+        return scaled + combine(self.U, weights[:, None] * gram(self.U, V))

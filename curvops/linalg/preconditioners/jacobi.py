@@ -19,26 +19,15 @@ from torch import Tensor
 from curvops.linalg.core.entries import diagonal_of
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Matrix, describe_square
+from curvops.linalg.preconditioners.factored import Filter, FilteredPreconditioner
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalPreconditioner:
+class DiagonalPreconditioner(FilteredPreconditioner):
     """P = diag(entries), all positive."""
 
     entries: Float[Tensor, " n"]
     matvecs: int = 0
-
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P⁻¹V for a vector or a block."""
-        return V / self._against(V, self.entries)
-
-    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^-½V for a vector or a block."""
-        return V * self._against(V, self.entries.rsqrt())
-
-    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^½V for a vector or a block."""
-        return V * self._against(V, self.entries.sqrt())
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P, exact."""
@@ -48,12 +37,10 @@ class DiagonalPreconditioner:
         """The smallest and the largest entry."""
         return float(self.entries.amin()), float(self.entries.amax())
 
-    def floor(self, level: float) -> float:
-        """Level over the largest entry: of B itself no more is known than B ≥ level."""
-        return level / self.bounds()[1]
-
-    def _against(self, V: Tensor, weights: Tensor) -> Tensor:
-        return weights if V.ndim == 1 else weights.unsqueeze(-1)
+    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
+        if function is torch.reciprocal:
+            return V / self.entries.unsqueeze(-1)  # rounded once
+        return V * function(self.entries).unsqueeze(-1)
 
 
 def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int = 0.0) -> DiagonalPreconditioner:

@@ -12,31 +12,19 @@ from torch import Tensor
 
 from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.preconditioners.block_jacobi import block_jacobi
-from curvops.linalg.preconditioners.factored import FactoredPreconditioner, Function
+from curvops.linalg.preconditioners.factored import FactoredPreconditioner, Filter, FilteredPreconditioner
 
 METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
 
 
 @dataclass(frozen=True, eq=False)
-class ClosedFormPreconditioner:
+class ClosedFormPreconditioner(FilteredPreconditioner):
     """P, an operator whose solves, symmetric inverse root and log-determinant are known in closed form."""
 
     operator: LinearOperator
     form: Any
     extremes: tuple[float, float]
     matvecs: int = 0
-
-    def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P⁻¹V for a vector or a block."""
-        return self._by_block(self.form.solve, V)
-
-    def sqrt_inverse(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^-½V for a vector or a block."""
-        return self._by_block(self.form.inverse_root, V)
-
-    def sqrt(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """P^½V = P (P^-½V)."""
-        return self._by_block(lambda block: self.operator._matmul(self.form.inverse_root(block)), V)
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P, exact."""
@@ -46,13 +34,12 @@ class ClosedFormPreconditioner:
         """The smallest and largest eigenvalue where the form knows them, else 0 and the trace of P."""
         return self.extremes
 
-    def floor(self, level: float) -> float:
-        """Level over a bound of the largest eigenvalue of P."""
-        return level / self.extremes[1]
-
-    def _by_block(self, function: Function, V: Tensor) -> Tensor:
+    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
         with torch.no_grad():
-            return function(V.reshape(len(V), -1)).reshape(V.shape)
+            if function is torch.reciprocal:
+                return self.form.solve(V)
+            root = self.form.inverse_root(V)
+            return root if function is torch.rsqrt else self.operator._matmul(root)
 
 
 def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditioner:

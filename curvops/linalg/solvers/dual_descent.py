@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor
 
 from curvops.linalg.core.entries import rows
 from curvops.linalg.core.limits import check_generator

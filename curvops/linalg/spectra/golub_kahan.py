@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.vectors import Description, as_block, empty_block, part
+from curvops.linalg.core.vectors import Description, Vectors, as_block, empty_block, part
 from curvops.linalg.spectra.basis import Basis
 from curvops.linalg.spectra.projection import DROPPED, Counted, Projection, rotation
 
@@ -22,7 +22,7 @@ class GolubKahan(Projection):
         multiply: Counted,
         adjoint: Counted,
         left: Description,
-        start: Float[Tensor, "n b"],
+        start: Float[Vectors, "n b"],
         capacity: int,
         generator: torch.Generator | None,
     ) -> None:
@@ -80,7 +80,7 @@ class GolubKahan(Projection):
         return self.multiply.matvecs + self.adjoint.matvecs
 
     @property
-    def settled_left(self) -> Float[Tensor, "m k"]:
+    def settled_left(self) -> Float[Vectors, "m k"]:
         """The left vectors of the locked triplets."""
         return part(self.left.store, 0, self.locked)
 

@@ -19,7 +19,19 @@ import torch
 from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
-from curvops.linalg.core.vectors import CHUNK, Matrix, columns, describe, inner, norm, part, product, random_block
+from curvops.linalg.core.vectors import (
+    CHUNK,
+    Matrix,
+    Vectors,
+    columns,
+    describe,
+    inner,
+    norm,
+    part,
+    product,
+    random_block,
+    zero_block,
+)
 from curvops.linalg.solvers.systems import iterations_allowed
 from curvops.linalg.spectra.block_lanczos import BESIDE
 from curvops.linalg.spectra.eigsh import ROUNDING, basis_columns, verdicts
@@ -95,17 +107,18 @@ def svds(
     return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
 
 
-def _sizes(process: GolubKahan, U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
     """Singular values and true residuals of pairs of vectors, a block at a time where they are long."""
     values, residuals = [], []
-    width = max(process.block_size, CHUNK // max(len(U), len(V)))
+    width = max(process.block_size, CHUNK // max(U.shape[0], V.shape[0]))
     for start in range(0, V.shape[1], width):
         u, v = part(U, start, start + width), part(V, start, start + width)
         image = process.multiply(v)
         values.append(inner(u, image).abs())
-        right = norm(image - u * values[-1].to(u))
+        scale = values[-1].to(u.dtype)
+        right = norm(image - u * scale)
         del image
-        left = norm(process.adjoint(u) - v * values[-1].to(v))
+        left = norm(process.adjoint(u) - v * scale)
         residuals.append((right.square() + left.square()).sqrt())
     return torch.cat(values), torch.cat(residuals)
 
@@ -118,7 +131,7 @@ def _certified(process: GolubKahan, k: int, which: str, rtol: float, reason: Rea
     """Singular values, true residuals and reasons, in order; NaN where a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
-        U, V = (torch.full((k, len(X)), math.nan, dtype=X.dtype, device=X.device).mT for X in (U, V))
+        U, V = (zero_block(X, k) + math.nan for X in (U, V))
         nothing = norm(V)
         return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs)
     values, residuals = _sizes(process, U, V)

@@ -4,16 +4,20 @@ import pytest
 import torch
 
 from curvops.linalg import (
+    apply_function,
     block_lanczos,
     cg,
     dual_descent,
     eigsh,
+    inverse_sqrt,
     lanczos,
     logdet,
     lsmr,
     minres,
     nystrom,
     spectral_quadrature,
+    sqrt,
+    svds,
 )
 from curvops.linalg.core.orthogonal import independent_basis, tall_qr
 from curvops.linalg.core.results import Reason
@@ -181,6 +185,29 @@ def test_eigsh_with_restarts(which):
     V = joined(found.vectors)
     assert bool(((A @ V - V * found.values).norm(dim=0) <= 1e-9 * found.values.abs()).all())
     same(norm(found.vectors), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("tall", [True, False])
+def test_svds(tall):
+    A = DECAYING[:, :120] if tall else DECAYING[:120]
+    expected, found = (svds(matrix, 3, rtol=1e-9, generator=seeded()) for matrix in (A, SplitMatrix.of(A)))
+    same(found.values, expected.values)
+    assert expected.reasons == found.reasons == (Reason.CONVERGED,) * 3 and found.matvecs == expected.matvecs
+    U, V = joined(found.U), joined(found.V)
+    assert bool(((A @ V - U * found.values).norm(dim=0) <= 1e-9 * found.values).all())
+    assert bool(((A.mT @ U - V * found.values).norm(dim=0) <= 1e-9 * found.values).all())
+
+
+@pytest.mark.parametrize("function", [sqrt, inverse_sqrt, lambda A, B, **o: apply_function(A, torch.exp, B, **o)])
+def test_functions(function):
+    A = symmetric(torch.linspace(1, 40, N, dtype=torch.float64))
+    B = torch.randn(N, 4, dtype=torch.float64, generator=seeded())
+    B[:, 2], B[7, 1] = 0, float("nan")
+    expected, found = function(A, B, rtol=1e-10), function(SplitMatrix.of(A), split(B), rtol=1e-10)
+    R = (Reason.CONVERGED, Reason.NON_FINITE, Reason.ZERO_RIGHT_HAND_SIDE, Reason.CONVERGED)
+    assert found.reasons == expected.reasons == R and found.matvecs == expected.matvecs
+    assert bool(joined(found.value)[:, 1].isnan().all())
+    same(Split(*(piece[:, [0, 2, 3]] for piece in found.value.pieces)), expected.value[:, [0, 2, 3]])
 
 
 @pytest.mark.parametrize("rank", [None, 30])
