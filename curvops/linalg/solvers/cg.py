@@ -333,7 +333,7 @@ class ConjugateGradients:
         return Reason.STAGNATION if self.records.idle(column) > self.records.patience else None
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """What a stop shows of the operator, from the best true residual and the least backward error."""
+        """The reason of a stop, from the best true residual and the least backward error."""
         records = self.records
         best, least = records.best[column], min(records.backward[column], self.nearest[column])
         if best <= records.rtol:

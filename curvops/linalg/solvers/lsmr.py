@@ -331,7 +331,7 @@ class LeastSquares:
         return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """What a stop shows of the problem, from the best answer."""
+        """The reason of a stop, from the best answer."""
         if self.solved(column):
             return Reason.CONVERGED
         if reason in UNDECIDED and self.records.limited(column):

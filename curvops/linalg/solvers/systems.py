@@ -1,4 +1,4 @@
-"""Systems A X = B as solvers take them: checked, of unit norm, as many at a time as fit, and put together again."""
+"""Systems A X = B as solvers take them: arguments checked, columns of unit norm, as many at a time as fit."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def precision_limited(residual: float, backward: float, level: float) -> bool:
 
 
 def grown(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
-    """The estimate of ‖A‖ after products of these norms with vectors of these; what is not finite says nothing."""
+    """The estimate of ‖A‖ from the norms of products and of the vectors multiplied; those not finite are ignored."""
     return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
 
 
@@ -100,7 +100,7 @@ class Records:
         put(self.X, column, x)
 
     def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
-        """``size`` is what should fall; ``ended``: the recurrence is at its end; ``null``: r is a null vector."""
+        """``size`` should fall; ``ended``: the recurrence cannot improve it further; ``null``: r is a null vector."""
         if ended and size < 0.5 * self.reference[column]:
             self.reference[column] = size
             return Verdict.RESTART
@@ -114,7 +114,7 @@ class Records:
         return precision_limited(self.best[column], self.backward[column], self.level)
 
     def stop(self, column: int, reason: Reason) -> None:
-        """Give a column its reason: what a stop shows of the operator, from the best answer."""
+        """Set a column's reason from its best answer and that answer's backward error."""
         if self.best[column] <= self.rtol:
             reason = Reason.CONVERGED
         elif reason in UNDECIDED and self.limited(column):
