@@ -93,7 +93,7 @@ def lsmr(
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         system = UnitSystems.of(part, start, facts)
-        run = LeastSquares(operator, system, start is not None, consistent, float(rtol), most, callback)
+        run = Bidiagonalisation(operator, system, start is not None, consistent, float(rtol), most, callback)
         run.solve()
         return system.solution(run.records, least_squares=True)
 
@@ -154,7 +154,7 @@ class Augmented:
         return Stacked(B - image.top, None if image.below is None else image.below * -1.0)
 
 
-class LeastSquares:
+class Bidiagonalisation:
     """K problems with right-hand sides of unit norm in lock-step, of which those in ``active`` have no reason yet.
 
     Damping is a second block of rows below A, so that every problem is of one form and may be begun anew from any x.
