@@ -31,7 +31,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.dense_sizes import DENSE_TENSOR, FEW_ROWS
 from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.symmetry import is_known_psd
@@ -55,6 +54,10 @@ from curvops.linalg.solvers.systems import Preconditioner
 from curvops.progress import Progress, at_work, check_progress
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
+DENSE_TENSOR = 2048
+"""Rows up to which a tensor, which is there already, is factorised."""
+FEW_ROWS = 256
+"""Rows up to which a foreign operator is formed."""
 MOST_COLUMNS = 128
 """Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
 
