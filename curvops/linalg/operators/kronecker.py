@@ -220,14 +220,19 @@ class Kronecker(_Grouped):
         return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """The same operator in another dtype or on another device."""
-        target = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        """The same operator in another dtype or on another device; in float64 with all that is known of the factors."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
 
         def change(tensor: Tensor) -> Tensor:
-            return tensor.to(device=target[0], dtype=target[1])
+            return tensor.to(device=device, dtype=dtype)
 
-        details = tuple(one.map(change, change) for one in self.details)
-        return Kronecker(change(self.left), change(self.right), details=(details[0], details[1]))
+        def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
+            if dtype == torch.float64 and factor.ndim == 3:
+                return change(_in_double(factor, known)), Details(None, known.map(change, change).root, known.rounding)
+            return change(factor), known.map(change, change)
+
+        (left, of_left), (right, of_right) = map(converted, (self.left, self.right), self.details)
+        return Kronecker(left, right, details=(of_left, of_right))
 
     def eigen(self) -> EigenKronecker:
         """U diag(values) Uᵀ from the eigendecompositions of the factors, g·(p³ + q³) operations; it is kept.
