@@ -59,9 +59,9 @@ class KFAC(OfLinearization, LayerBlocks):
     model is refused. Layers that share weights have one block. bias="separate" gives a bias the block B of its own and
     leaves out what it shares with its weight: the two may then have different prior precisions.
 
-    Factors of up to 512 rows are summed in float64 whatever the data's dtype, and wider ones of fewer rows than that
-    keep these rows, so that small eigenvalues are accurate; for others, a `PrecisionLimit` warning says when the prior
-    precision is below the rounding of single precision.
+    Eigenvalues of factors with up to 512 columns come from sums in float64 whatever the data's dtype, those of wider
+    factors, where they are sums of fewer rows than columns, from these rows: small ones are accurate. For others, a
+    `PrecisionLimit` warning says when the prior precision is below the rounding of single precision.
 
     Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
     computed once: products, solves, log-determinants, samples. `heuristic_damping` gives Martens & Grosse's factored
