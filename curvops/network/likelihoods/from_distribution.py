@@ -141,8 +141,11 @@ class FromDistribution(Likelihood):
         return self._score(self.distribution(f), f, y)
 
     def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
+        base = _base(found)
         try:
-            log_p = _base(found).log_prob(y)
+            if not base._validate_args:  # torch.compile turns torch's own check off, for the whole process
+                base._validate_sample(y)
+            log_p = base.log_prob(y)
         except NotImplementedError as error:
             raise TypeError(
                 f"{self!r} gives a {type(found).__name__}, which has no log_prob(); use a distribution that has one, "

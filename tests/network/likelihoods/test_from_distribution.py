@@ -258,6 +258,15 @@ def test_what_does_not_fit_the_targets_is_refused_by_linearize(
         co.linearize(nn.Linear(2, C), (normal(5, 2).float(), targets), function)
 
 
+def test_targets_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile turns the checks of all distributions off."""
+    monkeypatch.setattr(Distribution, "_validate_args", False)
+    with pytest.raises(ValueError, match="support"):
+        co.linearize(
+            nn.Linear(2, C), (normal(5, 2).float(), -torch.ones(5)), lambda f: distributions.Poisson(f[:, 0].exp())
+        )
+
+
 def test_positions_of_a_sequence_are_scored_by_linearize() -> None:
     data = normal(5, 4, 2).float(), torch.zeros(5, 4)
     with pytest.raises(ValueError, match=r"a Normal over targets of shape \(8, 3\); given \(8,\)"):
