@@ -96,16 +96,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
     if isinstance(A, Tensor):
         dense = A.detach()
         return lambda V: dense @ V
-    multiply = A._matmul
-
-    def apply(V: Tensor) -> Tensor:
-        if not V.shape[1]:
-            return V.new_empty(A.shape[0], 0)
-        with torch.no_grad():
-            result: Tensor = multiply(V)
-        return result.detach()
-
-    return apply
+    return _without_graph(A._matmul, A.shape[0])
 
 
 @counting
@@ -115,13 +106,15 @@ def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
     if isinstance(A, Tensor):
         dense = A.detach().mT
         return lambda U: dense @ U
-    multiply = A._t_matmul
+    return _without_graph(A._t_matmul, A.shape[1])
 
-    def apply(U: Tensor) -> Tensor:
-        if not U.shape[1]:
-            return U.new_empty(A.shape[1], 0)
+
+def _without_graph(multiply: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
+    def apply(block: Tensor) -> Tensor:
+        if not block.shape[1]:
+            return block.new_empty(rows, 0)
         with torch.no_grad():
-            result: Tensor = multiply(U)
+            result = multiply(block)
         return result.detach()
 
     return apply
