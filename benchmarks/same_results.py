@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
 from curvops import linalg
+from curvops.cli.bench.spectra import flat, geometric, log_spaced, powers, step, symmetric
+from curvops.cli.demo.digits import Split
+from curvops.cli.demo.network import fit, perceptron
 
 ROUNDING = 1e-8
 N = 300
@@ -30,22 +33,16 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def spectra() -> dict[str, Tensor]:
-    k = torch.arange(1, N + 1, dtype=torch.float64)
-    return {
-        "k⁻²": k**-2.0,
-        "0.9ᵏ": 0.9**k,
-        "step": torch.where(k <= 30, 100.0, 1.0).double(),
-        "flat": 1 + 2 * k / N,
-        "κ = 1e6": torch.logspace(0, -6, N, dtype=torch.float64),
-        "indefinite": torch.linspace(-1, 3, N, dtype=torch.float64),
+def matrices() -> dict[str, Tensor]:
+    spectra = {
+        "k⁻²": powers(N, -2),
+        "0.9ᵏ": geometric(N, 0.9),
+        "step": step(N, 30, 100, 1),
+        "flat": flat(N, 1, 3),
+        "κ = 1e6": log_spaced(N, 1e6),
+        "indefinite": flat(N, -1, 3),
     }
-
-
-def with_spectrum(values: Tensor) -> Tensor:
-    Q = torch.linalg.qr(torch.randn(N, N, generator=seeded(7), dtype=torch.float64)).Q
-    A = (Q * values) @ Q.mT
-    return (A + A.mT) / 2
+    return {name: symmetric(values, 7) for name, values in spectra.items()}
 
 
 Call = Callable[[], Any]
@@ -101,17 +98,7 @@ def of_network() -> Iterator[tuple[str, Call]]:
     x = torch.randn(60, 5, generator=g, dtype=torch.float64)
     y = (x[:, :3] + 0.3 * torch.randn(60, 3, generator=g, dtype=torch.float64)).argmax(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> Any:
-        optimizer.zero_grad()
-        prior = 0.5 * sum(p.square().sum() for p in model.parameters())
-        value: Any = nn.functional.cross_entropy(model(x), y, reduction="sum") + prior
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+    model = fit(perceptron(5, 24, 24, 3).double(), Split(x, y), prior_precision=1.0, steps=300, rate=1e-2)
     lin = co.linearize(model, (x, y), "classification")
     v = torch.randn(lin.num_parameters, 3, generator=g, dtype=torch.float64)
     test = torch.randn(4, 5, generator=g, dtype=torch.float64)
@@ -161,8 +148,8 @@ def digest(tensor: Tensor) -> list[float]:
 def all_results() -> Iterator[tuple[str, dict[str, Any]]]:
     calls = [
         (f"{name}: {what}", call)
-        for name, values in spectra().items()
-        for what, call in of_matrix(with_spectrum(values), bool((values > 0).all()))
+        for name, A in matrices().items()
+        for what, call in of_matrix(A, definite=name != "indefinite")
     ]
     for name, call in [*calls, *of_network()]:
         try:
