@@ -1,7 +1,7 @@
 """The diagonal of a matrix known by its products.
 
 >>> import torch
->>> from curvops.linalg.estimators.diagonal import diagonal
+>>> from curvops.linalg import diagonal
 >>> A = torch.diag(torch.arange(1.0, 501.0) ** -2)
 >>> estimate = diagonal(A, rtol=0.01, generator=torch.Generator().manual_seed(0))
 >>> estimate.reason.name, bool((estimate.value - A.diagonal()).norm() < 0.01 * A.diagonal().norm())

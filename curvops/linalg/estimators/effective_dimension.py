@@ -1,7 +1,7 @@
 """The effective dimension tr (G + A)⁻¹G: how many directions the data determine.
 
 >>> import torch
->>> from curvops.linalg.estimators.effective_dimension import effective_dimension
+>>> from curvops.linalg import effective_dimension
 >>> G = torch.diag(torch.arange(1.0, 501.0) ** -2)
 >>> estimate = effective_dimension(G, 1e-3, generator=torch.Generator().manual_seed(0))
 >>> low, high = estimate.interval()

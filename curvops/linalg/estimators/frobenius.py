@@ -1,7 +1,7 @@
 """The Frobenius norm of a matrix known by its products.
 
 >>> import torch
->>> from curvops.linalg.estimators.frobenius import frobenius_norm
+>>> from curvops.linalg import frobenius_norm
 >>> A = torch.diag(torch.arange(1.0, 501.0) ** -1)
 >>> estimate = frobenius_norm(A, rtol=0.01, generator=torch.Generator().manual_seed(0))
 >>> low, high = estimate.interval()

@@ -1,7 +1,7 @@
 """The log-determinant of a positive definite matrix known by its products.
 
 >>> import torch
->>> from curvops.linalg.estimators.logdet import logdet
+>>> from curvops.linalg import logdet
 >>> G = torch.diag(torch.arange(1.0, 501.0) ** -2)
 >>> grid = logdet(G, shift=torch.tensor([0.01, 0.1, 1.0]), generator=torch.Generator().manual_seed(0))
 >>> low, high = grid.interval()

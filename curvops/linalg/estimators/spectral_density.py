@@ -1,7 +1,7 @@
 """How the eigenvalues of a symmetric matrix known by its products are spread.
 
 >>> import torch
->>> from curvops.linalg.estimators.spectral_density import spectral_density
+>>> from curvops.linalg import spectral_density
 >>> found = spectral_density(torch.diag(torch.linspace(1.0, 2.0, 50)), generator=torch.Generator().manual_seed(0))
 >>> round(found.integral(), 6), found.reason.name
 (1.0, 'CONVERGED')

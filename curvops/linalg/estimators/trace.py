@@ -1,7 +1,7 @@
 """The trace of a matrix known by its products.
 
 >>> import torch
->>> from curvops.linalg.estimators.trace import trace
+>>> from curvops.linalg import trace
 >>> A = torch.diag(torch.arange(1.0, 501.0) ** -2)
 >>> estimate = trace(A, rtol=0.01, generator=torch.Generator().manual_seed(0))
 >>> low, high = estimate.interval()

@@ -1,7 +1,7 @@
 """f(A) B for a symmetric matrix A known by its products, by Lanczos.
 
 >>> import torch
->>> from curvops.linalg.functions.apply_function import apply_function
+>>> from curvops.linalg import apply_function
 >>> result = apply_function(torch.diag(torch.tensor([1.0, 4.0, 9.0])), torch.sqrt, torch.ones(3))
 >>> result.value.round(decimals=4), result.reasons[0].name
 (tensor([1., 2., 3.]), 'CONVERGED')

@@ -1,7 +1,7 @@
 """A^½ B and A^-½ B for a symmetric positive (semi)definite matrix A known by its products.
 
 >>> import torch
->>> from curvops.linalg.functions.square_roots import inverse_sqrt, sqrt
+>>> from curvops.linalg import inverse_sqrt, sqrt
 >>> A = torch.diag(torch.tensor([1.0, 4.0, 16.0]))
 >>> sqrt(A, torch.ones(3)).value.round(decimals=4)
 tensor([1., 2., 4.])

@@ -1,7 +1,7 @@
 """Solving A X = B for symmetric positive definite A by block conjugate gradients.
 
 >>> import torch
->>> from curvops.linalg.solvers.cg import cg
+>>> from curvops.linalg import cg
 >>> solution = cg(torch.diag(torch.tensor([1.0, 2.0, 4.0])), torch.tensor([1.0, 2.0, 4.0]))
 >>> solution.x.round(decimals=4), solution.reasons[0].name
 (tensor([1., 1., 1.]), 'CONVERGED')

@@ -1,7 +1,7 @@
 """Stochastic dual descent: (K + noise I) α = y from a few rows of K at a time.
 
 >>> import torch
->>> from curvops.linalg.solvers.dual_descent import dual_descent
+>>> from curvops.linalg import dual_descent
 >>> x = torch.linspace(0, 1, 200, dtype=torch.float64)
 >>> K = torch.exp(-50 * (x[:, None] - x).square())
 >>> solution = dual_descent(K, torch.sin(9 * x), noise=1.0, rtol=1e-2, generator=torch.Generator().manual_seed(0))

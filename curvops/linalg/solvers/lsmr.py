@@ -1,7 +1,7 @@
 """Least squares min ‖Ax − b‖² + damp² ‖x‖² for rectangular A, by LSMR.
 
 >>> import torch
->>> from curvops.linalg.solvers.lsmr import lsmr
+>>> from curvops.linalg import lsmr
 >>> A = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
 >>> solution = lsmr(A, torch.tensor([1.0, 2.0, 3.0]))
 >>> solution.x.round(decimals=4), solution.reasons[0].name, bool(solution.relative_residuals[0] > 0.5)

@@ -1,7 +1,7 @@
 """Solving A X = B for symmetric A, indefinite or singular, by the minimum-residual method MINRES-QLP.
 
 >>> import torch
->>> from curvops.linalg.solvers.minres import minres
+>>> from curvops.linalg import minres
 >>> solution = minres(torch.diag(torch.tensor([1.0, -2.0, 0.0])), torch.tensor([1.0, 2.0, 0.0]))
 >>> solution.x.round(decimals=4) + 0.0, solution.reasons[0].name
 (tensor([ 1., -1.,  0.]), 'CONVERGED')

@@ -1,7 +1,7 @@
 """Block Lanczos with full reorthogonalisation: the projection of a symmetric matrix on a block Krylov space.
 
 >>> import torch
->>> from curvops.linalg.spectra.block_lanczos import block_lanczos
+>>> from curvops.linalg import block_lanczos
 >>> A = torch.diag(torch.tensor([2.0, 2.0, 1.0, 1.0]).double())
 >>> run = block_lanczos(A, 2, block_size=2, generator=torch.Generator().manual_seed(0))
 >>> torch.linalg.eigvalsh(run.T).round(decimals=6).tolist(), run.reason.name  # a single vector sees each only once

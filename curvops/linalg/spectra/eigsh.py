@@ -1,7 +1,7 @@
 """A few eigenpairs of a symmetric matrix by thick-restart block Lanczos.
 
 >>> import torch
->>> from curvops.linalg.spectra.eigsh import eigsh
+>>> from curvops.linalg import eigsh
 >>> A = torch.diag(torch.tensor([5.0, 5.0, 5.0, 2.0, 1.0]).double())
 >>> pairs = eigsh(A, 4, generator=torch.Generator().manual_seed(0))
 >>> pairs.values.round(decimals=6).tolist(), pairs.reasons[0].name

@@ -1,7 +1,7 @@
 """A few singular triplets of a rectangular matrix by thick-restart block Golub–Kahan bidiagonalisation.
 
 >>> import torch
->>> from curvops.linalg.spectra.svds import svds
+>>> from curvops.linalg import svds
 >>> A = torch.zeros(4, 3).double()
 >>> A[0, 0], A[1, 1] = 3.0, 2.0
 >>> triplets = svds(A, 2, generator=torch.Generator().manual_seed(0))
