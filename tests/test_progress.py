@@ -125,7 +125,6 @@ ALGORITHMS = {
     "eigsh inside": seeded(linalg.eigsh, DECAYING, 3, "interior", sigma=0.05, rtol=1e-3, max_matvecs=10_000),
     "svds": seeded(linalg.svds, DECAYING[:, :40], 3),
     "lanczos": seeded(linalg.lanczos, DECAYING, 10),
-    "block_lanczos": seeded(linalg.block_lanczos, DECAYING, 4),
     "trace": seeded(linalg.trace, DECAYING, max_matvecs=20),
     "trace exactly": seeded(linalg.trace, DECAYING, method="exact"),
     "trace to a tolerance": seeded(linalg.trace, PRECISION + RIGHT @ RIGHT.mT, method="hutchinson", rtol=0.02),

@@ -46,7 +46,6 @@ from curvops.linalg.solvers.dual_descent import dual_descent
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.solve import method_for, solve
-from curvops.linalg.spectra.block_lanczos import block_lanczos
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
@@ -89,7 +88,6 @@ __all__ = [
     "apply_function",
     "as_preconditioner",
     "block_jacobi",
-    "block_lanczos",
     "cg",
     "cholesky",
     "diagonal_preconditioner",

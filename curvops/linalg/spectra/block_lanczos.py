@@ -1,105 +1,22 @@
 """Block Lanczos with full reorthogonalisation: the projection of a symmetric matrix on a block Krylov space.
 
->>> import torch
->>> from curvops.linalg import block_lanczos
->>> A = torch.diag(torch.tensor([2.0, 2.0, 1.0, 1.0]).double())
->>> run = block_lanczos(A, 2, block_size=2, generator=torch.Generator().manual_seed(0))
->>> torch.linalg.eigvalsh(run.T).round(decimals=6).tolist(), run.reason.name  # a single vector sees each only once
-([1.0, 1.0, 2.0, 2.0], 'BREAKDOWN')
+Source: Golub & Underwood 1977; two passes of Gram–Schmidt as in Giraud et al. 2005.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_limits
-from curvops.linalg.core.memory import working
-from curvops.linalg.core.results import Reason
-from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import noticed_skew
-from curvops.linalg.core.vectors import (
-    Description,
-    Matrix,
-    Vectors,
-    as_block,
-    describe_square,
-    largest,
-    random_block,
-)
-from curvops.linalg.spectra.projection import DROPPED, Counted, Projection, rotation
-from curvops.progress import Progress, at_work
+from curvops.linalg.core.vectors import Description, Vectors, as_block, largest, random_block
+from curvops.linalg.spectra.projection import DROPPED, Projection, rotation
 
 # Blocks of vectors held beside the basis in a step.
 BESIDE = 4
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class BlockLanczosResult(Summarised):
-    """A Q = Q T + V C with orthonormal [Q V]; T (symmetric, banded but for rounding) and C are float64 on the host.
-
-    ``reason`` is CONVERGED for the steps asked for, BREAKDOWN for an invariant subspace (V has no columns), RANK_CAPPED
-    for a memory budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns),
-    NOT_SYMMETRIC for an A that is not: then T is not QᵀAQ.
-    """
-
-    Q: Float[Vectors, "n m"]
-    T: Float[Tensor, "m m"]
-    V: Float[Vectors, "n r"]
-    C: Float[Tensor, "r m"]
-    reason: Reason
-    matvecs: int
-
-
-def block_lanczos(
-    A: Matrix,
-    steps: int,
-    *,
-    start: Float[Vectors, "n b"] | None = None,
-    block_size: int | None = None,
-    generator: torch.Generator | None = None,
-    memory_budget: int | None = None,
-    progress: Progress = None,
-) -> BlockLanczosResult:
-    """Project symmetric A on the block Krylov space of ``start``, or of ``block_size`` (4) random vectors.
-
-    Dependent directions, of the start too, are dropped: the block then shrinks. Costs at most ``steps`` block products
-    and keeps steps × b vectors; ``memory_budget`` (bytes) caps them. ``progress`` is as in `cg`.
-
-    Raises:
-        ValueError: A is not square, steps or block_size is not positive, or ``start`` does not fit, is zero or not
-            finite.
-
-    Source: Golub & Underwood 1977; two passes of Gram–Schmidt as in Giraud et al. 2005.
-    """
-    facts = describe_square(A)
-    n = facts.rows
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
-    check_limits(memory_budget=memory_budget)
-    block = start_block(facts, start, min(4, n) if block_size is None else block_size, generator)
-    wanted = min(steps * block.shape[1], n)
-    with at_work("block_lanczos", wanted, progress, A), working(A, memory_budget) as (multiply, room):
-        within = columns_within(room, n, n * facts.dtype.itemsize, block.shape[1])
-        capacity = min(wanted, max(block.shape[1], within))
-        run = BlockLanczos(Counted(multiply), block, capacity + block.shape[1], generator, inject=False)
-        done = 0
-        while done < steps and run.width < capacity and run.pending.shape[1] and not run.failed:
-            run.step()
-            done += 1
-    if run.failed:
-        reason = Reason.NON_FINITE
-    elif run.skewed:
-        reason = Reason.NOT_SYMMETRIC
-    elif not run.pending.shape[1]:
-        reason = Reason.BREAKDOWN
-    else:
-        reason = Reason.CONVERGED if done == steps else Reason.RANK_CAPPED
-    return BlockLanczosResult(run.basis.columns, run.T * run.scale, run.pending, run.C * run.scale, reason, run.matvecs)
 
 
 def start_block(

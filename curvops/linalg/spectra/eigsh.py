@@ -118,7 +118,7 @@ def eigsh(
         if most < k + b:
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
         inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
-        process = BlockLanczos(inverse or Counted(multiply), block, capacity, generator, inject=True)
+        process = BlockLanczos(inverse or Counted(multiply), block, capacity, generator)
         search = Search(
             process,
             "magnitude" if which == "interior" else cast(Which, which),

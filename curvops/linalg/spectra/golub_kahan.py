@@ -26,7 +26,7 @@ class GolubKahan(Projection):
         capacity: int,
         generator: torch.Generator | None,
     ) -> None:
-        super().__init__(multiply, start, capacity, generator, inject=True)
+        super().__init__(multiply, start, capacity, generator)
         self.adjoint = adjoint
         self.left = Basis(empty_block(left, 0), min(capacity, self.n), generator)
         self.X = self.Y

@@ -34,19 +34,14 @@ class Projection(ABC):
 
     The residual of a Ritz pair is P C y. All are in units of ``scale``; the small matrices T and C are on the host. The
     first ``locked`` columns of the basis are settled: everything is orthogonal to them, and T and C leave them out.
-    With ``inject`` random directions take the place of dropped ones, so that the search goes on past an invariant
-    subspace and multiple eigenvalues are met more than once.
+    Random directions take the place of dropped ones, so that the search goes on past an invariant subspace and multiple
+    eigenvalues are met more than once.
     """
 
     def __init__(
-        self,
-        multiply: Counted,
-        start: Float[Vectors, "n b"],
-        capacity: int,
-        generator: torch.Generator | None,
-        inject: bool,
+        self, multiply: Counted, start: Float[Vectors, "n b"], capacity: int, generator: torch.Generator | None
     ) -> None:
-        self.multiply, self.inject = multiply, inject
+        self.multiply = multiply
         self.n, self.block_size = start.shape
         self.eps = torch.finfo(start.dtype).eps
         self.basis = Basis(start, min(capacity, self.n), generator)
@@ -55,9 +50,8 @@ class Projection(ABC):
         self.failed = False
         self.T = self.C = self.Y = torch.zeros(0, 0, dtype=torch.float64)
         longest = float(norm(start).amax())
-        _, self.pending, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
-        if inject:
-            self.pending = self.basis.fresh(self.block_size, self.pending)
+        _, independent, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
+        self.pending = self.basis.fresh(self.block_size, independent)
         self.C = torch.zeros(self.upcoming, 0, dtype=torch.float64)
 
     @abstractmethod
@@ -146,8 +140,7 @@ class Projection(ABC):
         """Take the residual's coefficients on the new pending block."""
         self.C = torch.cat([torch.zeros(len(R), self.width - R.shape[1], dtype=torch.float64), R], 1)
         self.degree += 1
-        if self.inject:
-            self.refill(self.block_size)
+        self.refill(self.block_size)
 
 
 def rotation(width: int, old: Tensor, Y: Float[Tensor, "m k"]) -> Float[Tensor, "w j"]:

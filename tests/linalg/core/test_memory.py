@@ -118,7 +118,6 @@ def test_draws_in_parts_are_draws_one_after_the_other():
 CAPPED = {
     "nystrom": lambda G: co.linalg.nystrom(G, 40, generator=generator()).reason,
     "lanczos": lambda G: co.linalg.lanczos(G, 100, generator=generator()).reason,
-    "block_lanczos": lambda G: co.linalg.block_lanczos(G, 40, block_size=1, generator=generator()).reason,
     "trace": lambda G: co.linalg.trace(G, max_matvecs=60, generator=generator()).reason,
     "diagonal": lambda G: co.linalg.diagonal(G, max_matvecs=60, generator=generator()).reason,
     "frobenius": lambda G: co.linalg.frobenius_norm(G, max_matvecs=60, generator=generator()).reason,

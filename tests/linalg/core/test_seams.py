@@ -5,7 +5,6 @@ import torch
 
 from curvops.linalg import (
     apply_function,
-    block_lanczos,
     cg,
     dual_descent,
     eigsh,
@@ -161,14 +160,6 @@ def test_lanczos():
     same(found.Q, expected.Q)
     same(found.T, expected.T)
     assert found.reason is expected.reason is Reason.CONVERGED and found.matvecs == expected.matvecs == 12
-
-
-def test_block_lanczos():
-    results = [block_lanczos(A, 5, block_size=3, generator=seeded()) for A in (DECAYING, SplitMatrix.of(DECAYING))]
-    expected, found = results
-    for name in ("Q", "T", "V", "C"):
-        same(getattr(found, name), getattr(expected, name))
-    assert found.reason is expected.reason is Reason.CONVERGED and found.matvecs == expected.matvecs == 15
 
 
 @pytest.mark.parametrize("which", ["largest", "smallest"])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.spectra.block_lanczos import block_lanczos
 from curvops.linalg.spectra.lanczos import LockStep, lanczos
 from tests.linalg.matrices import SPECTRA, symmetric
 
@@ -93,69 +92,3 @@ def test_lock_step_equals_single_runs_and_can_be_extended():
 def test_errors_at_the_door(options, words):
     with pytest.raises(ValueError, match=words):
         lanczos(torch.eye(4), **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize(("block_size", "steps"), [(1, 20), (3, 10), (7, 40)])
-def test_block_identity_and_orthogonality(name, dtype, block_size, steps):
-    A = symmetric(SPECTRA[name]).to(dtype)
-    r = block_lanczos(A, steps, block_size=block_size, generator=generator())
-    Q, V, eps, size = r.Q.double(), r.V.double(), torch.finfo(dtype).eps, float(SPECTRA[name].max())
-    basis = torch.cat([Q, V], 1)
-    eye = torch.eye(basis.shape[1], dtype=torch.float64)
-    torch.testing.assert_close(basis.mT @ basis, eye, rtol=0, atol=30 * eps)
-    torch.testing.assert_close(Q.mT @ A.double() @ Q, r.T, rtol=0, atol=100 * eps * size)
-    torch.testing.assert_close(A.double() @ Q, Q @ r.T + V @ r.C, rtol=0, atol=100 * eps * size)
-    # Banded: a block meets only its neighbours.
-    assert r.T.triu(2 * block_size).abs().max() < 100 * eps * size or r.reason is Reason.BREAKDOWN
-    assert r.matvecs == Q.shape[1] <= 120
-
-
-def test_block_of_one_is_the_single_vector():
-    A, start = symmetric(SPECTRA["kappa 1e4"]), torch.randn(120, 1, dtype=torch.float64)
-    single, block = lanczos(A, 15, start=start[:, 0]), block_lanczos(A, 15, start=start)
-    torch.testing.assert_close(torch.linalg.eigvalsh(block.T), torch.linalg.eigvalsh(single.T), rtol=0, atol=1e-14)
-    torch.testing.assert_close(block.C.norm(), single.residual_norm, rtol=1e-10, atol=0)
-    assert block.reason is single.reason is Reason.CONVERGED
-
-
-def test_block_sees_a_multiple_eigenvalue_once_a_column_and_breaks_down():
-    r = block_lanczos(symmetric(SPECTRA["step"]), 50, block_size=3, generator=generator())
-    assert r.reason is Reason.BREAKDOWN and r.V.shape[1] == 0 and r.matvecs == 6
-    expected = torch.tensor([1.0] * 3 + [100.0] * 3).double()
-    torch.testing.assert_close(torch.linalg.eigvalsh(r.T), expected, rtol=1e-12, atol=0)
-
-
-def test_dependent_start_columns_are_dropped_and_a_short_residual_block_goes_on():
-    A = symmetric(SPECTRA["kappa 1e4"])
-    V = torch.linalg.eigh(A).eigenvectors
-    start = torch.stack([V[:, 0], V.sum(1), 1e-20 * V.sum(1), torch.zeros(120).double()]).mT
-    r = block_lanczos(A, 10, start=start)
-    assert r.matvecs == 11 and r.reason is Reason.CONVERGED  # two columns, of which one is an eigenvector
-    assert (torch.linalg.eigvalsh(r.T) - 1e-4).abs().min() < 1e-14
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_block_at_any_scale(size):
-    A = symmetric(SPECTRA["flat"])
-    r = block_lanczos((A * size).float(), 8, block_size=2, generator=generator())
-    torch.testing.assert_close(r.T / size, r.Q.double().mT @ A @ r.Q.double(), rtol=0, atol=1e-5)
-    assert block_lanczos(torch.zeros(5, 5), 3, block_size=2).reason is Reason.BREAKDOWN
-
-
-def test_block_budget_nan_and_errors():
-    A = symmetric(SPECTRA["flat"])
-    r = block_lanczos(A, 50, block_size=2, memory_budget=120 * 8 * (10 + 4 * 2), generator=generator())
-    assert r.reason is Reason.RANK_CAPPED and r.Q.shape[1] == 10
-    A[0, 0] = math.nan
-    r = block_lanczos(A, 5, block_size=2)
-    assert r.reason is Reason.NON_FINITE and r.Q.shape[1] == 0
-    for options, words in (
-        ({"steps": 0}, "at least 1"),
-        ({"steps": 1, "block_size": 5}, r"1\.\.4"),
-        ({"steps": 1, "start": torch.zeros(4, 2)}, "not zero"),
-        ({"steps": 1, "start": torch.ones(5, 1)}, r"\(4, b\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            block_lanczos(torch.eye(4), **options)
