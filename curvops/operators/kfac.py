@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space
 from curvops.operators.fisher import output_fisher
@@ -132,6 +133,7 @@ class EKFAC(OfLinearization, LayerBlocks):
 
 
 def _stored(lin: Linearization, blocks: list[KroneckerBlock], operators: list[Operator]) -> Stored:
-    positions = tuple(block.positions.to(lin.theta.device) for block in blocks)
+    # Each selected tensor is in one block, whole: nothing to check.
+    positions = whole_partition([block.positions for block in blocks], lin.theta.device)
     names = tuple(block.names for block in blocks)
     return tuple(operators), {"positions": positions, "names": names, **made_of(lin)}

@@ -93,11 +93,12 @@ class NoFactors(UserWarning):
 def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
     blocks: dict[tuple[str, ...], Block] = {}
-    positions = lin.model.selection.positions()
+    positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
     for group in lin.root_rows(fisher, apart=True):
         lefts = group.lefts()
         if group.names not in blocks:
-            blocks[group.names] = Block(group.names, _positions(positions, group, lefts is not None), lin.theta.dtype)
+            places = _positions(positions, group, lefts is not None, partial)
+            blocks[group.names] = Block(group.names, places, lin.theta.dtype)
         block = blocks[group.names]
         if lefts is None:
             _add_exact(block, group, positions, lin.passes.chunk_bytes)
@@ -241,13 +242,16 @@ def check_bias(bias: str) -> None:
         raise ValueError(f"bias={bias!r}; expected 'joint' (one block with the weight) or 'separate'.")
 
 
-def _positions(positions: Blocks, group: Group, kronecker: bool) -> Tensor:
-    """Where a group's entries stand in the flat vector, in the order of its matrix or of its names."""
+def _positions(positions: Blocks, group: Group, kronecker: bool, partial: bool) -> Tensor:
+    """Where a group's entries stand in the flat vector, in the order of its matrix or of its names.
+
+    `partial` says that the selection may take some entries of a tensor and leave others.
+    """
     if not kronecker:
         return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
     assert group.layer is not None
     found = as_matrix(group.layer, positions)
-    if bool((found < 0).any()):
+    if partial and bool((found < 0).any()):
         raise ValueError(
             f"the selection takes some entries of {list(group.names)} but not all: a Kronecker block cannot be split. "
             "Select whole layers by name, or use co.Subnetwork(co.KFAC(lin), indices) of all parameters, or "

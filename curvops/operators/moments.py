@@ -183,7 +183,7 @@ class OuterSum:
     def matrix(self, divisor: int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
         """The sum divided by a number, in a dtype, and what that dtype does not hold. It ends the sum: call it once."""
         if self.rows:
-            rows, self.rows = torch.cat(self.rows, 1), []
+            rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []
             p = rows.shape[-1]
             if rows.shape[1] < p or dtype != torch.float64:
                 total = rows.new_empty(len(rows), p, p)
@@ -213,6 +213,9 @@ def _rows(side: Float[Tensor, "*m g t p"]) -> Float[Tensor, "g m p"]:
 def _add_upper(total: Float[Tensor, "g p p"], rows: Float[Tensor, "g m p"], beta: int) -> None:
     """beta·total + rowsᵀ rows on and above the diagonal, in halves for as long as they are not too small."""
     p = rows.shape[-1]
+    if p < LEAST_SYMMETRIC and rows.shape[1] <= ROWS_A_SUM:
+        total.baddbmm_(rows.mT, rows, beta=beta)
+        return
     if p < LEAST_SYMMETRIC:
         part = _outer_sum(rows)
         total.copy_(part.add_(total) if beta else part)
