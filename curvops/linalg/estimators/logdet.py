@@ -152,7 +152,9 @@ def paired_logdet(
             )
         spent = 0
         if estimated:
-            bound, spent = _estimated_bound(A, min(levels) > 0, budget, generator, memory_budget)
+            with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+                facts = describe_square(A)
+                bound, spent = _estimated_bound(multiply, facts, min(levels) > 0, budget, generator, room)
             levels = [bound + level for level in levels]
         if min(levels) == 0:
             raise ValueError(
@@ -203,7 +205,12 @@ def _of_split(P: Matrix, split: Shifted, **options: Any) -> tuple[Estimate, Pair
 
 
 def _estimated_bound(
-    A: Matrix, shifted: bool, budget: int, generator: torch.Generator | None, memory_budget: int | None
+    multiply: Multiply,
+    facts: Description,
+    shifted: bool,
+    budget: int,
+    generator: torch.Generator | None,
+    memory_budget: int | None,
 ) -> tuple[float, int]:
     """The smallest Ritz value of one start vector less its residual, and the products spent; 0 where a shift is there.
 
@@ -211,10 +218,9 @@ def _estimated_bound(
         NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
         ValueError: it is not clearly positive, and no shift was given.
     """
-    facts = describe_square(A)
     most = min(facts.rows, max(1, budget // 4), MOST_STEPS)
     most = depth_within(most, facts.rows, torch.finfo(facts.dtype).bits // 8, 1, memory_budget)
-    run = LockStep(product(A), random_block(facts, 1, generator=generator), min(most, LEAST))
+    run = LockStep(multiply, random_block(facts, 1, generator=generator), min(most, LEAST))
     while True:
         run.extend(run.capacity)
         check_run(run)
