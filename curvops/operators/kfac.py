@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -13,14 +13,36 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Space
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
+class OfLayerBlocks(OfDirectSum):
+    """The closed form of KFAC or EKFAC plus a prior, which says what to do with a prior that it does not take."""
+
+    def _form(self, i: int, damped: Any) -> ClosedForm:
+        form = super()._form(i, damped)
+        try:
+            form.require_fit()
+        except ValueError:
+            kind = type(self.base).__name__
+            raise ValueError(
+                f"{kind} + prior has a closed form only where the prior precision is one number per layer; it varies "
+                f"within block {i} ({', '.join(self.base.names[i])}). Use one prior precision a layer, {kind} with "
+                'bias="separate" where weights and biases have their own, or a curvature that takes any prior '
+                "precision: DiagonalGGN, low_rank(GGN(lin)), or the GGN itself."
+            ) from None
+        return form
+
+
 class LayerBlocks(DirectSum):
     """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfLayerBlocks
 
     def __init__(
         self,

@@ -236,6 +236,8 @@ def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
         co.laplace(lin, joint, prior, check_mode=False)
     with pytest.raises(ValueError, match='bias="separate"'):
         co.laplace(lin, joint, 1.0, check_mode=False).with_prior(prior)
+    with pytest.raises(ValueError, match=r'block 0 \(0.bias, 0.weight\).*bias="separate"'):
+        joint.add_diagonal(prior).solve(lin.theta)
 
 
 def named(lin: Any) -> dict[str, Tensor]:

@@ -30,7 +30,13 @@ class OfDirectSum(ClosedForm):
         """The closed form of each block."""
         blocks = self.base.blocks
         shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
-        return [_of_block(block.add_diagonal(shift)) for block, shift in zip(blocks, shifts)]
+        return [self._form(i, block.add_diagonal(shift)) for i, (block, shift) in enumerate(zip(blocks, shifts))]
+
+    def _form(self, i: int, damped: Any) -> ClosedForm:
+        form: ClosedForm | None = damped._closed_form()
+        if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+            return OfDense(damped.base, damped.shift)
+        return OfProducts(damped) if form is None else form
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         return self.base.partition.join([part.mT for part in parts]).mT
@@ -39,13 +45,11 @@ class OfDirectSum(ClosedForm):
         return [part.mT for part in self.base.partition.split(block.mT)]
 
     def require_fit(self) -> None:
-        names = getattr(self.base, "names", None)
         for i, form in enumerate(self.forms):
             try:
                 form.require_fit()
             except ValueError as error:
-                of = f" ({', '.join(names[i])})" if names else ""
-                raise ValueError(f"block {i}{of} of {type(self.base).__name__}: {error}") from None
+                raise ValueError(f"block {i} of {type(self.base).__name__}: {error}") from None
 
     def require_definite(self) -> None:
         for form in self.forms:
@@ -97,13 +101,6 @@ class OfProducts(ClosedForm):
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self.base.sqrt_inv_matmul(block)
-
-
-def _of_block(damped: Any) -> ClosedForm:
-    form = damped._closed_form()
-    if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
-        return OfDense(damped.base, damped.shift)
-    return OfProducts(damped) if form is None else form
 
 
 class DirectSum(Operator):

@@ -65,10 +65,9 @@ class OfEigenKronecker(Spectral):
         by_group = self.shift.reshape(self.base.sizes[0], -1)
         if not bool((by_group == by_group[:, :1]).all()):
             raise ValueError(
-                f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group (a "
-                "layer); this d varies within one. Use one prior precision a layer, KFAC or EKFAC with "
-                'bias="separate" where weights and biases have their own, or a curvature that takes any positive d: a '
-                "diagonal approximation (Diagonal), low_rank(...), or the GGN itself."
+                f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group; this d "
+                "varies within one. Give one number per group, or use an approximation that takes any positive d: "
+                "Diagonal or low_rank(...)."
             )
         return by_group.mean(1, keepdim=True)
 

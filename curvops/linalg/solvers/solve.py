@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
 from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.symmetry import is_known_psd
@@ -54,10 +55,6 @@ from curvops.linalg.solvers.systems import Preconditioner
 from curvops.progress import Progress, at_work, check_progress
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
-DENSE_TENSOR = 2048
-"""Rows up to which a tensor, which is there already, is factorised."""
-FEW_ROWS = 256
-"""Rows up to which a foreign operator is formed."""
 MOST_COLUMNS = 128
 """Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
 
@@ -107,7 +104,7 @@ def method_for(A: Matrix) -> Method:
             return "cg"
         if known.symmetric:
             return "minres"
-    elif rows <= (DENSE_TENSOR if isinstance(A, Tensor) else FEW_ROWS):
+    elif rows <= (DENSE_BLOCK if isinstance(A, Tensor) else DENSE_SIZE):
         return "dense"
     return "minres" if len(A.shape) == 2 and seems_symmetric(A) else "lsmr"
 
