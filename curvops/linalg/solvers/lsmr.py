@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -34,7 +35,7 @@ from curvops.linalg.core.vectors import (
     transposed_product,
     zero_block,
 )
-from curvops.linalg.solvers.rotations import ColumnState, ratio, reflection
+from curvops.linalg.solvers.rotations import ColumnState, Numbers, marked, not_finite, on_host, ratio, reflection
 from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solved
 from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
 from curvops.progress import Progress
@@ -217,7 +218,7 @@ class Bidiagonalisation:
         self.records.matvecs += v.shape[1]
         alpha = norm(v)
         v = v / self.positive(alpha)
-        alpha, beta = torch.stack([alpha, beta]).cpu()
+        alpha, beta = on_host(alpha, beta)
         self.norm_A = max([self.norm_A, *(a for a in alpha.tolist() if a < math.inf)])
         return u, v, Bidiagonal.start(alpha, beta)
 
@@ -231,13 +232,13 @@ class Bidiagonalisation:
         self.records.record(self.active, s.normr.tolist())
         small = s.normr <= self.trigger
         if not self.consistent:
-            small |= s.zetabar.abs() <= self.trigger * self.norm_A * s.normr
-        return set(small.nonzero().squeeze(1).tolist())
+            small |= np.abs(s.zetabar) <= self.trigger * self.norm_A * s.normr
+        return marked(small)
 
     def step(self) -> tuple[set[int], set[int]]:
         """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
         image = self.operator.push(self.v)
-        u = image.less(self.u, self.scalars.alpha.to(self.B.device, self.B.dtype))
+        u = image.less(self.u, torch.from_numpy(self.scalars.alpha).to(self.B.device, self.B.dtype))
         self.records.iteration += 1
         beta = u.norm()
         u = u / self.positive(beta)
@@ -245,20 +246,22 @@ class Bidiagonalisation:
         self.records.matvecs += 2 * len(self.active)
         alpha = norm(v)
         v = v / self.positive(alpha)
-        packet = torch.stack([alpha, beta, image.norm()]).cpu()
-        broken = set((~torch.isfinite(packet).all(0)).nonzero().squeeze(1).tolist())
+        packet = on_host(alpha, beta, image.norm())
+        broken = not_finite(packet)
         if broken:
             return set(), broken
-        alpha, beta, images = packet
-        self.norm_A = max(self.norm_A, float(torch.maximum(images, torch.hypot(alpha, beta)).amax()))
-        in_hbar, in_x, in_h = self.scalars.advance(alpha, beta).to(self.B.device)
+        a, b, images = packet
+        self.norm_A = max(self.norm_A, float(np.maximum(images, np.hypot(a, b)).max()))
+        with np.errstate(all="ignore"):  # true residuals tell
+            weights = self.scalars.advance(a, b)
+        in_hbar, in_x, in_h = torch.from_numpy(weights).to(self.B.device)
         self.hbar = plus(self.h, self.hbar, -in_hbar)
         axpy(self.x, self.hbar, in_x)
         self.h = plus(v, self.h, -in_h)
         self.u, self.v = u, v
-        ended = torch.minimum(alpha, beta) <= 10 * self.eps * self.norm_A
-        ended |= self.scalars.zetabar.abs() <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
-        return set(ended.nonzero().squeeze(1).tolist()), set()
+        ended = np.minimum(a, b) <= 10 * self.eps * self.norm_A
+        ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
+        return marked(ended), set()
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
         """Look at true residuals and Aᵀr, a product each; columns stop with a reason, begin anew, or go on."""
@@ -348,14 +351,14 @@ class Bidiagonalisation:
         self.u.put(index, u)
         for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(index)))):
             put_columns(block, index, value)
-        self.scalars.put(index, scalars)
+        self.scalars.put(index.tolist(), scalars)
 
     def shrink(self) -> None:
         """Drop the columns that have a reason."""
         kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
         where = torch.tensor(kept, dtype=torch.long)
         self.active = [self.active[j] for j in kept]
-        self.u, self.scalars = self.u.select(where), self.scalars.select(where)
+        self.u, self.scalars = self.u.select(where), self.scalars.select(kept)
         self.v, self.h, self.hbar, self.x = (columns(block, where) for block in (self.v, self.h, self.hbar, self.x))
 
 
@@ -363,29 +366,29 @@ class Bidiagonalisation:
 class Bidiagonal(ColumnState):
     """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; as `QLP` otherwise."""
 
-    alpha: Tensor
-    alphabar: Tensor
-    rho: Tensor
-    rhobar: Tensor
-    cbar: Tensor
-    sbar: Tensor
-    zeta: Tensor
-    zetabar: Tensor
-    betadd: Tensor
-    betad: Tensor
-    rhodold: Tensor
-    tautilde: Tensor
-    thetatilde: Tensor
-    normr: Tensor
+    alpha: Numbers
+    alphabar: Numbers
+    rho: Numbers
+    rhobar: Numbers
+    cbar: Numbers
+    sbar: Numbers
+    zeta: Numbers
+    zetabar: Numbers
+    betadd: Numbers
+    betad: Numbers
+    rhodold: Numbers
+    tautilde: Numbers
+    thetatilde: Numbers
+    normr: Numbers
 
     @classmethod
-    def start(cls, alpha: Float[Tensor, " k"], beta: Float[Tensor, " k"]) -> Bidiagonal:
+    def start(cls, alpha: Numbers, beta: Numbers) -> Bidiagonal:
         """Before the first step: β u = r, α v = Aᵀu."""
-        one, slope = torch.ones_like(beta), alpha * beta
+        one, slope = np.ones_like(beta), alpha * beta
         known = {"alpha": alpha, "alphabar": alpha, "zetabar": slope, "betadd": beta, "normr": beta}
         return cls.beginning(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
 
-    def advance(self, alpha: Tensor, beta: Tensor) -> Tensor:
+    def advance(self, alpha: Numbers, beta: Numbers) -> Numbers:
         """Take in β_{k+1} and α_{k+1}: the weights of hbar in itself, of hbar in x, and of h in the next h."""
         rhoold, rhobarold, zetaold = self.rho, self.rhobar, self.zeta
         c, s, self.rho = reflection(self.alphabar, beta)
@@ -402,9 +405,9 @@ class Bidiagonal(ColumnState):
         self.betad = -stilde * self.betad + ctilde * betahat
         self.tautilde = ratio(zetaold - thetatildeold * self.tautilde, rhotilde)
         taud = ratio(self.zeta - self.thetatilde * self.tautilde, self.rhodold)
-        self.normr = torch.hypot(self.betad - taud, self.betadd)
+        self.normr = np.hypot(self.betad - taud, self.betadd)
         self.alpha = alpha
-        return torch.stack(
+        return np.stack(
             [
                 ratio(thetabar * self.rho, rhoold * rhobarold),
                 ratio(ratio(self.zeta, self.rho), self.rhobar),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -34,7 +35,17 @@ from curvops.linalg.core.vectors import (
     put_columns,
     zero_block,
 )
-from curvops.linalg.solvers.rotations import ColumnState, ratio, reflection
+from curvops.linalg.solvers.rotations import (
+    ColumnState,
+    Marks,
+    Numbers,
+    marked,
+    not_finite,
+    on_host,
+    positive,
+    ratio,
+    reflection,
+)
 from curvops.linalg.solvers.systems import (
     Callback,
     Preconditioner,
@@ -175,10 +186,10 @@ class MinimalResiduals:
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
         self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
         self.scalars = QLP.start(beta)
-        self.size = torch.ones(K, dtype=torch.float64)
+        self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
         """Of the answer along wl and w."""
-        self.metric = norm(r).cpu() / torch.where(beta > 0, beta, 1.0)
+        self.metric = on_host(norm(r))[0] / positive(beta)
         """The true residual over what the recurrence minimises, which is its norm in the preconditioner's metric."""
 
     def solve(self) -> None:
@@ -198,12 +209,12 @@ class MinimalResiduals:
                     break
                 self.inspect(broken, set(), Reason.NON_FINITE)
 
-    def measured(self, r: Vectors) -> tuple[Vectors, Tensor]:
+    def measured(self, r: Vectors) -> tuple[Vectors, Numbers]:
         """M⁻¹r and, on the host, the norm of r in that metric."""
         if self.precondition is None:
-            return r, norm(r).cpu()
+            return r, on_host(norm(r))[0]
         z = self.precondition(r)
-        return z, _root(inner(r, z).cpu())
+        return z, _root(on_host(inner(r, z))[0])
 
     def note(self) -> set[int]:
         """A row of the history; positions whose recurrence says that they have converged."""
@@ -214,7 +225,7 @@ class MinimalResiduals:
     def step(self) -> tuple[set[int], set[int]]:
         """One step of Lanczos and of the factorisation: positions at their end, and those that met NaN or Inf."""
         V, beta = self.vectors, self.scalars.beta
-        scale = torch.where(beta > 0, beta, 1.0).to(self.B.device, self.B.dtype)
+        scale = torch.from_numpy(positive(beta)).to(self.B.device, self.B.dtype)
         v = V.z / scale
         p = self.multiply(v)
         self.records.iteration += 1
@@ -227,34 +238,35 @@ class MinimalResiduals:
         axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
         square = norm(p) if self.precondition is None else inner(p, z)
-        packet = torch.stack([alfa, square, image, norm(v), mirrored]).cpu()
-        broken = set((~torch.isfinite(packet).all(0)).nonzero().squeeze(1).tolist())
+        packet = on_host(alfa, square, image, norm(v), mirrored)
+        broken = not_finite(packet)
         if broken:
             self.near = set()
             return set(), broken
-        alfa, square, image, size, mirrored = packet
+        a, measure, height, size, reflected = packet
         before, self.size = self.size, size
-        betan = square if self.precondition is None else _root(square)
-        self.norm_A = max(self.norm_A, float((image / torch.where(size > 0, size, 1.0)).amax()))
+        betan = measure if self.precondition is None else _root(measure)
+        self.norm_A = max(self.norm_A, float((height / positive(size)).max()))
         if watching:
-            self.watch(mirrored, beta, image * before)
-        self.norm_T = max(self.norm_T, float(torch.hypot(torch.hypot(alfa, beta * self.scalars.begun), betan).amax()))
-        coefficients, ended = self.scalars.advance(alfa, betan, self.norm_T, self.eps)
-        c = coefficients.to(self.B.device, self.B.dtype)
+            self.watch(reflected, beta, height * before)
+        self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.begun), betan).max()))
+        with np.errstate(all="ignore"):  # true residuals tell
+            coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
+        c = torch.from_numpy(coefficients).to(self.B.device, self.B.dtype)
         V.turn(v, c)
         V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
         # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be looked at.
         rootl, looked = self.scalars.rootl, self.scalars.looked
         near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * looked)
         looked[near] = rootl[near]
-        self.near = set(near.nonzero().squeeze(1).tolist())
+        self.near = marked(near)
         ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
-        return set(ended.nonzero().squeeze(1).tolist()), set()
+        return marked(ended), set()
 
-    def watch(self, mirrored: Tensor, beta: Tensor, height: Tensor) -> None:
+    def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
         """Keep the worst of ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, for v', v that are orthogonal beyond doubt."""
         sound = (self.scalars.begun > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
-        gaps = ((mirrored - beta).abs() / torch.where(sound, height, 1.0))[sound].tolist()
+        gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
         self.asymmetry = max([self.asymmetry, *gaps])
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
@@ -293,7 +305,7 @@ class MinimalResiduals:
         if again:
             kept = torch.tensor(again)
             V.restart(index[kept], columns(x, kept), columns(r, kept), columns(z, kept))
-            self.scalars.put(index[kept], QLP.start(measures[kept]))
+            self.scalars.put(index[kept].tolist(), QLP.start(measures[again]))
             self.parts[:, index[kept].to(self.B.device)] = 0.0
         self.stop(stopped)
 
@@ -333,8 +345,9 @@ class MinimalResiduals:
         moved = columns(x, index)
         if self.origin is not None:
             moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
-        null = torch.tensor([normal[i] <= self.records.vanishing for i in which]) & (square > 0)
-        share = torch.where(null, inner(left, moved).cpu() / torch.where(null, square.square(), 1.0), 0.0)
+        null = np.array([normal[i] <= self.records.vanishing for i in which]) & (square > 0)
+        along = on_host(inner(left, moved))[0] / np.where(null, square**2, 1.0)
+        share = torch.from_numpy(np.where(null, along, 0.0)).to(self.B.device)
         put_columns(x, index, plus(columns(x, index), z, -share))
         put_columns(r, index, plus(left, image, share))
         return normal
@@ -349,16 +362,16 @@ class MinimalResiduals:
         kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
         where = torch.tensor(kept, dtype=torch.long)
         self.active = [self.active[j] for j in kept]
-        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(where)
+        self.vectors, self.scalars = self.vectors.select(where), self.scalars.select(kept)
         self.parts = self.parts[:, where.to(self.B.device)]
-        self.metric, self.size = self.metric[where], self.size[where]
+        self.metric, self.size = self.metric[kept], self.size[kept]
 
 
-def _root(square: Tensor) -> Tensor:
+def _root(square: Numbers) -> Numbers:
     """√(rᵀM⁻¹r); a negative one is an error."""
     if bool((square < 0).any()):
         raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was met.")
-    return square.sqrt()
+    return np.sqrt(square)
 
 
 @dataclass(eq=False)
@@ -371,40 +384,38 @@ class QLP(ColumnState):
     ``looked`` is the value of rootl at which the residual was last seen to be nearly a null vector.
     """
 
-    beta: Tensor
-    phi: Tensor
-    cs: Tensor
-    sn: Tensor
-    cr1: Tensor
-    sr1: Tensor
-    cr2: Tensor
-    sr2: Tensor
-    dltan: Tensor
-    gama: Tensor
-    gamal: Tensor
-    eta: Tensor
-    etal: Tensor
-    vepln: Tensor
-    veplnl: Tensor
-    tau: Tensor
-    taul: Tensor
-    u: Tensor
-    ul: Tensor
-    ul2: Tensor
-    ul3: Tensor
-    rootl: Tensor
-    begun: Tensor
-    looked: Tensor
+    beta: Numbers
+    phi: Numbers
+    cs: Numbers
+    sn: Numbers
+    cr1: Numbers
+    sr1: Numbers
+    cr2: Numbers
+    sr2: Numbers
+    dltan: Numbers
+    gama: Numbers
+    gamal: Numbers
+    eta: Numbers
+    etal: Numbers
+    vepln: Numbers
+    veplnl: Numbers
+    tau: Numbers
+    taul: Numbers
+    u: Numbers
+    ul: Numbers
+    ul2: Numbers
+    ul3: Numbers
+    rootl: Numbers
+    begun: Numbers
+    looked: Numbers
 
     @classmethod
-    def start(cls, beta: Float[Tensor, " k"]) -> QLP:
+    def start(cls, beta: Numbers) -> QLP:
         """Before the first step, the residuals being of norm beta."""
-        minus = torch.full_like(beta, -1.0)
-        return cls.beginning(
-            beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, looked=torch.full_like(beta, torch.inf)
-        )
+        minus = np.full_like(beta, -1.0)
+        return cls.beginning(beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, looked=np.full_like(beta, np.inf))
 
-    def advance(self, alfa: Tensor, betan: Tensor, norm_A: float, eps: float) -> tuple[Tensor, Tensor]:
+    def advance(self, alfa: Numbers, betan: Numbers, norm_A: float, eps: float) -> tuple[Numbers, Marks]:
         """Take in a step of Lanczos: (cr1, sr1, cr2, sr2, ul2, ul, u) for the vectors, and which columns are at an end.
 
         A column is at an end where the Krylov space is complete, or L_k singular to rounding: then u is 0, which makes
@@ -414,7 +425,7 @@ class QLP(ColumnState):
         dlta = self.cs * dbar + self.sn * alfa
         gbar = self.sn * dbar - self.cs * alfa
         dltan = -self.cs * betan
-        self.rootl = torch.hypot(gbar, dltan)
+        self.rootl = np.hypot(gbar, dltan)
         eplnn = self.sn * betan
         gamal2, gamal = self.gamal, self.gama
         cs, sn, gama = reflection(gbar, betan)
@@ -431,12 +442,12 @@ class QLP(ColumnState):
         ul4, self.ul3 = self.ul3, self.ul2
         self.ul2 = ratio(taul2 - etal2 * ul4 - veplnl2 * self.ul3, gamal2)
         self.ul = ratio(self.taul - self.etal * self.ul3 - self.veplnl * self.ul2, gamal)
-        singular = gama.abs() <= 100 * eps * norm_A
-        self.u = torch.where(singular, 0.0, ratio(self.tau - self.eta * self.ul2 - self.vepln * self.ul, gama))
-        coefficients = torch.stack([cr1, sr1, self.cr2, self.sr2, self.ul2, self.ul, self.u])
+        singular = np.abs(gama) <= 100 * eps * norm_A
+        self.u = np.where(singular, 0.0, ratio(self.tau - self.eta * self.ul2 - self.vepln * self.ul, gama))
+        coefficients = np.stack([cr1, sr1, self.cr2, self.sr2, self.ul2, self.ul, self.u])
 
         self.cr2, self.sr2, gamal = reflection(gamal, eplnn)
         self.cs, self.sn, self.cr1, self.sr1 = cs, sn, cr1, sr1
         self.dltan, self.gama, self.gamal = dltan, gama, gamal
-        self.beta, self.begun = betan, torch.ones_like(betan)
+        self.beta, self.begun = betan, np.ones_like(betan)
         return coefficients, singular | (betan <= eps * norm_A)
