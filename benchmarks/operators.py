@@ -28,6 +28,7 @@ from benchmarks.parts import (
     last_layer,
     peaks,
     products,
+    roots,
     scaling,
     solvers,
     transformers,
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[Figures], None]] = {
     "transformer": transformers.measure,
     "scaling": scaling.measure,
     "solvers": solvers.measure,
+    "roots": roots.measure,
 }
 
 

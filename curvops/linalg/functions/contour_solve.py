@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +14,13 @@ from curvops.linalg.core.results import INDEFINITE_REMEDY, FunctionProduct, NotP
 from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
+    Vectors,
     as_columns,
     combine,
     describe_square,
     join,
     norm,
+    part,
     product,
     shaped_as,
     zero_block,
@@ -28,7 +29,7 @@ from curvops.linalg.functions.contour import InverseRootQuadrature, inverse_root
 from curvops.linalg.functions.multi_shift import MultiShift
 from curvops.linalg.functions.ritz import ROUNDING
 from curvops.linalg.solvers.systems import Callback, check, iterations_allowed
-from curvops.linalg.spectra.lanczos import lanczos
+from curvops.linalg.spectra.lanczos import lanczos_from
 from curvops.progress import at_work, remark
 
 PILOT_DEPTH = 12
@@ -42,12 +43,12 @@ class ContourProduct:
 
     product: FunctionProduct
     rule: InverseRootQuadrature | None
-    solutions: list[Tensor]
+    solutions: list[Vectors]
 
 
 def contour(
     A: Matrix,
-    B: Tensor,
+    B: Vectors,
     *,
     inverse: bool,
     lower_bound: float | None = None,
@@ -63,9 +64,9 @@ def contour(
     The estimate adds the quadrature's error on [smallest, largest eigenvalue], the residuals of all shifts, and the
     drift of the recurrences from the truth, which one product with A a column measures.
     """
-    n = describe_square(A).rows
-    check(describe_square(A), B, rtol, maxiter, None, memory_budget, max_matvecs)
-    most = iterations_allowed(n, maxiter)
+    facts = describe_square(A)
+    check(facts, B, rtol, maxiter, None, memory_budget, max_matvecs)
+    most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
     # What a gradient multiplies with each other has to be known better than its sum.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
@@ -74,7 +75,7 @@ def contour(
         live = usable.live
         unit = usable.scaled(as_columns(B))
         sizes = norm(unit)
-        unit = unit / sizes.to(unit)
+        unit = unit / sizes.to(unit.dtype)
         parts: list[_Part] = []
         rule, spent = None, 0
         trouble = None
@@ -84,35 +85,35 @@ def contour(
             rule = _rule(size, lower_bound, inverse, aim, torch.finfo(B.dtype).eps)
             vectors = len(rule.shifts) * (2 if keep else 1)
             width = _width(unit, vectors, room_for(A, memory_budget, 0))
-            for block in unit.split(width, dim=1):
+            for start in range(0, len(live), width):
+                block = part(unit, start, start + width)
                 job = _Part(A, block, rule, size, lower_bound, inverse, keep)
-                job.solve(float(rtol), aim, most, (budget - spent) / max(1, unit.shape[1]) * block.shape[1], callback)
+                job.solve(float(rtol), aim, most, (budget - spent) / len(live) * block.shape[1], callback)
                 spent += job.matvecs
                 parts.append(job)
-        scale = (sizes.cpu() * usable.heights[live]).to(unit)
-        blocks = [part.value for part in parts]
+        scale = (sizes.cpu() * usable.heights[live]).to(unit.device, unit.dtype)
+        blocks = [job.value for job in parts]
         value, lost = usable.placed(join(*blocks) * scale if blocks else zero_block(unit, len(live)))
-        solutions: list[Tensor] = []
+        solutions: list[Vectors] = []
         if keep and parts:
-            joined = zip(*(part.run.solutions for part in parts))
+            joined = zip(*(job.run.solutions for job in parts))
             solutions = [usable.placed(join(*blocks) * scale)[0] for blocks in joined]
     reasons, errors = _joined(usable, trouble, parts)
     for j in lost:
         reasons[j], errors[j] = Reason.NON_FINITE, math.inf
-    iterations = max((part.run.iteration for part in parts), default=0)
+    iterations = max((job.run.iteration for job in parts), default=0)
     return ContourProduct(
         FunctionProduct(shaped_as(value, B), errors, tuple(reasons), iterations, spent), rule, solutions
     )
 
 
-def _size(A: Matrix, unit: Tensor) -> tuple[float, int, Reason | None]:
+def _size(A: Matrix, unit: Vectors) -> tuple[float, int, Reason | None]:
     """A number that A's largest eigenvalue hardly exceeds, from a few Lanczos steps on a mixture of the columns.
 
     The third is what is wrong with A, if anything.
     """
-    mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])[:, 0]
-    start = mixture if float(norm(mixture[:, None])) > 0 else unit[:, 0]
-    pilot = lanczos(A, PILOT_DEPTH, start=start)
+    mixture = combine(unit, torch.arange(1, unit.shape[1] + 1, dtype=torch.float64).cos()[:, None])
+    pilot = lanczos_from(mixture if float(norm(mixture)) > 0 else part(unit, 0, 1), A, PILOT_DEPTH)
     if pilot.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
         return 1.0, pilot.matvecs, pilot.reason
     values, V = torch.linalg.eigh(pilot.T)
@@ -131,10 +132,10 @@ def _rule(size: float, bound: float | None, inverse: bool, rtol: float, eps: flo
     return inverse_root_quadrature(least, max(size, 2 * least), 0.25 * rtol)
 
 
-def _width(unit: Tensor, vectors: int, memory_budget: int | None) -> int:
+def _width(unit: Vectors, vectors: int, memory_budget: int | None) -> int:
     if memory_budget is None:
         return unit.shape[1]
-    return max(1, min(unit.shape[1], memory_budget // (unit.shape[0] * unit.element_size() * (vectors + 7))))
+    return max(1, min(unit.shape[1], memory_budget // (unit.shape[0] * unit.dtype.itemsize * (vectors + 7))))
 
 
 def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -> tuple[list[Reason], Tensor]:
@@ -142,7 +143,7 @@ def _joined(usable: UsableColumns, trouble: Reason | None, parts: list[_Part]) -
     K = len(usable.heights)
     reasons = [usable.reasons.get(j, trouble or Reason.ITERATION_LIMIT) for j in range(K)]
     errors = torch.tensor([0.0 if reason is Reason.ZERO_RIGHT_HAND_SIDE else math.inf for reason in reasons]).double()
-    reached = (pair for part in parts for pair in zip(part.reasons, part.errors.tolist()))
+    reached = (pair for job in parts for pair in zip(job.reasons, job.errors.tolist()))
     for j, (reason, error) in zip(usable.live.tolist(), reached):
         reasons[j], errors[j] = reason, math.inf if reason is Reason.NON_FINITE else error
     return reasons, errors
@@ -154,7 +155,7 @@ class _Part:
     def __init__(
         self,
         A: Matrix,
-        B: Tensor,
+        B: Vectors,
         rule: InverseRootQuadrature,
         size: float,
         lower_bound: float | None,
@@ -162,7 +163,7 @@ class _Part:
         keep: bool,
     ) -> None:
         self.B, self.rule, self.size, self.bound, self.inverse = B, rule, size, lower_bound, inverse
-        self.multiply: Callable[[Tensor], Tensor] = product(A)
+        self.multiply = product(A)
         self.run = MultiShift(self.multiply, B, rule.shifts, rule.weights, size, keep)
         self.eps = torch.finfo(B.dtype).eps
         K = B.shape[1]
@@ -192,7 +193,7 @@ class _Part:
         drift = self._finish()
         # A y = 0 for a y that is not: b is in the null space, and zero the exact answer.
         null = (run.depths > 0) & ~run.failed & (norm(self.value).cpu() == 0)
-        truncation, quadrature, drift = (torch.where(null, 0.0, part) for part in (truncation, quadrature, drift))
+        truncation, quadrature, drift = (torch.where(null, 0.0, e) for e in (truncation, quadrature, drift))
         self.errors = (truncation + quadrature + drift).nan_to_num(math.inf, math.inf)
         for k in range(K):
             self.reasons[k] = self._reason(k, rtol, limit, *(float(v[k]) for v in (truncation, quadrature, drift)))
@@ -209,10 +210,10 @@ class _Part:
             return limit
         return Reason.SINGULAR if self.inverse and quadrature > max(rtol / 2, drift) else Reason.PRECISION_LIMIT
 
-    def _image(self) -> Tensor:
+    def _image(self) -> Vectors:
         """A Y by the recurrences."""
         run = self.run
-        residual = (run.weights[:, None] * run.zeta).sum(0).to(self.B)
+        residual = (run.weights[:, None] * run.zeta).sum(0).to(self.B.device, self.B.dtype)
         return self.B * float(run.weights.sum()) - run.R * residual - run.damped
 
     def _bounds(self, k: int) -> tuple[float, float]:

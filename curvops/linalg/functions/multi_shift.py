@@ -15,9 +15,10 @@ from scipy.linalg import eigh_tridiagonal, solve_banded
 from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
-from curvops.linalg.core.vectors import as_block, inner
-from curvops.linalg.functions.ritz import Function, random_signs
+from curvops.linalg.core.vectors import Vectors, as_block, axpy, inner, zero_block
+from curvops.linalg.functions.ritz import random_signs
 
 # A shift whose residual is this much smaller than b's has no more to add, were the condition number 1/eps.
 NEGLIGIBLE = 1e-24
@@ -31,19 +32,21 @@ class MultiShift:
     """
 
     def __init__(
-        self, multiply: Function, B: Float[Tensor, "n K"], shifts: Tensor, weights: Tensor, size: float, keep: bool
+        self, multiply: Multiply, B: Float[Vectors, "n K"], shifts: Tensor, weights: Tensor, size: float, keep: bool
     ) -> None:
         self.multiply, self.shifts, self.weights, self.size = multiply, shifts, weights, size
         S, K = len(shifts), B.shape[1]
         self.R = as_block(B)
         self.P = [as_block(B) for _ in range(S)]
-        self.weighted, self.damped = torch.zeros_like(self.R), torch.zeros_like(self.R)
-        self.solutions = [torch.zeros_like(self.R) for _ in range(S)] if keep else []
+        self.weighted, self.damped = zero_block(B, K), zero_block(B, K)
+        self.solutions = [zero_block(B, K) for _ in range(S)] if keep else []
         self.zeta, self.zeta_before = torch.ones(2, S, K, dtype=torch.float64)
         self.squared = inner(self.R, self.R)
         self.squared_host = self.squared.cpu()
-        self.alphas: list[Tensor] = []
-        self.betas: list[Tensor] = [torch.zeros(K, dtype=torch.float64)]
+        self.alpha, self.beta = torch.ones(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+        # Numbers, for so many small tensors between the vectors of a step would hold on to the vectors' memory.
+        self.alphas: list[list[float]] = []
+        self.betas: list[list[float]] = [[0.0] * K]
         self.active = torch.ones(K, dtype=torch.bool)
         self.depths = torch.zeros(K, dtype=torch.long)
         self.failed = torch.zeros(K, dtype=torch.bool)
@@ -60,7 +63,7 @@ class MultiShift:
         self.matvecs += int(self.active.sum())
         curvature, lengths = inner(base, image), inner(base, base)
         alpha = torch.where(active & (curvature > 0), self.squared / curvature, 0.0)
-        self.R -= image * alpha.to(self.R)
+        axpy(self.R, image, -alpha)
         squared = inner(self.R, self.R)
         curvature_host, lengths_host, squared_host = torch.stack([curvature, lengths, squared]).cpu()
         eps = torch.finfo(self.R.dtype).eps
@@ -80,36 +83,36 @@ class MultiShift:
 
     def _advance(self, alpha: Tensor, beta: Tensor) -> None:
         """The scalar recurrences of every shift, then its vectors."""
-        before = self.alphas[-1] if self.alphas else torch.ones_like(alpha)
         delta = (self.shifts - self.shifts[0])[:, None]
-        scaled = self.zeta_before * before
-        bottom = alpha * self.betas[-1] * (self.zeta_before - self.zeta) + scaled * (1 + delta * alpha)
+        scaled = self.zeta_before * self.alpha
+        bottom = alpha * self.beta * (self.zeta_before - self.zeta) + scaled * (1 + delta * alpha)
         zeta = torch.where(self.active & (bottom != 0), self.zeta * scaled / bottom, self.zeta)
         zeta = torch.where(zeta * self.squared_host.sqrt() > NEGLIGIBLE, zeta, 0.0)
         ratio = torch.where(self.zeta != 0, zeta / self.zeta, 0.0)
         steps, turns = alpha * ratio, beta * ratio.square()
         moving = (steps != 0).any(1)
         on_device = [
-            part.to(self.R)
+            part.to(self.R.device, self.R.dtype)
             for part in (
                 steps,
                 self.weights[:, None] * steps,
                 (self.weights * self.shifts)[:, None] * steps,
-                zeta,
+                zeta * self.active,
                 turns,
             )
         ]
-        active = self.active.to(self.R)
         for s in moving.nonzero().flatten().tolist():
             step, weighted, damped, residual, turn = (part[s] for part in on_device)
-            self.weighted += self.P[s] * weighted
-            self.damped += self.P[s] * damped
+            axpy(self.weighted, self.P[s], weighted)
+            axpy(self.damped, self.P[s], damped)
             if self.solutions:
-                self.solutions[s] += self.P[s] * step
-            self.P[s] = self.P[s] * turn + self.R * (residual * active)
+                axpy(self.solutions[s], self.P[s], step)
+            self.P[s] *= turn
+            axpy(self.P[s], self.R, residual)
         self.zeta_before, self.zeta = self.zeta, zeta
-        self.alphas.append(torch.where(alpha > 0, alpha, before))
-        self.betas.append(beta)
+        self.alpha, self.beta = torch.where(alpha > 0, alpha, self.alpha), beta
+        self.alphas.append(self.alpha.tolist())
+        self.betas.append(beta.tolist())
 
     def residual_norms(self) -> Float[Tensor, "S K"]:
         """‖b − (A + σ) x_σ‖ by the recurrences."""
@@ -118,8 +121,8 @@ class MultiShift:
     def tridiagonal(self, k: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Lanczos's T for column k, that of A without a shift: diagonal, off-diagonal, and the next β."""
         m = int(self.depths[k])
-        alpha = torch.stack([a[k] for a in self.alphas[:m]]).numpy()
-        beta = torch.stack([b[k] for b in self.betas[: m + 1]]).numpy()
+        alpha = np.array([a[k] for a in self.alphas[:m]])
+        beta = np.array([b[k] for b in self.betas[: m + 1]])
         diagonal = 1 / alpha - float(self.shifts[0])
         diagonal[1:] += beta[1:m] / alpha[:-1]
         roots = np.sqrt(beta[1:]) / alpha

@@ -111,14 +111,19 @@ def lanczos(
     size = float(largest(block))
     if not 0 < size < torch.inf:
         raise ValueError("start must be finite and not zero.")
-    with at_work("lanczos", min(steps, n), progress, A), working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
+    with at_work("lanczos", min(steps, n), progress, A):
+        return lanczos_from(block / size, A, steps, memory_budget)
+
+
+def lanczos_from(
+    block: Float[Vectors, "n 1"], A: Matrix, steps: int, memory_budget: int | None = None
+) -> LanczosResult:
+    """The same from a start that was looked at, a block of one column."""
+    n, dtype = block.shape[0], block.dtype
+    with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, dtype.itemsize, 1, room)
-        run = LockStep(multiply, block / size, depth)
+        run = LockStep(multiply, block, depth)
         run.extend(depth)
-    return _result(run, steps)
-
-
-def _result(run: LockStep, steps: int) -> LanczosResult:
     m = int(run.depths[0])
     finite = bool(torch.isfinite(run.alphas[0, :m]).all()) and bool(torch.isfinite(run.betas[0, :m]).all())
     if not finite:

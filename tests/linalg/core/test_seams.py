@@ -1,5 +1,7 @@
 """Algorithms on blocks whose storage is in two pieces (`split`): the same numbers, and no piece ever joined."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -189,8 +191,18 @@ def test_svds(tall):
     assert bool(((A.mT @ U - V * found.values).norm(dim=0) <= 1e-9 * found.values).all())
 
 
-@pytest.mark.parametrize("function", [sqrt, inverse_sqrt, lambda A, B, **o: apply_function(A, torch.exp, B, **o)])
-def test_functions(function):
+FUNCTIONS = {
+    "sqrt": sqrt,
+    "inverse_sqrt": inverse_sqrt,
+    "sqrt by contour": partial(sqrt, method="contour"),
+    "inverse_sqrt by contour": partial(inverse_sqrt, method="contour"),
+    "exp": lambda A, B, **options: apply_function(A, torch.exp, B, **options),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    function = FUNCTIONS[name]
     A = symmetric(torch.linspace(1, 40, N, dtype=torch.float64))
     B = torch.randn(N, 4, dtype=torch.float64, generator=seeded())
     B[:, 2], B[7, 1] = 0, float("nan")
