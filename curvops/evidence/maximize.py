@@ -34,21 +34,22 @@ def maximize(
     Raises:
         TypeError: not a posterior.
         ValueError: the evidence has no maximum between 1e-10 and 1e10 times the present precision, or the present
-            precision is a vector.
+            precision is a vector or an operator.
     """
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)
     check_accuracy(xtol, name="xtol")
-    if post.prior_precision.ndim:
+    present = post.prior.diagonal
+    if present is None or present.ndim:
         raise ValueError("maximize tunes a scalar prior precision; start from post.with_prior(1.0).")
 
     def loss(log_precision: float) -> float:
         with torch.no_grad():
             return -float(post.with_prior(math.exp(log_precision)).log_evidence(rtol, generator).value)
 
-    start = float(post.prior_precision)
+    start = float(present.detach())
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:
         post.spectrum.prepare(low, rtol, generator)

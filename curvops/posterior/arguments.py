@@ -93,26 +93,6 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
     return operator
 
 
-def checked_prior(prior_precision: Any, lin: Linearization) -> Tensor:
-    """The prior precision as a tensor, 0-d or (D,); ValueError unless it is positive and finite, or TypeError."""
-    if isinstance(prior_precision, bool) or not isinstance(prior_precision, numbers.Real | Tensor):
-        raise TypeError(
-            f"prior_precision must be a positive number or a tensor ({lin.num_parameters},) of such, got "
-            f"{prior_precision!r}."
-        )
-    prior = torch.as_tensor(prior_precision, dtype=lin.theta.dtype, device=lin.theta.device)
-    if prior.ndim > 1 or (prior.ndim == 1 and len(prior) != lin.num_parameters):
-        raise ValueError(
-            f"prior_precision must be a number or a vector of {lin.num_parameters} entries, got {tuple(prior.shape)}."
-        )
-    if not bool(((prior > 0) & prior.isfinite()).all()):
-        raise ValueError(
-            f"prior_precision must be positive and finite, got {float(prior.detach().min()):.3g}; without a prior the "
-            "posterior is improper wherever the data say nothing."
-        )
-    return prior
-
-
 def check_linearization(lin: Any) -> None:
     """TypeError unless it is a linearised network, in a precision that a posterior can have."""
     if not isinstance(lin, Linearization):

@@ -34,15 +34,17 @@ class Blocks:
 
 
 class PointCovariance(Operator):
-    """The C × C diagonal blocks of J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
+    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
 
     The first use solves N·C systems with P, in blocks (for KFAC and EKFAC none, see `operators.point_covariance`); the
     result takes N·C² numbers and is kept, unless a gradient for the prior precision or the likelihood's
     hyperparameters is asked for.
     """
 
-    def __init__(self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, blocks: Blocks) -> None:
-        super().__init__(jacobian, inverse, outputs=outputs, blocks=blocks)
+    def __init__(
+        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, blocks: Blocks, temperature: float = 1.0
+    ) -> None:
+        super().__init__(jacobian, inverse, outputs=outputs, blocks=blocks, temperature=temperature)
 
     @property
     def psd(self) -> bool:
@@ -63,13 +65,16 @@ class PointCovariance(Operator):
             return store.value
 
     def _solve_blocks(self) -> Tensor:
+        blocks = self._untempered()
+        return blocks * (self._kwargs["temperature"] / 2) + blocks.mT * (self._kwargs["temperature"] / 2)
+
+    def _untempered(self) -> Tensor:
         jacobian, inverse = self._args
         c = self.shape[-1]
         of_layers = None if recorded(self.representation()) else point_covariances(jacobian, inverse, c)
         if of_layers is not None:
-            return (of_layers + of_layers.mT) / 2
-        blocks = torch.cat([self._solve_points(part) for part in jacobian.by_points(self._points_at_a_time())])
-        return (blocks + blocks.mT) / 2
+            return of_layers
+        return torch.cat([self._solve_points(part) for part in jacobian.by_points(self._points_at_a_time())])
 
     def _points_at_a_time(self) -> int:
         """As many as have `BLOCK` rows, fewer where memory is short; one at least."""

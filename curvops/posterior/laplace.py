@@ -30,9 +30,9 @@ from curvops.posterior.arguments import (
     checked_count,
     checked_curvature,
     checked_draws,
-    checked_prior,
 )
 from curvops.posterior.covariance import Blocks, PointCovariance
+from curvops.posterior.priors import Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
 
 # Draws of the logits where link="mc" is given no samples.
@@ -47,17 +47,28 @@ class NotAMode(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
-    """N(θ*, P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
+    """N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
 
     lin: Linearization
     curvature: LinearOperator
-    prior_precision: Tensor
+    prior: Prior
     spectrum: Spectrum = field(repr=False)
+    temperature: float = 1.0
+
+    @property
+    def prior_precision(self) -> Tensor | LinearOperator:
+        """A: a tensor, 0-d or a diagonal (D,), or an operator (D, D)."""
+        return self.prior.precision
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """m, 0-d or (D,)."""
+        return self.prior.mean
 
     @cached_property
     def precision(self) -> Damped:
-        """P = G + A, (D, D)."""
-        return self.curvature.add_diagonal(self.prior_precision)
+        """P = G + A, (D, D), whatever the temperature."""
+        return self.prior.plus(self.curvature)
 
     @property
     def mean(self) -> Float[Tensor, " D"]:
@@ -70,20 +81,27 @@ class Laplace:
 
         NaN where it is not known which data the curvature is of (see `log_evidence`).
         """
-        prior, data = self.prior_precision.detach() * self.mean, self.spectrum.gradient()
+        prior, data = self.prior.gradient(self.mean), self.spectrum.gradient()
         if data is None:
             return math.nan
         gradient = (data + prior).norm()
         return 0.0 if gradient == 0 else float(gradient / prior.norm())
 
-    def with_prior(self, prior_precision: float | Tensor) -> Laplace:
-        """The posterior under another prior precision, sharing everything that does not depend on it."""
-        prior = checked_prior(prior_precision, self.lin)
+    def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
+        """The posterior under another prior, sharing everything that does not depend on it.
+
+        Args:
+            prior_precision: as `co.laplace` takes it.
+            prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
+        """
+        if prior_mean is None:
+            prior_mean = 0.0 if isinstance(prior_precision, Laplace) else self.prior_mean
+        prior = _prior(prior_precision, prior_mean, self.lin)
         self.spectrum.require_usable(prior)
-        return dataclasses.replace(self, prior_precision=prior)
+        return dataclasses.replace(self, prior=prior)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """Draw k weight vectors from the posterior, θ* + P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.
+        """Draw k weight vectors from the posterior, θ* + √T P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.
 
         Args:
             k: the number of draws, at least 1.
@@ -104,7 +122,10 @@ class Laplace:
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
         memories = frozenset((self.lin.memory,))
-        return accumulate(draw(self.precision.inverse(rtol), k, generator, memories).mT, self.mean)
+        draws = draw(self.precision.inverse(rtol), k, generator, memories).mT
+        if self.temperature != 1:
+            draws *= math.sqrt(self.temperature)
+        return accumulate(draws, self.mean)
 
     def predict(
         self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None
@@ -114,7 +135,7 @@ class Laplace:
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
-                True a `MultitaskMultivariateNormal` over (N, C) with covariance J P⁻¹ Jᵀ.
+                True a `MultitaskMultivariateNormal` over (N, C) with covariance T J P⁻¹ Jᵀ.
             samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
                 products with J, and each variance has a relative standard error of √(2/k).
             rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
@@ -132,8 +153,12 @@ class Laplace:
             return self._predict_from_draws(mean, self._pushed(J, samples), joint)
         inverse = self.precision.inverse(rtol)
         if joint:
-            return MultitaskMultivariateNormal(mean, J @ inverse @ J.mT)
-        return MultivariateNormal(mean, PointCovariance(J, inverse, outputs=mean.shape[1], blocks=Blocks()))
+            covariance = J @ inverse @ J.mT
+            return MultitaskMultivariateNormal(
+                mean, covariance if self.temperature == 1 else covariance * self.temperature
+            )
+        blocks = PointCovariance(J, inverse, mean.shape[1], Blocks(), self.temperature)
+        return MultivariateNormal(mean, blocks)
 
     def _mean(self, x: Any) -> Float[Tensor, "N C"]:
         return self.lin.predict(x).reshape(-1, self.lin.output_shape[-1])
@@ -189,9 +214,12 @@ class Laplace:
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """log p(data) under Laplace's approximation, in nats, with its standard error.
 
-        It is log-likelihood − ½ [θ*ᵀAθ* + log det P − log det A]. The log-determinants are exact where P has a closed
+        It is log-likelihood − ½ [(θ* − m)ᵀA(θ* − m) + log det P − log det A], whatever the temperature, which belongs
+        to the approximation and not to the model. The log-determinants are exact where P has a closed
         form, and up to 1,024 weights, where they cost D products, once for all scalar priors. Otherwise they are
         estimated for this prior by `co.linalg.logdet` (`co.evidence.grid` and `maximize` serve many priors at once).
+        Under a prior operator that is neither a closed form nor a curvature plus a number, its smallest eigenvalue is
+        estimated too, and the reason is UNVERIFIED.
 
         The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
         the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
@@ -210,15 +238,15 @@ class Laplace:
         """
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
-        quadratic = (self.prior_precision.double() * self.mean.double().square()).sum()  # may be 1e6 nats
-        log_ratio = self.spectrum.logdet(self.prior_precision, rtol, generator)
-        return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * quadratic)
+        log_ratio = self.spectrum.logdet(self.prior, rtol, generator)
+        return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * self.prior.quadratic(self.mean))
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.
 
-        Exact or estimated as `log_evidence` is, with as many products. The value carries gradients where P has a closed
-        form.
+        Exact or estimated as `log_evidence` is, with as many products; under a prior operator and beyond 1,024 weights
+        by a solve for each of at most 200 probes. The value carries gradients where P has a closed form and the prior
+        is a number or a vector.
 
         Args:
             rtol: as in `log_evidence`.
@@ -229,19 +257,30 @@ class Laplace:
         """
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
-        return self.spectrum.effective_dimension(self.prior_precision, rtol, generator)
+        return self.spectrum.effective_dimension(self.prior, rtol, generator)
 
 
 def laplace(
-    lin: Linearization, curvature: Any = GGN, prior_precision: float | Tensor = 1.0, check_mode: bool = True
+    lin: Linearization,
+    curvature: Any = GGN,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    temperature: float = 1.0,
+    check_mode: bool = True,
 ) -> Laplace:
-    """The Laplace posterior N(θ*, (G + A)⁻¹) of a linearised network under the prior N(0, A⁻¹).
+    """The Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 
     Args:
         lin: the linearisation, by `co.linearize`.
         curvature: G, an operator class that is built from `lin`, or an operator (D, D).
-        prior_precision: A, a positive number or a vector (D,): weight decay × N where training minimised a *mean* loss
-            + ½ · weight decay · ‖θ‖².
+        prior_precision: A. A positive number: weight decay × N where training minimised a *mean* loss
+            + ½ · weight decay · ‖θ − m‖². A vector (D,) of them, or a mapping {glob over parameter names: number} that
+            matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive semidefinite operator
+            (D, D), one made of a linearisation at other weights by `op.detached_from_weights()`. Or an earlier
+            posterior: yesterday's posterior is today's prior, with its mean and its temperature.
+        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}.
+        temperature: T, of the posterior to the power 1/T: its covariance is T·P⁻¹. A tempered *likelihood* is the
+            curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and
             warn with `NotAMode` where it is not small.
 
@@ -249,10 +288,12 @@ def laplace(
         A `Laplace`. Nothing is formed.
 
     Raises:
-        ValueError: a prior precision that is not positive and finite or that varies within a block of KFAC or EKFAC
-            (bias="separate" gives biases blocks of their own), a curvature of another size, at other weights or not
-            known to be symmetric, G + A found to be indefinite, or (with check_mode) a gradient that is not finite.
-        TypeError: parameters in half precision.
+        ValueError: a prior precision that is not positive and finite, that does not name each parameter once, that is
+            an operator not known to be positive semidefinite, or that varies within a block of KFAC or EKFAC
+            (bias="separate" gives biases blocks of their own); a temperature that is not positive; a curvature of
+            another size, at other weights or not known to be symmetric; G + A found to be indefinite; or (with
+            check_mode) a gradient that is not finite.
+        TypeError: an argument of another kind, or parameters in half precision.
 
     A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a
     Hessian; where they show that G + A is indefinite, the error names the prior precision that is needed. Other
@@ -261,8 +302,9 @@ def laplace(
     check_linearization(lin)
     check_flag("check_mode", check_mode)
     operator = checked_curvature(curvature, lin)
-    posterior = Laplace(lin, operator, checked_prior(prior_precision, lin), Spectrum(lin, operator))
-    posterior.spectrum.require_usable(posterior.prior_precision)
+    prior, spectrum = _prior(prior_precision, prior_mean, lin), Spectrum(lin, operator)
+    posterior = Laplace(lin, operator, prior, spectrum, read_temperature(temperature))
+    spectrum.require_usable(prior)
     gradient = posterior.spectrum.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
@@ -279,6 +321,20 @@ def laplace(
             stacklevel=2,
         )
     return posterior
+
+
+def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
+    """As `read_prior`, for an earlier posterior too."""
+    if not isinstance(prior_precision, Laplace):
+        return read_prior(prior_precision, prior_mean, lin)
+    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
+        raise ValueError(
+            "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
+            "prior_precision=post.precision.detached_from_weights()."
+        )
+    known = prior_precision.precision.detached_from_weights()
+    scale = prior_precision.temperature
+    return read_prior(known if scale == 1 else known * (1 / scale), prior_precision.mean, lin)
 
 
 def check_posterior(post: Any, function: str) -> None:

@@ -13,9 +13,17 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, Estimate, SpectralQuadrature, effective_dimension, lanczos, spectral_quadrature
+from curvops.linalg import (
+    Damped,
+    Estimate,
+    SpectralQuadrature,
+    effective_dimension,
+    lanczos,
+    spectral_quadrature,
+    trace,
+)
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import carried
@@ -24,12 +32,15 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms
+from curvops.posterior.priors import Prior
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
 MOST_MATVECS = 4000
 # Up to so many weights the curvature is formed and decomposed: a log-determinant by probes takes 300 to 500 products
 # for one prior precision, the whole spectrum D for all of them, and is exact.
 WHOLE = 1024
+# Solves that the effective dimension under a large prior operator may take, one for each probe.
+MOST_SOLVES = 200
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -45,6 +56,9 @@ class Spectrum:
       the tolerance with half as many products as there are weights), kept for every further λ;
     - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
     - probes at this A alone, preconditioned: the cheapest for one.
+
+    Under an operator A the determinants of G + A and of A are found one by one: by their closed forms, exactly up to
+    `WHOLE` weights, else by probes.
     """
 
     def __init__(self, lin: Linearization, curvature: LinearOperator) -> None:
@@ -104,26 +118,28 @@ class Spectrum:
                 if recorded((tensor,)) and not any(tensor is other for other in held):
                     require_no_gradient(likelihood, f"a posterior with {type(self._curvature).__name__}")
 
-    def require_usable(self, prior: Tensor) -> None:
+    def require_usable(self, prior: Prior) -> None:
         """Raise ValueError where G's closed form does not take this prior, or where G + A is seen to be indefinite.
 
         The latter is a NotPositiveSemidefinite. A G known to be psd costs nothing.
         Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
         indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
         """
-        form = self._curvature.add_diagonal(prior)._closed_form()
+        form = prior.plus(self._curvature)._closed_form()
         if form is not None:
             form.require_fit()
         if is_psd(self._curvature):
             return
-        lowest, weights = self._least_ritz()
-        if lowest + float((prior.detach() * weights).sum()) <= 0:
-            raise NotPositiveSemidefinite(
-                f"{type(self._curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
-                f"the curvature has an eigenvalue of {lowest:.3g} or less, the prior precision is "
-                f"{float(prior.detach().min()):.3g}. Give a prior_precision of {-1.01 * lowest:.3g} or more, or "
-                f"{USE_THE_GGN}"
-            )
+        lowest, vector = self._least_ritz()
+        with torch.no_grad():
+            if lowest + float(vector @ prior.product(vector)) > 0:
+                return
+        size = "" if prior.diagonal is None else f", the prior precision is {float(prior.diagonal.detach().min()):.3g}"
+        raise NotPositiveSemidefinite(
+            f"{type(self._curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
+            f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Give a prior_precision of "
+            f"{-1.01 * lowest:.3g} or more, or {USE_THE_GGN}"
+        )
 
     @contextmanager
     def _naming_the_ggn(self) -> Iterator[None]:
@@ -137,7 +153,7 @@ class Spectrum:
             raise NotPositiveSemidefinite(f"{name}: {error} For a network, {USE_THE_GGN}") from error
 
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
-        """The least Ritz value of G from a short Lanczos run, and the squares of its vector's entries."""
+        """The least Ritz value of G from a short Lanczos run, and its vector."""
         with self._lock:
             if self._lowest is None:
                 generator = torch.Generator(device=self._lin.theta.device).manual_seed(0)  # the user's stays as it is
@@ -146,31 +162,55 @@ class Spectrum:
                 if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
                     raise ValueError(f"{type(self._curvature).__name__}: {found.reason.value}")
                 values, vectors = torch.linalg.eigh(found.T)
-                self._lowest = float(values[0]), (found.Q @ vectors[:, 0].to(found.Q)).square()
+                self._lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return self._lowest
 
-    def logdet(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+    def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
+        with self._naming_the_ggn():
+            if prior.diagonal is None:
+                return self._logdet_beside(prior, rtol, generator)
+            return self._logdet_above(prior.diagonal, rtol, generator)
+
+    def _logdet_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
         precision = self._curvature.add_diagonal(prior)
         reference = prior.double().log().expand(len(self._lin.theta)).sum()
-        with self._naming_the_ggn():
-            if precision._closed_form() is None:  # what is kept for other priors comes first
-                spectrum = self._whole_spectrum(prior)
-                if spectrum is not None:
-                    return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
-                if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
-                    return known.logdet(float(prior.detach()))
-            found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
-            if self._may_be_whole(found, prior):
-                return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
-            return found + (-reference)
+        if precision._closed_form() is None:  # what is kept for other priors comes first
+            spectrum = self._whole_spectrum(prior)
+            if spectrum is not None:
+                return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
+            if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
+                return known.logdet(float(prior.detach()))
+        found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
+        if self._may_be_whole(found, prior):
+            return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
+        return found + (-reference)
 
-    def effective_dimension(self, prior: Tensor, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+    def _logdet_beside(self, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+        """The same under an operator A; rtol is that of each determinant."""
+        try:
+            reference = self._logdet_of(prior.precision, rtol, generator)
+        except NotPositiveSemidefinite as error:
+            raise ValueError(
+                "the prior operator is singular, so that the prior is improper and there is no evidence: add a number "
+                "to its diagonal, prior.add_diagonal(1e-3)."
+            ) from error
+        return added(self._logdet_of(prior.plus(self._curvature), rtol, generator), reference * -1.0)
+
+    def _logdet_of(self, operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
+        size = len(self._lin.theta)
+        options: dict[str, Any] = {"max_matvecs": size if size <= WHOLE else MOST_MATVECS, "generator": generator}
+        if size > WHOLE and not (isinstance(operator, Damped) and operator.shifted_form()):
+            options["lower_bound"] = "estimate"
+        found: Estimate = operator._logdet_estimate(rtol=rtol, **options)
+        return found
+
+    def effective_dimension(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
-        precision = self._curvature.add_diagonal(prior)
+        precision = prior.plus(self._curvature)
         form = precision._closed_form()
-        if form is not None:
-            value, error = (1 - (prior * form.inverse_diagonal()).double()).sum(), form.logdet_error()
+        if form is not None and prior.diagonal is not None:
+            value, error = (1 - (prior.diagonal * form.inverse_diagonal()).double()).sum(), form.logdet_error()
             reason = Reason.CONVERGED if error <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
             return Estimate.exact(value, bias_bound=error, reason=reason)
         if recorded(precision.representation()):
@@ -178,20 +218,32 @@ class Spectrum:
                 "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
                 "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
             )
-        with self._naming_the_ggn():
-            spectrum = self._whole_spectrum(prior)
-            if spectrum is not None:
-                return spectrum.effective_dimension(float(prior.detach()), rtol)
-            if (known := self._prepared(prior, rtol)) is not None:
-                return known.effective_dimension(float(prior.detach()))
-            found = effective_dimension(
-                self._curvature, prior, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
-            )
-            return (
-                self._decomposed().effective_dimension(float(prior.detach()), rtol)
-                if self._may_be_whole(found, prior)
-                else found
-            )
+        with self._naming_the_ggn(), torch.no_grad():
+            if prior.diagonal is None:
+                return self._dimension_beside(precision, rtol, generator)
+            return self._dimension_above(prior.diagonal, rtol, generator)
+
+    def _dimension_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+        spectrum = self._whole_spectrum(prior)
+        if spectrum is not None:
+            return spectrum.effective_dimension(float(prior.detach()), rtol)
+        if (known := self._prepared(prior, rtol)) is not None:
+            return known.effective_dimension(float(prior.detach()))
+        found = effective_dimension(
+            self._curvature, prior, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
+        )
+        if self._may_be_whole(found, prior):
+            return self._decomposed().effective_dimension(float(prior.detach()), rtol)
+        return found
+
+    def _dimension_beside(self, precision: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
+        """The same under an operator A: dense up to `WHOLE` weights, else by a solve for each probe."""
+        if len(self._lin.theta) <= WHOLE:
+            G = self._curvature.to_dense().double()
+            factor = torch.linalg.cholesky(precision.to_dense().double())
+            return Estimate.exact(torch.cholesky_solve(G, factor).trace(), 2 * len(G))
+        shares = precision.inverse() @ self._curvature
+        return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=MOST_SOLVES, generator=generator)
 
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
         """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""

@@ -44,7 +44,7 @@ def test_a_hessian_under_a_small_prior_is_refused_at_the_door(lin, prior):
 def test_an_indefinite_precision_that_passed_the_door_is_refused_by_every_use(lin):
     """A short Lanczos run cannot see everything: here it is left out."""
     sound = co.laplace(lin, co.Hessian, prior_precision=-2 * least(lin), check_mode=False)
-    post = dataclasses.replace(sound, prior_precision=torch.tensor(1e-3, dtype=torch.float64))
+    post = dataclasses.replace(sound, prior=dataclasses.replace(sound.prior, precision=torch.tensor(1e-3).double()))
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for use in (
         lambda: post.predict(x).variance,

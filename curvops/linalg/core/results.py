@@ -276,6 +276,21 @@ class Estimate(Summarised):
     __rmul__ = __mul__
 
 
+def added(one: Estimate, other: Estimate) -> Estimate:
+    """The sum of two independent estimates: variances add up, and the fewer probes give the degrees of freedom."""
+    samples = [each.samples for each in (one, other) if each.samples]
+    failed = [each.reason for each in (one, other) if each.reason is not Reason.CONVERGED]
+    return Estimate(
+        one.value + other.value,
+        torch.hypot(one.inflation * one.stderr, other.inflation * other.stderr.to(one.stderr)),
+        min(samples, default=0),
+        one.matvecs + other.matvecs,
+        torch.as_tensor(one.bias_bound) + torch.as_tensor(other.bias_bound),
+        failed[0] if failed else Reason.CONVERGED,
+        widening=max(one.widening, other.widening),
+    )
+
+
 Found = TypeVar("Found", bound="Pairs")
 
 

@@ -1,0 +1,179 @@
+"""The Gaussian prior of the weights, N(m, A⁻¹): a number, a number per layer or weight, an operator, a posterior."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Operator
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.spaces import common, spaces_of
+from curvops.linalg.operators.algebra import is_psd
+from curvops.operators import Linearization
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """N(m, A⁻¹). `precision` A is a tensor (0-d or (D,), a diagonal) or an operator (D, D); `mean` is 0-d or (D,)."""
+
+    precision: Tensor | LinearOperator
+    mean: Float[Tensor, ""] | Float[Tensor, " D"]
+
+    @property
+    def diagonal(self) -> Tensor | None:
+        """A as 0-d tensor or its diagonal (D,); None for an operator."""
+        return self.precision if isinstance(self.precision, Tensor) else None
+
+    def plus(self, curvature: LinearOperator) -> Any:
+        """P = G + A, with A's own shift on the outside."""
+        if self.diagonal is not None:
+            return curvature.add_diagonal(self.diagonal)
+        return curvature + self.precision
+
+    def product(self, vector: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
+        """A v."""
+        if isinstance(self.precision, Tensor):
+            return self.precision * vector
+        product: Tensor = self.precision._matmul(vector.unsqueeze(-1)).squeeze(-1)
+        return product
+
+    def quadratic(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """(θ − m)ᵀ A (θ − m) in float64, minus twice the log density less its constant."""
+        gap = theta.double() - self.mean.double()  # may be 1e6 nats
+        if self.diagonal is not None:
+            return (self.diagonal.double() * gap.square()).sum()
+        return gap @ self.product(gap.to(theta.dtype)).double()
+
+    def gradient(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
+        """A (θ − m), of the negative log density."""
+        with torch.no_grad():
+            return self.product(theta - self.mean)
+
+
+def read_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
+    """The prior that a user's arguments mean.
+
+    Raises TypeError for another kind of argument, ValueError for a wrong size, a precision that is not positive and
+    finite, a mapping that does not name each parameter once, or an operator that is not known to be positive
+    semidefinite, is of other parameters or was made at other weights.
+    """
+    if isinstance(prior_precision, LinearOperator):
+        return Prior(_checked_operator(prior_precision, lin), read_mean(prior_mean, lin))
+    if isinstance(prior_precision, Mapping):
+        prior_precision = by_parameter(prior_precision, lin, "prior_precision")
+    return Prior(checked_precision(prior_precision, lin), read_mean(prior_mean, lin))
+
+
+def checked_precision(given: Any, lin: Linearization) -> Tensor:
+    """A diagonal precision as a tensor, 0-d or (D,); ValueError unless it is positive and finite, or TypeError."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
+        raise TypeError(
+            f"prior_precision must be a positive number, a tensor ({lin.num_parameters},) of such, a mapping "
+            f"{{glob over parameter names: number}}, an operator or an earlier posterior, got {given!r}."
+        )
+    precision = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
+    _check_length("prior_precision", precision, lin, "; wrap a matrix as co.linalg.Dense(matrix, psd=True)")
+    if not bool(((precision > 0) & precision.isfinite()).all()):
+        raise ValueError(
+            f"prior_precision must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior "
+            "the posterior is improper wherever the data say nothing."
+        )
+    return precision
+
+
+def read_mean(given: Any, lin: Linearization) -> Tensor:
+    """The mean as a tensor, 0-d or (D,)."""
+    if isinstance(given, Mapping):
+        given = by_parameter(given, lin, "prior_mean")
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
+        raise TypeError(
+            f"prior_mean must be a number, a tensor ({lin.num_parameters},) or a mapping {{glob over parameter names: "
+            f"number or tensor}}, got {given!r}."
+        )
+    mean = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
+    _check_length("prior_mean", mean, lin, "; lin.flatten(mapping) makes a vector of named tensors")
+    if not bool(mean.isfinite().all()):
+        raise ValueError("prior_mean holds NaN or Inf.")
+    return mean
+
+
+def _check_length(name: str, given: Tensor, lin: Linearization, hint: str) -> None:
+    if given.ndim > 1 or (given.ndim == 1 and len(given) != lin.num_parameters):
+        raise ValueError(
+            f"{name} must be a number or a vector of {lin.num_parameters} entries, got {tuple(given.shape)}{hint}."
+        )
+
+
+def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Float[Tensor, " D"]:
+    """The vector of a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
+
+    Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
+    """
+    selection = lin.model.selection
+    found: dict[str, tuple[str, Tensor]] = {}
+    for glob, value in given.items():
+        if not isinstance(glob, str):
+            raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
+            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
+        matched = [name for name in selection.names if fnmatch.fnmatchcase(name, glob)]
+        if not matched:
+            raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
+        for name in matched:
+            if name in found:
+                raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
+            found[name] = glob, torch.as_tensor(value, dtype=lin.theta.dtype, device=lin.theta.device)
+    left = [name for name in selection.names if name not in found]
+    if left:
+        raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
+    tensors = {}
+    for name, shape in zip(selection.names, selection.shapes):
+        glob, value = found[name]
+        if value.ndim and value.shape != shape:
+            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, {name!r} has {tuple(shape)}.")
+        tensors[name] = value.expand(shape)
+    return selection.flatten(tensors)
+
+
+def _checked_operator(given: LinearOperator, lin: Linearization) -> LinearOperator:
+    """A precision operator (D, D) at these weights, or at none."""
+    common(lin.tangent_space, *spaces_of(given))
+    kind, size = type(given).__name__, lin.num_parameters
+    if not isinstance(given, Operator):
+        raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")
+    if tuple(given.shape) != (size, size):
+        raise ValueError(f"prior_precision must be an operator ({size}, {size}), got {kind} {tuple(given.shape)}.")
+    if given.dtype != lin.theta.dtype or given.device != lin.theta.device:
+        raise ValueError(
+            f"prior_precision is {given.dtype} on {given.device}, the parameters are {lin.theta.dtype} on "
+            f"{lin.theta.device}; convert it with operator.to(...)."
+        )
+    if not is_psd(given):
+        raise ValueError(
+            f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "
+            "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."
+        )
+    if recorded(given.representation()):
+        raise ValueError(
+            f"prior_precision {kind} holds tensors that require a gradient, which a prior operator does not carry: "
+            "detach them, or give a number or a vector."
+        )
+    return given
+
+
+def read_temperature(given: Any) -> float:
+    """A positive finite number; TypeError or ValueError otherwise."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"temperature must be a number, got {given!r}.")
+    if not 0 < float(given) < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {given}.")
+    return float(given)

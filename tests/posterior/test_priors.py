@@ -1,0 +1,241 @@
+"""Every kind of prior, and tempered posteriors, against the dense definition."""
+
+import pytest
+import torch
+
+import curvops as co
+from tests.posterior.trained import problem
+
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module")
+def lin():
+    model, x, y = problem()
+    return co.linearize(model, (x, y), "classification")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=1):
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+def by_layer(lin):
+    return {"0.*": 0.7, "2.weight": 2.0, "2.bias": torch.tensor(5.0)}
+
+
+def psd(lin):
+    root = normal(lin.num_parameters, lin.num_parameters) / 10
+    return root @ root.mT + torch.eye(lin.num_parameters, dtype=torch.float64)
+
+
+def compressed(lin):
+    return co.low_rank(co.GGN(lin), rank=8, generator=generator()).add_diagonal(0.3)
+
+
+PRIORS = {
+    "number": lambda lin: 1.3,
+    "by layer": by_layer,
+    "vector": lambda lin: torch.linspace(0.5, 2.0, lin.num_parameters, dtype=torch.float64),
+    "dense": lambda lin: co.linalg.Dense(psd(lin), psd=True),
+    "diagonal operator": lambda lin: co.linalg.Diagonal(torch.linspace(0.5, 2.0, lin.num_parameters).double()),
+    "low rank plus a number": compressed,
+    "kfac plus a number": lambda lin: co.KFAC(lin).add_diagonal(0.3),
+    "ggn plus a number": lambda lin: co.GGN(lin).add_diagonal(0.3),
+}
+CURVATURES = {"ggn": co.GGN, "diagonal": co.DiagonalGGN, "kfac": co.KFAC}
+REFUSED = {("kfac", "by layer"), ("kfac", "vector"), ("kfac", "diagonal operator"), ("diagonal", "kfac plus a number")}
+
+
+def dense_of(lin, name):
+    """A as a matrix; that of layers written out by hand."""
+    prior = PRIORS[name](lin)
+    if name == "by layer":
+        values, sizes = torch.tensor([0.7, 0.7, 2.0, 5.0], dtype=torch.float64), torch.tensor([24, 6, 18, 3])
+        return torch.diag(values.repeat_interleave(sizes))
+    if isinstance(prior, float):
+        return prior * torch.eye(lin.num_parameters, dtype=torch.float64)
+    return torch.diag(prior) if isinstance(prior, torch.Tensor) else prior.to_dense()
+
+
+@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_everything_equals_the_dense_definition(lin, curvature, name):
+    prior, mean, x = PRIORS[name](lin), normal(lin.num_parameters, seed=2), normal(4, 4)
+    if (curvature, name) in REFUSED:
+        with pytest.raises(ValueError, match="one number per group.*low_rank"):
+            co.laplace(lin, CURVATURES[curvature], prior, check_mode=False)
+        return
+    post = co.laplace(lin, CURVATURES[curvature], prior, prior_mean=mean, temperature=0.25, check_mode=False)
+    A, G = dense_of(lin, name), post.curvature.to_dense()
+    P = G + A
+    J = lin.jacobian(x).to_dense()
+    expected = 0.25 * J @ torch.linalg.solve(P, J.mT)
+    torch.testing.assert_close(post.predict(x, joint=True).covariance_matrix, expected, **TIGHT)
+    torch.testing.assert_close(post.predict(x).variance, expected.diagonal().view(4, 3), **TIGHT)
+    gap = lin.theta - mean
+    log_ratio = torch.logdet(P) - torch.logdet(A)
+    evidence = lin.log_likelihood() - 0.5 * (gap @ A @ gap + log_ratio)
+    found, effective = post.log_evidence(1e-3, generator()), post.effective_parameters(1e-3, generator())
+    assert found.stderr == 0 and effective.stderr == 0
+    torch.testing.assert_close(found.value, evidence, **TIGHT)
+    torch.testing.assert_close(effective.value, torch.linalg.solve(P, G).trace(), **TIGHT)
+    pull = lin.gradient() + A @ gap
+    assert post.mode_gap == pytest.approx(float(pull.norm() / (A @ gap).norm()), rel=1e-8)
+
+
+def test_kfac_takes_one_precision_a_layer_and_separate_ones_for_biases(lin):
+    by_two = torch.tensor([0.7, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor([30, 21]))
+    for curvature, prior, A in (
+        (co.KFAC(lin), {"0.*": 0.7, "2.*": 2.0}, torch.diag(by_two)),
+        (co.KFAC(lin, bias="separate"), by_layer(lin), dense_of(lin, "by layer")),
+    ):
+        post = co.laplace(lin, curvature, prior, check_mode=False)
+        found = post.log_evidence()
+        assert found.matvecs == 0 and found.stderr == 0
+        log_ratio = torch.logdet(curvature.to_dense() + A) - torch.logdet(A)
+        expected = lin.log_likelihood() - 0.5 * (lin.theta @ A @ lin.theta + log_ratio)
+        torch.testing.assert_close(found.value, expected, **TIGHT)
+
+
+def test_draws_of_a_tempered_posterior_have_its_covariance(lin):
+    """The same seed gives √T times the deviations; each structure's own draws are tested where it is defined."""
+    warm, cold = (co.laplace(lin, temperature=t, check_mode=False) for t in (1.0, 0.25))
+    deviations = warm.sample(3, generator(), rtol=1e-10) - warm.mean
+    torch.testing.assert_close(cold.sample(3, generator(), rtol=1e-10) - cold.mean, deviations / 2, **TIGHT)
+
+
+def test_draws_under_an_operator_prior_are_roots_of_the_inverse(lin):
+    """4,000 draws: every entry of the covariance within 6 standard errors (false alarms below 1e-5)."""
+    post = co.laplace(lin, prior_precision=compressed(lin), check_mode=False)
+    draws = post.sample(4000, generator(), rtol=1e-8) - post.mean
+    covariance = torch.linalg.inv(post.precision.to_dense())
+    error = draws.mT @ draws / 4000 - covariance
+    spread = (covariance.square() + covariance.diagonal().outer(covariance.diagonal())).div(4000).sqrt()
+    assert float((error / spread).abs().max()) < 6
+
+
+def test_yesterdays_posterior_is_todays_prior_with_its_mean_and_temperature(lin):
+    model, x, y = problem(n=20)
+    before = co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=0.8, temperature=0.5)
+    post = co.laplace(lin, prior_precision=before, check_mode=False)
+    A = before.precision.to_dense() / 0.5
+    torch.testing.assert_close(post.precision.to_dense(), post.curvature.to_dense() + A, **TIGHT)
+    torch.testing.assert_close(post.prior_mean, before.mean, rtol=0, atol=0)
+    assert post.temperature == 1.0
+    gap = post.mean - before.mean
+    assert float(gap.norm()) > 0.1  # other weights: the guard lets a prior through
+    expected = lin.log_likelihood() - 0.5 * (gap @ A @ gap + torch.logdet(post.precision.to_dense()) - torch.logdet(A))
+    torch.testing.assert_close(post.log_evidence().value, expected, **TIGHT)
+
+
+def test_sequential_equals_joint_on_a_linear_model():
+    """Regression with a linear layer: yesterday's posterior as the prior, its mean included, gives the joint one."""
+    model = torch.nn.Linear(3, 2).double()
+    x, y = normal(20, 3), normal(20, 2, seed=2)
+    likelihood = co.likelihoods.Gaussian(noise=0.3)
+
+    def fitted(inputs, targets, prior):
+        post = co.laplace(co.linearize(model, (inputs, targets), likelihood), prior_precision=prior, check_mode=False)
+        pull = post.lin.gradient() + post.prior.gradient(post.mean)
+        theta = post.mean - torch.linalg.solve(post.precision.to_dense(), pull)
+        torch.nn.utils.vector_to_parameters(theta, model.parameters())
+        lin = co.linearize(model, (inputs, targets), likelihood)
+        return co.laplace(lin, prior_precision=prior)  # warns of no mode where it is none
+
+    first = fitted(x[:8], y[:8], 1.5)
+    second = fitted(x[8:], y[8:], first)
+    joint = fitted(x, y, 1.5)
+    torch.testing.assert_close(second.mean, joint.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(second.precision.to_dense(), joint.precision.to_dense(), rtol=1e-10, atol=1e-12)
+    total = first.log_evidence().value + second.log_evidence().value
+    torch.testing.assert_close(total, joint.log_evidence().value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mean_by_name_is_the_vector(lin):
+    start = {name: normal(*shape, seed=3) for name, shape in zip(*layout(lin))}
+    post = co.laplace(lin, prior_mean=start, check_mode=False)
+    torch.testing.assert_close(post.prior_mean, lin.flatten(start), rtol=0, atol=0)
+    some = co.laplace(lin, prior_mean={"0.*": 1.0, "2.*": 0.0}, check_mode=False)
+    assert float(some.prior_mean.sum()) == 30
+
+
+def layout(lin):
+    parts = lin.unflatten_weights(lin.theta)
+    return list(parts), [part.shape for part in parts.values()]
+
+
+def test_another_prior_keeps_the_mean_unless_told(lin):
+    mean = normal(lin.num_parameters)
+    post = co.laplace(lin, prior_mean=mean, temperature=2.0, check_mode=False)
+    moved = post.with_prior({"0.*": 2.0, "2.*": 3.0})
+    assert moved.prior_mean is post.prior_mean and moved.temperature == 2.0
+    assert float(post.with_prior(2.0, 0.0).prior_mean) == 0.0
+    grid = co.evidence.grid(post, [0.5, 2.0])
+    torch.testing.assert_close(grid[1].value, post.with_prior(2.0).log_evidence().value, **TIGHT)
+
+
+def test_gradients_in_the_prior_mean_and_the_precisions_of_layers(lin):
+    values = torch.tensor([0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    mean = normal(lin.num_parameters).requires_grad_()
+
+    def evidence(values, mean):
+        prior = {"0.*": values[0], "2.*": values[1]}
+        return co.laplace(lin, co.KFAC(lin), prior, mean, check_mode=False).log_evidence().value
+
+    assert torch.autograd.gradcheck(evidence, (values, mean))
+
+
+WRONG = {
+    "a leftover": (lambda lin: {"prior_precision": {"0.*": 1.0}}, ValueError, "2.weight.*2.bias"),
+    "an overlap": (lambda lin: {"prior_precision": {"*": 1.0, "2.bias": 1.0}}, ValueError, "2.bias.*both"),
+    "an unknown glob": (lambda lin: {"prior_precision": {"*": 1.0, "fc": 1.0}}, ValueError, "'fc' matches none"),
+    "a negative one": (lambda lin: {"prior_precision": {"0.*": 1.0, "2.*": -1.0}}, ValueError, "positive"),
+    "a key": (lambda lin: {"prior_precision": {0: 1.0}}, TypeError, "glob over parameter names"),
+    "a list": (lambda lin: {"prior_precision": {"*": [1.0]}}, TypeError, "must be a number"),
+    "an empty mapping": (lambda lin: {"prior_precision": {}}, ValueError, "no glob matches"),
+    "zero": (lambda lin: {"prior_precision": 0.0}, ValueError, "positive"),
+    "infinite": (lambda lin: {"prior_precision": float("inf")}, ValueError, "positive and finite"),
+    "a matrix": (lambda lin: {"prior_precision": torch.eye(51)}, ValueError, "co.linalg.Dense"),
+    "not psd": (lambda lin: {"prior_precision": co.linalg.Dense(torch.eye(51).double())}, ValueError, "psd=True"),
+    "a small operator": (lambda lin: {"prior_precision": co.linalg.Diagonal(torch.ones(3))}, ValueError, "51, 51"),
+    "single precision": (lambda lin: {"prior_precision": co.linalg.Diagonal(torch.ones(51))}, ValueError, "convert"),
+    "a mean's length": (lambda lin: {"prior_mean": torch.ones(3)}, ValueError, "51 entries.*lin.flatten"),
+    "a mean's shape": (lambda lin: {"prior_mean": {"*": torch.ones(2)}}, ValueError, "2.*0.weight"),
+    "a mean of NaN": (lambda lin: {"prior_mean": float("nan")}, ValueError, "NaN"),
+    "check_mode by position": (lambda lin: {"prior_mean": False}, TypeError, "prior_mean must be a number"),
+    "cold": (lambda lin: {"temperature": 0.0}, ValueError, "temperature must be positive"),
+    "a word": (lambda lin: {"temperature": "cold"}, TypeError, "temperature"),
+    "a class": (lambda lin: {"prior_precision": co.GGN}, TypeError, "operator or an earlier posterior"),
+    "two means": (lambda lin: {"prior_precision": co.laplace(lin), "prior_mean": 1.0}, ValueError, "its own mean"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_prior_is_refused_by_name(lin, case):
+    given, error, match = WRONG[case]
+    with pytest.raises(error, match=match):
+        co.laplace(lin, **given(lin), check_mode=False)
+
+
+def test_an_operator_at_other_weights_is_refused_until_it_is_detached(lin):
+    other = co.GGN(co.linearize(*_other(), "classification")).add_diagonal(1.0)
+    with pytest.raises(ValueError, match="detached_from_weights"):
+        co.laplace(lin, prior_precision=other, check_mode=False)
+    post = co.laplace(lin, prior_precision=other.detached_from_weights(), check_mode=False)
+    torch.testing.assert_close(post.precision.to_dense(), post.curvature.to_dense() + other.to_dense(), **TIGHT)
+
+
+def _other():
+    model, x, y = problem(n=20)
+    return model, (x, y)
+
+
+def test_a_singular_prior_has_no_evidence_and_says_so(lin):
+    post = co.laplace(lin, co.GGN(lin).add_diagonal(1.0), co.low_rank(co.GGN(lin), rank=4), check_mode=False)
+    assert post.sample(2).isfinite().all()
+    with pytest.raises(ValueError, match="singular"):
+        post.log_evidence()
