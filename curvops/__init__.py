@@ -23,7 +23,7 @@ from curvops.operators import (
     TangentKernel,
     linearize,
 )
-from curvops.posterior import Laplace, NotAMode, laplace
+from curvops.posterior import Laplace, NotAMode, SampledNormal, Uncertainty, laplace
 
 __version__ = version("curvops")
 
@@ -45,8 +45,10 @@ __all__ = [
     "NoCurvature",
     "NoFactors",
     "NotAMode",
+    "SampledNormal",
     "Subnetwork",
     "TangentKernel",
+    "Uncertainty",
     "evidence",
     "laplace",
     "likelihoods",

@@ -120,14 +120,16 @@ class Linearization:
         passes = Passes(self.model, parts, self.engine, self.memory, walk.engines, progress=walk.progress)
         return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
 
-    def predict(self, x: Any) -> Float[Tensor, "n C"]:
-        """f(x, θ*), the network's outputs at its snapshot, sequences as rows (n, T·C). One forward pass."""
+    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
+        """f(x, θ*), the network's outputs at its snapshot, sequences as rows (n, T·C). One forward pass.
+
+        With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
+        their values. Raises as `jacobian` does, and ValueError unless the weights are one vector (D,).
+        """
         inputs, step = self._inputs(x), max(self.data.sizes)
+        values = self.model.values if weights is None else self.unflatten_weights(weights)
         with torch.no_grad():
-            parts = [
-                self.model(self.model.values, take(inputs, slice(i, i + step)))
-                for i in range(0, num_points(inputs), step)
-            ]
+            parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
         return torch.cat(parts)
 
     def _inputs(self, x: Any) -> Inputs:

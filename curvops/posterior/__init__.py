@@ -1,5 +1,7 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
+from curvops.posterior.predictive import SampledNormal
+from curvops.posterior.uncertainty import Uncertainty
 
-__all__ = ["Laplace", "NotAMode", "laplace"]
+__all__ = ["Laplace", "NotAMode", "SampledNormal", "Uncertainty", "laplace"]

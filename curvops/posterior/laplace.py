@@ -13,30 +13,25 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, Dense, Estimate, LowRank, draw
-from curvops.linalg.core.limits import check_flag, check_generator
-from curvops.network.likelihoods import Categorical, Sequences
+from curvops.linalg import Damped, Estimate, draw
+from curvops.linalg.core.limits import check_flag
 from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
-from curvops.posterior import links
 from curvops.posterior.arguments import (
     check_accuracy,
     check_linearization,
     checked_count,
     checked_curvature,
-    checked_draws,
 )
 from curvops.posterior.covariance import Blocks, PointCovariance
+from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
 
-# Draws of the logits where link="mc" is given no samples.
-LINK_DRAWS = 1000
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
 MODE_TOLERANCE = 0.1
 
@@ -46,7 +41,7 @@ class NotAMode(UserWarning):
 
 
 @dataclass(frozen=True, eq=False)
-class Laplace:
+class Laplace(Predictive):
     """N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
 
     lin: Linearization
@@ -127,89 +122,15 @@ class Laplace:
             draws *= math.sqrt(self.temperature)
         return accumulate(draws, self.mean)
 
-    def predict(
-        self, x: Any, joint: bool = False, samples: Float[Tensor, "k D"] | None = None, rtol: float | None = None
-    ) -> MultivariateNormal:
-        """Distribution of the linearised network's outputs at x, without observation noise.
+    def _covariance(self, x: Any, joint: bool, rtol: float | None) -> LinearOperator:
+        J, inverse = self.lin.jacobian(x), self.precision.inverse(rtol)
+        if not joint:
+            return PointCovariance(J, inverse, self.lin.output_shape[-1], Blocks(), self.temperature)
+        covariance = J @ inverse @ J.mT
+        return covariance if self.temperature == 1 else covariance * self.temperature
 
-        Args:
-            x: inputs as the model takes them. A sequence counts as T points.
-            joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
-                True a `MultitaskMultivariateNormal` over (N, C) with covariance T J P⁻¹ Jᵀ.
-            samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
-                products with J, and each variance has a relative standard error of √(2/k).
-            rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
-
-        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Under KFAC and EKFAC those of
-        independent points come from rotated factors instead, thousands of times faster.
-        """
-        check_flag("joint", joint)
-        if rtol is not None:
-            check_accuracy(rtol)
-        samples = None if samples is None else checked_draws(samples, self.mean)
+    def _require_gradients(self) -> None:
         self.spectrum.require_gradients()
-        mean, J = self._mean(x), self.lin.jacobian(x)
-        if samples is not None:
-            return self._predict_from_draws(mean, self._pushed(J, samples), joint)
-        inverse = self.precision.inverse(rtol)
-        if joint:
-            covariance = J @ inverse @ J.mT
-            return MultitaskMultivariateNormal(
-                mean, covariance if self.temperature == 1 else covariance * self.temperature
-            )
-        blocks = PointCovariance(J, inverse, mean.shape[1], Blocks(), self.temperature)
-        return MultivariateNormal(mean, blocks)
-
-    def _mean(self, x: Any) -> Float[Tensor, "N C"]:
-        return self.lin.predict(x).reshape(-1, self.lin.output_shape[-1])
-
-    def _pushed(self, J: LinearOperator, samples: Float[Tensor, "k D"]) -> Float[Tensor, "N C k"]:
-        pushed = J._matmul((samples - self.mean).mT)
-        return pushed.unflatten(0, (-1, self.lin.output_shape[-1]))
-
-    def _predict_from_draws(self, mean: Tensor, pushed: Tensor, joint: bool) -> MultivariateNormal:
-        k = pushed.shape[-1]
-        if joint:
-            root = pushed.flatten(0, 1)
-            return MultitaskMultivariateNormal(mean, LowRank(root, root.new_full((k,), 1 / k)))
-        return MultivariateNormal(mean, Dense(pushed @ pushed.mT / k))
-
-    def probabilities(
-        self,
-        x: Any,
-        link: str = "probit",
-        samples: Float[Tensor, "k D"] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Float[Tensor, "N C"]:
-        """Class probabilities E[softmax(f)] at x, at the cost of `predict`.
-
-        Args:
-            x: inputs as the model takes them. A sequence counts as T points.
-            link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples`
-                of the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge.
-            samples: draws (k, D) of the weights, as `sample` returns them.
-            generator: source of the draws of "mc".
-
-        Raises:
-            ValueError: another link, or a likelihood without classes.
-        """
-        if link not in ("probit", "mc", "bridge"):
-            raise ValueError(f"link={link!r}; expected 'probit', 'mc' or 'bridge'.")
-        likelihood = self.lin.likelihood
-        if not isinstance(likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood, Categorical):
-            raise ValueError(f"{likelihood!r} has no class probabilities; use predict.")
-        check_generator(generator)
-        samples = None if samples is None else checked_draws(samples, self.mean)
-        if link == "mc" and samples is not None:
-            self.spectrum.require_gradients()
-            pushed = self._pushed(self.lin.jacobian(x), samples)
-            return links.monte_carlo(self._mean(x) + pushed.movedim(-1, 0))
-        predicted = self.predict(x, samples=samples)
-        if link == "mc":
-            covariance = predicted.lazy_covariance_matrix.to_dense()
-            return links.monte_carlo(links.gaussian_draws(predicted.mean, covariance, LINK_DRAWS, generator))
-        approximate = links.probit if link == "probit" else links.bridge
-        return approximate(predicted.mean, predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1))
 
     def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """log p(data) under Laplace's approximation, in nats, with its standard error.

@@ -1,22 +1,28 @@
-"""Class probabilities from Gaussian logits: what E[softmax(f)] is under f ~ N(mean, covariance)."""
+"""Probabilities from Gaussian logits: what E[softmax(f)] or E[σ(f)] is under f ~ N(mean, covariance)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 
+def scaled(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
+    """κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
+    return mean * (1 + math.pi / 8 * variance).rsqrt()
+
+
 def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """softmax(κ f) with κ = (1 + π v / 8)^-½ per class (MacKay 1992, extended to classes as by Gibbs 1997)."""
-    return (mean * (1 + math.pi / 8 * variance).rsqrt()).softmax(-1)
+    """softmax(κ f), `scaled` per class (Gibbs 1997)."""
+    return scaled(mean, variance).softmax(-1)
 
 
-def monte_carlo(draws: Float[Tensor, "k N C"]) -> Float[Tensor, "N C"]:
-    """Mean of softmax over draws of the logits; standard error at most 0.5 / √k."""
-    return draws.softmax(-1).mean(0)
+def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
+    """Mean over draws of the outputs of what `mean_of` makes of each; for probabilities a standard error ≤ ½ / √k."""
+    return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
 
 
 def gaussian_draws(
@@ -29,16 +35,25 @@ def gaussian_draws(
     return mean + torch.einsum("nij,knj->kni", root, noise)
 
 
-def bridge(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """Mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), variances normalised as they advise.
+def bridge(
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], normalised: bool = False
+) -> Float[Tensor, "N C"]:
+    """Mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), for logits conditioned to sum to zero.
 
-    The logits are shifted to sum to zero and the variances scaled to a mean of at most √(C/2), without which the
-    approximation fails for large variances.
+    The approximation fails for large variances. `normalised` scales logits and variances, as its authors advise, to a
+    mean variance of √(C/2) where it is above that.
     """
     c = mean.shape[-1]
-    scale = (variance.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
-    f = (mean - mean.mean(-1, keepdim=True)) / scale.sqrt()
-    v = variance / scale
+    rows = covariance.sum(-1)
+    total = rows.sum(-1, keepdim=True)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    known = total > c * torch.finfo(mean.dtype).eps * variance.sum(-1, keepdim=True)
+    share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
+    f = mean - share * mean.sum(-1, keepdim=True)
+    v = (variance - share * rows).clamp_min(0)
+    if normalised:
+        scale = (v.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
+        f, v = f / scale.sqrt(), v / scale
     log_sum = torch.logsumexp(-f, -1, keepdim=True)
     alpha = (1 - 2 / c + (f + log_sum).exp() / c**2) / v.clamp_min(torch.finfo(v.dtype).tiny)
     return alpha / alpha.sum(-1, keepdim=True)

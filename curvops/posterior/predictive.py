@@ -1,0 +1,342 @@
+"""What every posterior over the weights predicts: outputs, probabilities, uncertainty, scores of test data.
+
+A posterior says where its weights are, how to draw them and what covariance the linearised outputs have; links,
+decompositions and scores are the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from scipy.special import chdtri
+from torch import Tensor
+
+from curvops.linalg import Dense, Estimate, LowRank
+from curvops.linalg.core.limits import check_flag, check_generator
+from curvops.network.data.inputs import as_inputs, num_points
+from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Sequences
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.operators import Linearization
+from curvops.posterior import links, scores, uncertainty
+from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
+from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
+
+# Draws of the outputs of each point, where averages over them are asked for and no samples are given.
+OUTPUT_DRAWS = 1000
+# Numbers that these take at a time.
+DRAWN_NUMBERS = 2**23
+# Draws of the weights likewise: each costs a solve, or a forward pass.
+WEIGHT_DRAWS = 100
+LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
+
+
+class SampledNormal(MultivariateNormal):
+    """A predictive whose covariances are means over k draws of the weights: each variance has an error."""
+
+    def __init__(self, mean: Float[Tensor, "N C"], covariance: LinearOperator, draws: int) -> None:
+        super().__init__(mean, covariance)
+        self.draws = draws
+
+    @property
+    def variance_stderr(self) -> Float[Tensor, "N C"]:
+        """Standard error of each variance, √(2/k) of it: k σ̂²/σ² is χ² with k degrees of freedom."""
+        stderr: Tensor = self.variance * (2 / self.draws) ** 0.5
+        return stderr
+
+    def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"]]:
+        """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
+        if not 0.0 < level < 1.0:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        k, tail = self.draws, (1 - level) / 2
+        low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
+        return self.variance * low, self.variance * high
+
+
+class Predictive(ABC):
+    """A distribution of the weights of a linearised network, and what follows from it for new inputs."""
+
+    lin: Linearization
+
+    @property
+    @abstractmethod
+    def mean(self) -> Float[Tensor, " D"]:
+        """The weights about which the network is linearised."""
+
+    @abstractmethod
+    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
+        """Draws of the weights as rows."""
+
+    @abstractmethod
+    def _covariance(self, x: Any, joint: bool, rtol: float | None) -> LinearOperator:
+        """Of the linearised outputs at x: (N·C, N·C) where joint, else (N, C, C)."""
+
+    def _require_gradients(self) -> None:  # noqa: B027 - most carry none
+        """Raise ValueError where a gradient is asked for that predictions do not have."""
+
+    def predict(
+        self,
+        x: Any,
+        joint: bool = False,
+        samples: Float[Tensor, "k D"] | None = None,
+        rtol: float | None = None,
+        noise: bool = False,
+    ) -> MultivariateNormal:
+        """Distribution of the linearised network's outputs at x.
+
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
+                True a `MultitaskMultivariateNormal` over (N, C).
+            samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
+                products with J. Of independent points the result has the `variance_stderr` and the
+                `variance_interval(level)` of each variance.
+            rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
+            noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
+
+        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Under KFAC and EKFAC those of
+        independent points come from rotated factors instead, thousands of times faster.
+
+        Raises:
+            ValueError: noise=True with another likelihood, draws of another size, or unfit inputs (see `jacobian`).
+        """
+        check_flag("joint", joint)
+        check_flag("noise", noise)
+        if rtol is not None:
+            check_accuracy(rtol)
+        samples = None if samples is None else checked_draws(samples, self.mean)
+        added = self._noise() if noise else None
+        self._require_gradients()
+        mean = self._outputs(x)
+        if samples is None:
+            covariance = self._covariance(x, joint, rtol)
+        else:
+            pushed = self._pushed(x, samples).movedim(0, -1)
+            covariance = _second_moment(pushed, joint)
+        if added is not None:
+            noise_of_each = added.to(mean).expand(mean.shape[-1])
+            covariance = covariance.add_diagonal(noise_of_each.repeat(len(mean)) if joint else noise_of_each)
+        if joint:
+            return MultitaskMultivariateNormal(mean, covariance)
+        if samples is not None and not noise:
+            return SampledNormal(mean, covariance, len(samples))
+        return MultivariateNormal(mean, covariance)
+
+    def functions(
+        self,
+        x: Any,
+        k: int,
+        generator: torch.Generator | None = None,
+        samples: Float[Tensor, "k D"] | None = None,
+        rtol: float = 1e-3,
+    ) -> Float[Tensor, "k N C"]:
+        """Joint draws of the linearised network f(x, θ*) + J(x)(θ_k − θ*): k functions, each at all points.
+
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            k: the number of draws; that of `samples` where these are given.
+            generator: source of the draws.
+            samples: draws (k, D) of the weights, as `sample` returns them: the same functions at other inputs.
+            rtol: as in `sample`.
+
+        Cost: that of `sample(k)`, and k products with J(x).
+        """
+        k = checked_count(k)
+        samples = self.sample(k, generator, rtol) if samples is None else checked_draws(samples, self.mean)
+        if len(samples) != k:
+            raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
+        self._require_gradients()
+        return self._outputs(x) + self._pushed(x, samples)
+
+    def probabilities(
+        self,
+        x: Any,
+        link: str = "probit",
+        samples: Float[Tensor, "k D"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "N C"]:
+        """Probabilities at x: of the classes, E[softmax(f)], or of each label of a Bernoulli likelihood, E[σ(f)].
+
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples`
+                of the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge, "bridge_norm"
+                the same with variances normalised, better where they are large (classes only); "network" averages the
+                network itself over the samples (100 where none are given), for comparison: the posterior is that of the
+                linearised network, and the network at its draws predicts worse.
+            samples: draws (k, D) of the weights, as `sample` returns them.
+            generator: source of the draws.
+
+        Cost: that of `predict`; "network" takes a forward pass for each sample.
+
+        Raises:
+            ValueError: another link, one that does not fit the likelihood, or a likelihood without probabilities.
+        """
+        if link not in LINKS:
+            raise ValueError(f"link={link!r}; expected one of {', '.join(map(repr, LINKS))}.")
+        likelihood = self._target()
+        if not isinstance(likelihood, LABELS):
+            raise ValueError(
+                f"{likelihood!r} has no class probabilities; use predict, or uncertainty(x).mean for the targets' mean."
+            )
+        if link.startswith("bridge") and not isinstance(likelihood, Categorical):
+            raise ValueError(f"link={link!r} is for classes; {likelihood!r} takes 'probit', 'mc' or 'network'.")
+        check_generator(generator)
+        samples = None if samples is None else checked_draws(samples, self.mean)
+        if link in ("mc", "network"):
+            drawn = self._drawn_outputs(x, samples, generator, network=link == "network")
+            return torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
+        predicted = self.predict(x, samples=samples)
+        covariance = predicted.lazy_covariance_matrix
+        if link.startswith("bridge"):
+            return links.bridge(predicted.mean, covariance.to_dense(), normalised=link == "bridge_norm")
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        if isinstance(likelihood, Bernoulli):
+            return links.scaled(predicted.mean, variance).sigmoid()
+        return links.probit(predicted.mean, variance)
+
+    def uncertainty(
+        self, x: Any, samples: Float[Tensor, "k D"] | None = None, generator: torch.Generator | None = None
+    ) -> Uncertainty:
+        """The total uncertainty of the target at each x, and its aleatoric and epistemic parts.
+
+        Args:
+            x: inputs as the model takes them. A sequence counts as T points.
+            samples: draws (k, D) of the weights, as `sample` returns them; by default each point's own covariance is
+                used, and for entropies 1000 draws from it.
+            generator: source of these draws.
+
+        Returns:
+            For classes entropies in nats (N,): of the mean prediction, the mean entropy, and the mutual information
+            between target and weights; for the labels of a Bernoulli likelihood the same of each (N, C). For Gaussian,
+            heteroscedastic and Poisson targets variances (N, C). `mean` is the target's: probabilities, or (Poisson)
+            rates.
+
+        Raises:
+            ValueError: another likelihood.
+        """
+        likelihood = self._target()
+        if not isinstance(likelihood, LABELS + NUMBERS):
+            raise ValueError(f"{likelihood!r} has no decomposition here; use predict, or functions(x, k) and your own.")
+        check_generator(generator)
+        samples = None if samples is None else checked_draws(samples, self.mean)
+        if isinstance(likelihood, LABELS):
+            drawn = self._drawn_outputs(x, samples, generator)
+            return uncertainty.joined([uncertainty.of_labels(likelihood, draws) for draws in drawn])
+        predicted = self.predict(x, samples=samples)
+        variance = predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1)
+        return uncertainty.of_numbers(likelihood, predicted.mean, variance)
+
+    def log_likelihood(
+        self,
+        x: Any,
+        y: Tensor,
+        joint: bool = False,
+        samples: Float[Tensor, "k D"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """log p(y | x, data) of test points in nats, each with its standard error.
+
+        Args:
+            x: inputs as the model takes them.
+            y: targets as the likelihood takes them. A sequence counts as T points.
+            joint: False scores each point, (N,); True random pairs of points together (⌊N/2⌋,), ten copies of the two
+                in all (the dyadic score of Osband et al. 2022), which sees whether predictions vary together as they
+                should.
+            samples: draws (k, D) of the weights; by default each point's own covariance is used (exactly for a Gaussian
+                likelihood, else by 1000 draws), and 100 draws of the weights where joint.
+            generator: source of the draws, and of the pairs.
+
+        Raises:
+            TypeError, ValueError: targets that the likelihood cannot score, or not one for each point.
+        """
+        check_flag("joint", joint)
+        check_generator(generator)
+        samples = None if samples is None else checked_draws(samples, self.mean)
+        likelihood, targets = self._target(), self._targets(x, y)
+        if isinstance(likelihood, Gaussian) and samples is None and not joint:
+            predicted = self.predict(x, noise=True)
+            return Estimate.exact(scores.gaussian(predicted.mean, predicted.covariance_matrix, targets))
+        if samples is None and joint:
+            samples = self.sample(WEIGHT_DRAWS, generator)
+        drawn, start, parts = self._drawn_outputs(x, samples, generator), 0, []
+        for draws in drawn:
+            some = targets[start : start + draws.shape[1]]
+            parts.append(torch.stack([likelihood.log_prob(f, some) for f in draws]))
+            start += len(some)
+        log_p = torch.cat(parts, 1)
+        return scores.dyadic(log_p, generator) if joint else scores.log_mean_exp(log_p)
+
+    def _targets(self, x: Any, y: Any) -> Tensor:
+        """Targets by position, checked."""
+        if not isinstance(y, Tensor):
+            raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
+        y = y.to(device=self.mean.device, dtype=self.mean.dtype if y.is_floating_point() else None)
+        self.lin.likelihood.check_targets(y, self.lin.num_outputs)
+        points = num_points(as_inputs(x, self.mean.device, self.mean.dtype))
+        if len(y) != points:
+            raise ValueError(f"there are {points} inputs, but {len(y)} targets.")
+        return y.flatten(0, 1) if isinstance(self.lin.likelihood, Sequences) else y
+
+    def _target(self) -> Likelihood:
+        """The likelihood of one position's target."""
+        likelihood = self.lin.likelihood
+        return likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
+
+    def _noise(self) -> Float[Tensor, "*C"]:
+        likelihood = self._target()
+        if not isinstance(likelihood, Gaussian):
+            raise ValueError(
+                f"noise=True adds the observation noise of a Gaussian likelihood; this is {likelihood!r}. "
+                "uncertainty(x) has the variance, or the entropy, of its targets."
+            )
+        return likelihood.noise
+
+    def _outputs(self, x: Any) -> Float[Tensor, "N C"]:
+        return self._by_position(self.lin.predict(x))
+
+    def _by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
+        return outputs.reshape(-1, self.lin.output_shape[-1])
+
+    def _pushed(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
+        """J(x)(θ_k − θ*)."""
+        pushed = self.lin.jacobian(x)._matmul((samples - self.mean).mT)
+        return pushed.mT.unflatten(1, (-1, self.lin.output_shape[-1]))
+
+    def _drawn_outputs(
+        self,
+        x: Any,
+        samples: Float[Tensor, "k D"] | None,
+        generator: torch.Generator | None,
+        network: bool = False,
+    ) -> Iterator[Float[Tensor, "k n C"]]:
+        """Draws of the outputs, some points at a time.
+
+        They are those of the weights given, of the network itself, or of each point's own covariance.
+        """
+        if network:
+            samples = self.sample(WEIGHT_DRAWS, generator) if samples is None else samples
+            yield torch.stack([self._by_position(self.lin.predict(x, weights)) for weights in samples])
+        elif samples is not None:
+            self._require_gradients()
+            yield self._outputs(x) + self._pushed(x, samples)
+        else:
+            predicted = self.predict(x)
+            covariance = predicted.lazy_covariance_matrix.to_dense()
+            step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariance.shape[-1]))
+            for mean, own in zip(predicted.mean.split(step), covariance.split(step)):
+                yield links.gaussian_draws(mean, own, OUTPUT_DRAWS, generator)
+
+
+def _second_moment(pushed: Float[Tensor, "N C k"], joint: bool) -> LinearOperator:
+    """mean_k of the outer products of J z_k."""
+    k = pushed.shape[-1]
+    if not joint:
+        return Dense(pushed @ pushed.mT / k)
+    root = pushed.flatten(0, 1)
+    return LowRank(root, root.new_full((k,), 1 / k))

@@ -1,0 +1,46 @@
+"""The log-likelihood of test data under a predictive, per point and for pairs of points."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg import Estimate
+
+COPIES = 10
+"""Copies of its two points that a pair of the dyadic score holds."""
+
+
+def log_mean_exp(log_p: Float[Tensor, "k N"]) -> Estimate:
+    """log mean_k exp(log_p), one number a point, with its standard error by the delta method."""
+    k = len(log_p)
+    value = log_p.logsumexp(0) - math.log(k)
+    spread = (log_p - value).exp().std(0) if k > 1 else torch.full_like(value, math.inf)
+    return Estimate(value, spread / k**0.5, k, 0)
+
+
+def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """⌊n/2⌋ random pairs of points (2, m), and how often each stands in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
+    device = None if generator is None else generator.device
+    order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
+    first = torch.randint(1, COPIES, order.shape[1:], generator=generator, device=device)
+    return order, torch.stack([first, COPIES - first])
+
+
+def dyadic(log_p: Float[Tensor, "k N"], generator: torch.Generator | None) -> Estimate:
+    """log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
+
+    It sees how predictions vary together, which a mean over points does not.
+    """
+    order, copies = (index.to(log_p.device) for index in pairs(log_p.shape[1], generator))
+    return log_mean_exp((log_p[:, order] * copies).sum(1))
+
+
+def gaussian(
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
+) -> Float[Tensor, " N"]:
+    """log N(y; mean, covariance) of each point, in nats."""
+    return torch.distributions.MultivariateNormal(mean, covariance, validate_args=False).log_prob(y)

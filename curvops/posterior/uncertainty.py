@@ -1,0 +1,89 @@
+"""How much of a prediction's spread is noise, and how much is doubt about the weights.
+
+Of draws f_k of the outputs, for labels: the entropy of the mean is the total, the mean of the entropies is what would
+stay if the weights were known (aleatoric), and their difference, the mutual information of target and weights, is the
+rest (epistemic; Depeweg et al. 2018). For numbers the same with variances, by the law of total variance in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from curvops.network.likelihoods.likelihood import Likelihood
+
+LABELS = (Categorical, Bernoulli)
+NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
+    """total = aleatoric + epistemic of the target at each point, and the target's mean.
+
+    In nats (entropies, `unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli one, (N, C); as
+    variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part, which
+    for nats comes from draws; None where it is in closed form.
+    """
+
+    mean: Float[Tensor, "N C"]
+    total: Float[Tensor, "N *C"]
+    aleatoric: Float[Tensor, "N *C"]
+    epistemic: Float[Tensor, "N *C"]
+    stderr: Float[Tensor, "N *C"] | None
+    unit: str
+
+    def __repr__(self) -> str:
+        parts = (f"{name} {float(getattr(self, name).mean()):.3g}" for name in ("total", "aleatoric", "epistemic"))
+        return f"Uncertainty({len(self.total)} points, means in {self.unit}: {', '.join(parts)})"
+
+
+def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"]) -> Uncertainty:
+    """Entropies in nats, from draws of the logits."""
+    if isinstance(likelihood, Categorical):
+        log_p = draws.log_softmax(-1)
+        return _of_log_probabilities(log_p.exp(), log_p, log_p.exp().mean(0))
+    p = torch.stack([draws, -draws], -1)
+    log_p = torch.nn.functional.logsigmoid(p)
+    return _of_log_probabilities(log_p.exp(), log_p, log_p[..., 0].exp().mean(0))
+
+
+def _of_log_probabilities(p: Float[Tensor, "k *N c"], log_p: Float[Tensor, "k *N c"], mean: Tensor) -> Uncertainty:
+    k = len(p)
+    averaged = p.mean(0)
+    log_averaged = averaged.clamp_min(torch.finfo(p.dtype).tiny).log()
+    total = -(averaged * log_averaged).sum(-1)
+    entropies = -(p * log_p).sum(-1)
+    aleatoric = entropies.mean(0)
+    # What each draw adds to the difference, to first order: Kullback–Leibler from the mean.
+    divergences = (p * (log_p - log_averaged)).sum(-1)
+    stderr = divergences.std(0) / k**0.5
+    return Uncertainty(mean, total, aleatoric, (total - aleatoric).clamp_min(0), stderr, "nats")
+
+
+def joined(parts: Sequence[Uncertainty]) -> Uncertainty:
+    """Entropies of some points after those of others."""
+    names = ("mean", "total", "aleatoric", "epistemic", "stderr")
+    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return Uncertainty(unit=parts[0].unit, **tensors)
+
+
+def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Uncertainty:
+    """Variances, from the mean and variance of each output."""
+    if isinstance(likelihood, Gaussian):
+        noise = likelihood.noise.to(mean).expand_as(mean)
+        return _of_variances(mean, noise, variance)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        (m, s), (v, v_s) = mean.chunk(2, -1), variance.chunk(2, -1)
+        return _of_variances(m, (s + v_s / 2).exp(), v)
+    rate = (mean + variance / 2).exp()  # of a Poisson target: the mean of a log-normal rate
+    return _of_variances(rate, rate, rate.square() * variance.expm1())
+
+
+def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncertainty:
+    return Uncertainty(mean, aleatoric + epistemic, aleatoric, epistemic, None, "variance")

@@ -1,0 +1,293 @@
+"""Links, decompositions of uncertainty, joint draws and scores, against quadrature and dense definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.posterior import links
+from curvops.posterior.uncertainty import of_labels
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+X = torch.randn(5, 4, dtype=DOUBLE, generator=generator(1))
+
+
+def posterior(likelihood, outputs=3, target=None):
+    """A small network and targets of a kind; not at a mode, which nothing here needs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    x = torch.randn(30, 4, dtype=DOUBLE)
+    y = target(x) if target else x[:, :outputs].sin()
+    return co.laplace(co.linearize(model, (x, y), likelihood), prior_precision=2.0, check_mode=False)
+
+
+@pytest.fixture(scope="module")
+def classes():
+    model, x, y = problem()
+    return co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=1.0)
+
+
+@pytest.fixture(scope="module")
+def labels():
+    return posterior(co.likelihoods.Bernoulli(), 2, lambda x: (x[:, :2] > 0).double())
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return posterior(co.likelihoods.Gaussian(noise=torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)))
+
+
+def normal_average(function, mean, variance, nodes=80):
+    """E[function(f)], f ~ N(mean, variance), entry by entry, by Gauss–Hermite quadrature."""
+    z, w = np.polynomial.hermite_e.hermegauss(nodes)
+    z, w = torch.from_numpy(z), torch.from_numpy(w) / math.sqrt(2 * math.pi)
+    return (function(mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * z) * w).sum(-1)
+
+
+def binary_entropy(p):
+    return -torch.special.entr(p).neg().add(torch.special.entr(1 - p).neg())
+
+
+# Links
+
+
+def test_label_probabilities_by_each_link(labels):
+    """Probit is within 0.01 of the integral for these variances; 1,000 draws within 5 standard errors of it."""
+    predicted = labels.predict(X)
+    exact = normal_average(torch.sigmoid, predicted.mean, predicted.variance)
+    assert float((labels.probabilities(X) - exact).abs().max()) < 0.01
+    spread = normal_average(lambda f: f.sigmoid().square(), predicted.mean, predicted.variance) - exact.square()
+    error = labels.probabilities(X, "mc", generator=generator()) - exact
+    assert float((error / (spread / 1000).sqrt()).abs().max()) < 5
+    with pytest.raises(ValueError, match="'bridge' is for classes.*'probit', 'mc' or 'network'"):
+        labels.probabilities(X, "bridge")
+
+
+def test_the_bridge_inverts_the_moments_of_a_dirichlet():
+    """Logits with the moments that the bridge gives to a Dirichlet come back as its mean, in any direction of 1."""
+    alpha = torch.tensor([[4.0, 1.5, 2.0], [9.0, 7.0, 1.2]], dtype=DOUBLE)
+    c = alpha.shape[-1]
+    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
+    inverse = 1 / alpha
+    centring = torch.eye(c, dtype=DOUBLE) - 1 / c
+    covariance = centring @ torch.diag_embed(inverse) @ centring
+    expected = alpha / alpha.sum(-1, keepdim=True)
+    torch.testing.assert_close(links.bridge(mean, covariance), expected, **TIGHT)
+    moved = covariance + 3.0  # variance along the ones does not change a softmax
+    torch.testing.assert_close(links.bridge(mean + 5.0, moved), expected, **TIGHT)
+
+
+def test_the_normalised_bridge_is_the_bridge_until_variances_are_large(classes):
+    """Of these points two have small variances; for the others normalising is nearer to 1,000 draws."""
+    plain, normalised = (classes.probabilities(X, link) for link in ("bridge", "bridge_norm"))
+    centring = torch.eye(3, dtype=DOUBLE) - 1 / 3
+    covariance = centring @ classes.predict(X).covariance_matrix @ centring
+    small = covariance.diagonal(dim1=-2, dim2=-1).mean(-1) < 1.2
+    assert 0 < int(small.sum()) < 5
+    torch.testing.assert_close(plain[small], normalised[small], **TIGHT)
+    drawn = classes.probabilities(X, "mc", generator=generator())
+    assert float((normalised - drawn)[~small].norm()) < float((plain - drawn)[~small].norm())
+
+
+def test_the_network_link_averages_the_network_at_the_draws(classes):
+    draws = classes.sample(7, generator())
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    outputs = []
+    for weights in draws:
+        nn.utils.vector_to_parameters(weights, model.parameters())
+        outputs.append(model(X).softmax(-1))
+    expected = torch.stack(outputs).mean(0)
+    torch.testing.assert_close(classes.probabilities(X, "network", samples=draws), expected, **TIGHT)
+    assert classes.probabilities(X, "network", generator=generator()).sum(-1) == pytest.approx(1.0)
+
+
+# Uncertainty
+
+
+def test_mutual_information_of_labels_equals_the_integral(labels):
+    predicted = labels.predict(X)
+    p = normal_average(torch.sigmoid, predicted.mean, predicted.variance)
+    total = binary_entropy(p)
+    aleatoric = normal_average(lambda f: binary_entropy(f.sigmoid()), predicted.mean, predicted.variance)
+    found = labels.uncertainty(X, generator=generator())
+    assert found.unit == "nats" and found.total.shape == (5, 2)
+    assert float(((found.epistemic - (total - aleatoric)) / found.stderr).abs().max()) < 5
+    torch.testing.assert_close(found.total, found.aleatoric + found.epistemic, rtol=1e-12, atol=1e-14)
+    assert float((found.mean - p).abs().max()) < 0.02
+
+
+def test_the_stderr_of_mutual_information_covers(classes):
+    """200 seeds: two standard errors hold the value of 200,000 draws for 95 %; fewer than 180 has odds of 1 in 300."""
+    predicted = classes.predict(X[:1])
+    moments = predicted.mean, predicted.covariance_matrix
+    many = links.gaussian_draws(*moments, 200_000, generator(99)).softmax(-1)
+    exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
+    hits = 0
+    for seed in range(200):
+        found = of_labels(classes.lin.likelihood, links.gaussian_draws(*moments, 1000, generator(seed)))
+        hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())
+    assert hits >= 180
+
+
+def test_numbers_decompose_in_closed_form(numbers):
+    found, predicted = numbers.uncertainty(X), numbers.predict(X)
+    noise = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE).expand(5, 3)
+    torch.testing.assert_close(found.aleatoric, noise, **TIGHT)
+    torch.testing.assert_close(found.epistemic, predicted.variance, **TIGHT)
+    torch.testing.assert_close(found.total, numbers.predict(X, noise=True).variance, **TIGHT)
+    assert found.unit == "variance" and found.stderr is None
+    assert "5 points" in repr(found)
+
+
+def test_rates_and_predicted_variances_are_averaged_over_the_posterior():
+    counts = posterior(co.likelihoods.Poisson(), 2, lambda x: x[:, :2].exp().round())
+    predicted, found = counts.predict(X), counts.uncertainty(X)
+    rate = normal_average(torch.exp, predicted.mean, predicted.variance)
+    squared = normal_average(lambda f: (2 * f).exp(), predicted.mean, predicted.variance)
+    torch.testing.assert_close(found.mean, rate, **TIGHT)
+    torch.testing.assert_close(found.total, rate + squared - rate.square(), **TIGHT)
+    with pytest.raises(ValueError, match=r"uncertainty\(x\)\.mean"):
+        counts.probabilities(X)
+    both = posterior(co.likelihoods.HeteroscedasticGaussian(), 4, lambda x: x[:, :2].sin())
+    predicted, found = both.predict(X), both.uncertainty(X)
+    torch.testing.assert_close(found.mean, predicted.mean[:, :2], **TIGHT)
+    torch.testing.assert_close(found.epistemic, predicted.variance[:, :2], **TIGHT)
+    noise = normal_average(torch.exp, predicted.mean[:, 2:], predicted.variance[:, 2:])
+    torch.testing.assert_close(found.aleatoric, noise, **TIGHT)
+    with pytest.raises(ValueError, match="noise=True.*HeteroscedasticGaussian"):
+        both.predict(X, noise=True)
+
+
+def test_points_are_taken_some_at_a_time_where_draws_are_many(classes, monkeypatch):
+    """All at once and one by one agree within 6 standard errors: other draws, the same law."""
+    at_once, y = classes.uncertainty(X, generator=generator()), torch.tensor([0, 1, 2, 1, 0])
+    score = classes.log_likelihood(X, y, generator=generator())
+    monkeypatch.setattr("curvops.posterior.predictive.DRAWN_NUMBERS", 1)
+    by_point = classes.uncertainty(X, generator=generator(1))
+    assert by_point.epistemic.shape == (5,) and by_point.mean.shape == (5, 3)
+    spread = (at_once.stderr.square() + by_point.stderr.square()).sqrt()
+    assert float(((at_once.epistemic - by_point.epistemic) / spread).abs().max()) < 6
+    other = classes.log_likelihood(X, y, generator=generator(1))
+    assert float(((score.value - other.value) / score.stderr.hypot(other.stderr)).abs().max()) < 6
+
+
+# Functions, noise and draws
+
+
+def test_functions_are_joint_draws_of_the_linearised_network(numbers):
+    draws = numbers.sample(6, generator())
+    J = numbers.lin.jacobian(X).to_dense()
+    expected = (numbers.lin.predict(X).flatten() + (draws - numbers.mean) @ J.mT).view(6, 5, 3)
+    torch.testing.assert_close(numbers.functions(X, 6, generator()), expected, **TIGHT)
+    torch.testing.assert_close(numbers.functions(X, 6, samples=draws), expected, **TIGHT)
+    with pytest.raises(ValueError, match="k is 5, but there are 6"):
+        numbers.functions(X, 5, samples=draws)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
+def test_noise_is_added_to_the_diagonal_alone(numbers, joint, drawn):
+    samples = numbers.sample(4, generator()) if drawn else None
+    plain = numbers.predict(X, joint, samples).covariance_matrix
+    noisy = numbers.predict(X, joint, samples, noise=True)
+    noise = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)
+    added = torch.diag(noise.repeat(5)) if joint else torch.diag(noise)
+    torch.testing.assert_close(noisy.covariance_matrix, plain + added, **TIGHT)
+    torch.testing.assert_close(noisy.variance.flatten(), (plain + added).diagonal(dim1=-2, dim2=-1).flatten(), **TIGHT)
+
+
+def test_variances_from_draws_carry_their_error(numbers):
+    """150 sets of 20 draws: the χ² interval of a variance holds for 95 %; fewer than 132 has odds of 1 in 10,000."""
+    exact, held, errors = numbers.predict(X[:1]).variance[0, 0], 0, []
+    for samples in numbers.sample(3000, generator(), rtol=1e-6).split(20):
+        found = numbers.predict(X[:1], samples=samples)
+        low, high = found.variance_interval()
+        held += bool(low[0, 0] <= exact <= high[0, 0])
+        errors.append(found.variance[0, 0] - exact)
+    assert held >= 132
+    torch.testing.assert_close(found.variance_stderr, found.variance * (2 / 20) ** 0.5, rtol=1e-12, atol=0)
+    assert 0.75 < float(torch.stack(errors).std() / (exact * (2 / 20) ** 0.5)) < 1.25
+    with pytest.raises(ValueError, match="level"):
+        found.variance_interval(1.5)
+
+
+# Scores
+
+
+def test_the_log_likelihood_of_numbers_is_that_of_the_predictive(numbers):
+    y = X[:, :3].sin()
+    found = numbers.log_likelihood(X, y)
+    law = numbers.predict(X, noise=True)
+    expected = torch.distributions.MultivariateNormal(law.mean, law.covariance_matrix).log_prob(y)
+    torch.testing.assert_close(found.value, expected, **TIGHT)
+    assert found.samples == 0
+    drawn = numbers.log_likelihood(X, y, samples=numbers.sample(4000, generator(), rtol=1e-6))
+    assert float(((drawn.value - expected) / drawn.stderr).abs().max()) < 5
+
+
+def test_the_log_likelihood_of_labels_averages_probabilities(labels):
+    y = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1], [1, 0]], dtype=DOUBLE)
+    draws = labels.sample(50, generator())
+    p = labels.functions(X, 50, samples=draws).sigmoid()
+    each = torch.where(y == 1, p, 1 - p).prod(-1)
+    found = labels.log_likelihood(X, y, samples=draws)
+    torch.testing.assert_close(found.value, each.mean(0).log(), **TIGHT)
+    torch.testing.assert_close(found.stderr, each.std(0) / each.mean(0) / 50**0.5, **TIGHT)
+
+
+def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
+    y, draws = torch.tensor([0, 1, 2, 1, 0]), classes.sample(40, generator())
+    p = classes.functions(X, 40, samples=draws).softmax(-1)
+    each = p[:, torch.arange(5), y]  # (k, N)
+    found = classes.log_likelihood(X, y, joint=True, samples=draws, generator=generator(3))
+    possible = {}
+    for i in range(5):
+        for j in range(5):
+            for n in range(1, 10):
+                if i != j:
+                    possible[i, j, n] = float((each[:, i] ** n * each[:, j] ** (10 - n)).mean().log())
+    assert found.value.shape == (2,)
+    for value in found.value.tolist():
+        assert min(abs(value - other) for other in possible.values()) < 1e-10
+    certain = classes.log_likelihood(X, y, joint=True, samples=draws[:1].expand(2, -1), generator=generator(3))
+    assert float(certain.stderr.max()) < 1e-12  # equal draws
+
+
+WRONG = {
+    "one target too many": (lambda post: post.log_likelihood(X, torch.zeros(6).long()), ValueError, "5 inputs.*6"),
+    "a class too high": (lambda post: post.log_likelihood(X, torch.full((5,), 3)), ValueError, "3"),
+    "targets in a list": (lambda post: post.log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),
+    "real targets": (
+        lambda post: post.log_likelihood(X, torch.zeros(5, dtype=DOUBLE)),
+        (TypeError, ValueError),
+        "targets",
+    ),
+    "joint by a number": (lambda post: post.log_likelihood(X, torch.zeros(5).long(), 1), TypeError, "joint"),
+    "another link": (lambda post: post.probabilities(X, "logit"), ValueError, "'bridge_norm', 'network'"),
+    "noise of classes": (lambda post: post.predict(X, noise=True), ValueError, "Gaussian likelihood.*Categorical"),
+    "noise in numbers": (lambda post: post.predict(X, noise=0.1), TypeError, "noise"),
+    "no functions": (lambda post: post.functions(X, 0), ValueError, "at least one"),
+    "functions by position": (lambda post: post.functions(3, X), TypeError, "number of draws"),
+    "a seed": (lambda post: post.uncertainty(X, generator=0), TypeError, "manual_seed"),
+    "wrong draws": (lambda post: post.uncertainty(X, torch.zeros(2, 3)), ValueError, "samples must be"),
+    "NaN in x": (lambda post: post.uncertainty(X * math.nan), ValueError, "NaN"),
+    "no points": (lambda post: post.uncertainty(X[:0]), ValueError, "empty|no point"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused_by_name(classes, case):
+    call, error, match = WRONG[case]
+    with pytest.raises(error, match=match):
+        call(classes)
