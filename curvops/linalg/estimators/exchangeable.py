@@ -317,7 +317,7 @@ class XNysTrace(LeaveOneOut):
         if nu == 0:
             zeros = torch.zeros(K, dtype=torch.float64, device=overlap.device)
             return zeros, zeros, 0.0
-        F = tall_qr(Y)[1] @ inverse
+        F = tall_qr(Y, overwrite=True)[1] @ inverse  # Y is the shifted copy
         # With H = ΩᵀAΩ: D = A^½-weighted columns of H⁻¹, so that dᵢᵀdⱼ = (H⁻¹YᵀYH⁻¹)ᵢⱼ.
         D, N = F @ inverse.mT, torch.linalg.inv(overlap)
         pivots, sizes, whole = inverse.square().sum(1), D.square().sum(0), F.square().sum() - nu * n
