@@ -22,7 +22,7 @@ from torch import Tensor
 import curvops as co
 from curvops import linalg
 from curvops.cli.bench.spectra import flat, geometric, log_spaced, powers, step, symmetric
-from curvops.cli.demo.digits import Split
+from curvops.cli.demo.digits import Images
 from curvops.cli.demo.network import fit, perceptron
 
 ROUNDING = 1e-8
@@ -98,7 +98,7 @@ def of_network() -> Iterator[tuple[str, Call]]:
     x = torch.randn(60, 5, generator=g, dtype=torch.float64)
     y = (x[:, :3] + 0.3 * torch.randn(60, 3, generator=g, dtype=torch.float64)).argmax(1)
     torch.manual_seed(0)
-    model = fit(perceptron(5, 24, 24, 3).double(), Split(x, y), prior_precision=1.0, steps=300, rate=1e-2)
+    model = fit(perceptron(5, 24, 24, 3).double(), Images(x, y), prior_precision=1.0, steps=300, rate=1e-2)
     lin = co.linearize(model, (x, y), "classification")
     v = torch.randn(lin.num_parameters, 3, generator=g, dtype=torch.float64)
     test = torch.randn(4, 5, generator=g, dtype=torch.float64)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,3 +45,23 @@ def test_top_level_folders_are_the_four() -> None:
 
 def test_package_is_typed() -> None:
     assert (ROOT / "curvops" / "py.typed").exists()
+
+
+def shared(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def types(tree: ast.Module) -> Iterator[str]:
+    """Classes and declared aliases of a module."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+            yield ast.unparse(node.target)
+
+
+def test_no_two_files_and_no_two_types_share_a_name() -> None:
+    """A name that a reader searches for, or sees alone in an error or in a tab of an editor, leads to one place."""
+    files = [path for path in (ROOT / "curvops").rglob("*.py") if not path.name.startswith("__")]
+    assert len(files) > 150 and shared(path.name for path in files) == []
+    assert shared(name for path in files for name in types(ast.parse(path.read_text(encoding="utf-8")))) == []

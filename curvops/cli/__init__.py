@@ -65,7 +65,7 @@ def bench(
     """Solvers and estimators compared: products, time, true errors and claimed ones, memory."""
     import torch
 
-    from curvops.cli.bench import run as benchmark
+    from curvops.cli.bench import sweep
     from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Settings
     from curvops.cli.bench.problem import BenchError
     from curvops.cli.bench.problems import NAMES
@@ -74,9 +74,9 @@ def bench(
         for what, known in (("problems", NAMES), ("methods", METHODS), ("preconditioners", PRECONDITIONERS)):
             typer.echo(f"{what}: {', '.join(known)}")
         return
-    default = benchmark.Choice()
-    choice = benchmark.Choice(
-        problem or (benchmark.QUICK if quick else default.problems),
+    default = sweep.Choice()
+    choice = sweep.Choice(
+        problem or (sweep.QUICK if quick else default.problems),
         method or default.methods,
         preconditioner or default.preconditioners,
         peers,
@@ -94,7 +94,7 @@ def bench(
         seed=seed,
     )
     try:
-        benchmark.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
+        sweep.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
     except BenchError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -22,8 +22,8 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.walks.budget import Budget
 from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.memory import Memory
 from curvops.network.walks.passes import BatchMap, Passes
 from curvops.network.walks.source import Source, source_of
 from curvops.operators.gradients import Gradients
@@ -45,7 +45,7 @@ class Linearization:
         likelihood: Likelihood,
         output_shape: torch.Size,
         engine: Choice,
-        memory_budget: int | Memory,
+        memory_budget: int | Budget,
         progress: Progress = None,
         token: str | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Linearization:
         return self.memory.budget
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Budget:
         """The memory budget, and who holds how much of it: engines, and vectors of algorithms that are running."""
         return self.passes.memory
 

@@ -21,7 +21,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import Reading, reading_of, require_same_loss
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
-from curvops.network.walks.memory import Memory, default_budget
+from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators.linearization import Linearization
 from curvops.progress import Progress, check_progress
 
@@ -120,7 +120,7 @@ def linearize(
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
     # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
     output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
-    memory = Memory(budget, theta.device)
+    memory = Budget(budget, theta.device)
     lin = Linearization(network, batches, probability, output_shape, engine, memory, progress)
     _ = lin.passes.engines  # the probe belongs to this call, not to the first product
     return lin

@@ -10,6 +10,7 @@ No function here touches pyplot or matplotlib's global settings. Needs matplotli
 """
 
 from curvops.plots.convergence import convergence
+from curvops.plots.density import spectral_density
 from curvops.plots.estimates import estimates
 from curvops.plots.evidence import evidence
 from curvops.plots.heatmap import covariance
@@ -17,7 +18,6 @@ from curvops.plots.regression import regression
 from curvops.plots.reliability import reliability
 from curvops.plots.rotation import rotation
 from curvops.plots.solves import solves
-from curvops.plots.spectral_density import spectral_density
 from curvops.plots.style import save
 
 __all__ = [

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from benchmarks import peer_estimators, peer_solvers
 from curvops.cli import app
-from curvops.cli.bench import run as benchmark
+from curvops.cli.bench import sweep
 from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.measure import Peak, Trail
-from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
+from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, OwnEstimator, OwnSolver, Settings
 from curvops.cli.bench.peers import ADAPTERS, peers
 from curvops.cli.bench.problem import STRENGTH, Unfit
 from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, TALL, build
@@ -109,7 +109,7 @@ def test_digits_problem_and_its_layers():
     torch.testing.assert_close(P.logdet(), torch.logdet(layers))
 
 
-SOLVERS = [name for name, method in METHODS.items() if isinstance(method, Solver)]
+SOLVERS = [name for name, method in METHODS.items() if isinstance(method, OwnSolver)]
 ITERATIVE = [name for name in SOLVERS if name != "dual-descent"]
 RUNS = [
     ("decaying", name, preconditioner)
@@ -159,7 +159,7 @@ def test_a_solution_tells_its_products_as_they_are_counted(name):
     assert solution.matvecs == p.G.counter.count
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, Estimator)])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, OwnEstimator)])
 def test_each_estimator(name):
     method, done = METHODS[name], []
     p = problem("decaying" if method.needs == "damped" else "kappa1e4")
@@ -178,7 +178,7 @@ def test_each_estimator(name):
 
 def test_an_estimate_tells_its_products_as_they_are_counted():
     for name, method in METHODS.items():
-        if isinstance(method, Estimator):
+        if isinstance(method, OwnEstimator):
             p = problem("decaying" if method.needs == "damped" else "kappa1e4")
             p.G.counter.count = 0
             e = method.run(p, None, 30, torch.Generator().manual_seed(0))
@@ -345,8 +345,8 @@ def test_a_method_that_fails_is_a_note_and_the_rest_goes_on(tmp_path, monkeypatc
         raise ValueError("no luck")
 
     monkeypatch.setitem(PRECONDITIONERS, "jacobi", fails)
-    choice = benchmark.Choice(("flat",), ("block-cg",), ("jacobi", "none"))
-    results = benchmark.run(choice, TINY, tmp_path, lambda _: None)
+    choice = sweep.Choice(("flat",), ("block-cg",), ("jacobi", "none"))
+    results = sweep.run(choice, TINY, tmp_path, lambda _: None)
     assert results.notes == ["flat: block-cg with jacobi failed, ValueError: no luck"]
     assert [row.preconditioner for row in results.solves] == ["none"]
 
@@ -355,7 +355,7 @@ def test_interruption_is_one_line(monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "run", interrupted)
+    monkeypatch.setattr(sweep, "run", interrupted)
     result = invoke("--output", tmp_path)
     assert result.exit_code == 130 and len(result.output.strip().splitlines()) == 1
 

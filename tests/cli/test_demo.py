@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from curvops.cli import app
 from curvops.cli.demo import run as demo
 
-TINY = demo.Settings(
+TINY = demo.DemoSize(
     train=100,
     seeds=1,
     width=8,

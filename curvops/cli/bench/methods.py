@@ -54,7 +54,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Solver:
+class OwnSolver:
     """Solves A X = B, leaving a trail. ``needs`` is the least that A must be for it to be tried, of `STRENGTH`."""
 
     run: Callable[[Problem, Made, Settings, Trail], Solution]
@@ -63,7 +63,7 @@ class Solver:
 
 
 @dataclass(frozen=True)
-class Estimator:
+class OwnEstimator:
     """Estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products.
 
     The preconditioner may be "auto": the estimator's own choice.
@@ -155,20 +155,24 @@ def _least(method: str) -> str:
     return "psd" if method.startswith("xnys") else "square"
 
 
-METHODS: dict[str, Solver | Estimator] = {
-    "cg": Solver(partial(_cg, block=False)),
-    "block-cg": Solver(_cg),
-    "cg-refine": Solver(partial(_cg, refine=True)),
-    "cg-refine32": Solver(partial(_cg, refine=torch.float32)),
-    "minres": Solver(_minres),
-    "lsmr": Solver(_lsmr, needs="any", preconditioned=False),
-    "dual-descent": Solver(_dual_descent, needs="psd", preconditioned=False),
-    **{f"trace-{m}": Estimator(partial(_by, trace, m), "trace", _least(m)) for m in TRACES if m != "exact"},
-    **{f"diagonal-{m}": Estimator(partial(_by, diagonal, m), "diagonal", _least(m)) for m in DIAGONALS if m != "exact"},
-    "frobenius": Estimator(_frobenius, "Frobenius norm", needs="any"),
-    "logdet": Estimator(_logdet, "logdet", needs="psd", preconditioned=True),
-    "effective-dimension": Estimator(_effective, "effective dimension", needs="damped"),
-    "eigsh": Estimator(_eigsh, "largest eigenvalues", needs="symmetric"),
+METHODS: dict[str, OwnSolver | OwnEstimator] = {
+    "cg": OwnSolver(partial(_cg, block=False)),
+    "block-cg": OwnSolver(_cg),
+    "cg-refine": OwnSolver(partial(_cg, refine=True)),
+    "cg-refine32": OwnSolver(partial(_cg, refine=torch.float32)),
+    "minres": OwnSolver(_minres),
+    "lsmr": OwnSolver(_lsmr, needs="any", preconditioned=False),
+    "dual-descent": OwnSolver(_dual_descent, needs="psd", preconditioned=False),
+    **{f"trace-{m}": OwnEstimator(partial(_by, trace, m), "trace", _least(m)) for m in TRACES if m != "exact"},
+    **{
+        f"diagonal-{m}": OwnEstimator(partial(_by, diagonal, m), "diagonal", _least(m))
+        for m in DIAGONALS
+        if m != "exact"
+    },
+    "frobenius": OwnEstimator(_frobenius, "Frobenius norm", needs="any"),
+    "logdet": OwnEstimator(_logdet, "logdet", needs="psd", preconditioned=True),
+    "effective-dimension": OwnEstimator(_effective, "effective dimension", needs="damped"),
+    "eigsh": OwnEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
 }
 """Conjugate gradients are tried on indefinite matrices too: the outcome is the reason they give."""
 

@@ -23,7 +23,7 @@ DIGITS_PRIOR = 0.1
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class Eigenvalues:
     """Eigenvalues of G by number, and the shift of A = G + shift I."""
 
     values: Callable[[int], Tensor]
@@ -31,18 +31,18 @@ class Spectrum:
     text: str
 
 
-SPECTRA: dict[str, Spectrum] = {
-    "decaying": Spectrum(lambda n: spectra.powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
-    "exponential": Spectrum(lambda n: spectra.geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
-    "step": Spectrum(lambda n: spectra.step(n, max(1, n // 10), 100, 0), 1.0, "a tenth at 101, the rest at 1"),
-    "clustered": Spectrum(
+SPECTRA: dict[str, Eigenvalues] = {
+    "decaying": Eigenvalues(lambda n: spectra.powers(n, -2), 1e-4, "eigenvalues k⁻² + 1e-4"),
+    "exponential": Eigenvalues(lambda n: spectra.geometric(n, 0.9), 1e-6, "eigenvalues 0.9ᵏ + 1e-6"),
+    "step": Eigenvalues(lambda n: spectra.step(n, max(1, n // 10), 100, 0), 1.0, "a tenth at 101, the rest at 1"),
+    "clustered": Eigenvalues(
         lambda n: spectra.clusters(n, (1, 10, 50, 200)), 0.0, "four tight clusters, at 1, 10, 50, 200"
     ),
-    "flat": Spectrum(lambda n: spectra.flat(n, 1 + 2 / n, 3), 0.0, "eigenvalues 1 to 3"),
-    "kappa1e4": Spectrum(lambda n: spectra.log_spaced(n, 1e4), 0.0, "log-spaced from 1 to 1e-4"),
-    "kappa1e6": Spectrum(lambda n: spectra.log_spaced(n, 1e6), 0.0, "log-spaced from 1 to 1e-6"),
-    "kappa1e8": Spectrum(lambda n: spectra.log_spaced(n, 1e8), 0.0, "log-spaced from 1 to 1e-8"),
-    "indefinite": Spectrum(
+    "flat": Eigenvalues(lambda n: spectra.flat(n, 1 + 2 / n, 3), 0.0, "eigenvalues 1 to 3"),
+    "kappa1e4": Eigenvalues(lambda n: spectra.log_spaced(n, 1e4), 0.0, "log-spaced from 1 to 1e-4"),
+    "kappa1e6": Eigenvalues(lambda n: spectra.log_spaced(n, 1e6), 0.0, "log-spaced from 1 to 1e-6"),
+    "kappa1e8": Eigenvalues(lambda n: spectra.log_spaced(n, 1e8), 0.0, "log-spaced from 1 to 1e-8"),
+    "indefinite": Eigenvalues(
         lambda n: torch.cat([spectra.flat(n, 1 + 2 / n, 3)[:-1], torch.tensor([-0.243]).double()]),
         0.0,
         "1 to 3, and one -0.243",

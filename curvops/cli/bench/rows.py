@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from curvops.cli.bench.measure import Measured, Trail, measured
-from curvops.cli.bench.methods import PRECONDITIONERS, Estimator, Made, Settings, Solver
+from curvops.cli.bench.methods import PRECONDITIONERS, Made, OwnEstimator, OwnSolver, Settings
 from curvops.cli.bench.peers import Peer, PeerEstimator
 from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate, Solution
@@ -71,7 +71,7 @@ def make(problem: Problem, name: str, settings: Settings) -> tuple[Made, Measure
     return found.value, found, problem.G.counter.count - before
 
 
-def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: str, settings: Settings) -> SolveRow:
+def solve(problem: Problem, name: str, solver: OwnSolver | Peer, preconditioner: str, settings: Settings) -> SolveRow:
     """Warm up with two iterations, make the preconditioner, solve, and look at the true residual."""
     counter = problem.G.counter
     warm = Settings(**{**vars(settings), "maxiter": 2, "rtol": 0.5})
@@ -109,7 +109,7 @@ def solve(problem: Problem, name: str, solver: Solver | Peer, preconditioner: st
 def estimate(
     problem: Problem,
     name: str,
-    estimator: Estimator | PeerEstimator,
+    estimator: OwnEstimator | PeerEstimator,
     preconditioner: str,
     budget: int,
     settings: Settings,
@@ -146,7 +146,7 @@ def estimate(
 
 def _one(
     problem: Problem,
-    estimator: Estimator | PeerEstimator,
+    estimator: OwnEstimator | PeerEstimator,
     preconditioner: str,
     budget: int,
     settings: Settings,

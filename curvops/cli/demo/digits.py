@@ -23,7 +23,7 @@ AMBIGUOUS = (6, 9)
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Images:
     """Images with pixels in [0, 1] and their digits."""
 
     x: Float[Tensor, "N 1 8 8"]
@@ -32,39 +32,39 @@ class Split:
     def __len__(self) -> int:
         return len(self.y)
 
-    def to(self, dtype: torch.dtype) -> Split:
+    def to(self, dtype: torch.dtype) -> Images:
         """The images in another dtype."""
-        return Split(self.x.to(dtype), self.y)
+        return Images(self.x.to(dtype), self.y)
 
-    def first(self, n: int) -> Split:
+    def first(self, n: int) -> Images:
         """The first `n` points (the splits are in random order, so this is a random subset)."""
-        return Split(self.x[:n], self.y[:n])
+        return Images(self.x[:n], self.y[:n])
 
-    def parts(self, share: float) -> tuple[Split, Split]:
+    def parts(self, share: float) -> tuple[Images, Images]:
         """The first `share` of the points and the rest (a random partition, as the order is random)."""
         cut = round(len(self) * share)
-        return self.first(cut), Split(self.x[cut:], self.y[cut:])
+        return self.first(cut), Images(self.x[cut:], self.y[cut:])
 
-    def unambiguous(self) -> Split:
+    def unambiguous(self) -> Images:
         """Without the digits that a rotation turns into another digit (6 and 9)."""
         keep = torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
-        return Split(self.x[keep], self.y[keep])
+        return Images(self.x[keep], self.y[keep])
 
-    def rotated(self, degrees: float | int) -> Split:
+    def rotated(self, degrees: float | int) -> Images:
         """The same digits, turned."""
-        return Split(rotate(self.x, degrees), self.y)
+        return Images(rotate(self.x, degrees), self.y)
 
 
 @dataclass(frozen=True, eq=False)
 class Digits:
     """One fixed stratified split: the same for every seed of the network."""
 
-    train: Split
-    validation: Split
-    test: Split
+    train: Images
+    validation: Images
+    test: Images
 
 
-def all_digits() -> Split:
+def all_digits() -> Images:
     """The 1797 digits in the order of scikit-learn."""
     return _split(*_module("datasets").load_digits(return_X_y=True))
 
@@ -87,9 +87,9 @@ def _module(name: str) -> Any:
         raise ImportError("the demo needs scikit-learn and matplotlib: pip install 'curvops[demo]'") from error
 
 
-def _split(x: object, y: object) -> Split:
+def _split(x: object, y: object) -> Images:
     images = torch.as_tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return Split(images, torch.as_tensor(y, dtype=torch.int64))
+    return Images(images, torch.as_tensor(y, dtype=torch.int64))
 
 
 def rotate(images: Float[Tensor, "N ch H W"], degrees: float | int) -> Float[Tensor, "N ch H W"]:

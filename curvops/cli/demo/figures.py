@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops import plots
-from curvops.cli.demo.digits import Split
+from curvops.cli.demo.digits import Images
 from curvops.cli.demo.scores import Predicted, Row
 from curvops.linalg import Estimate, draw
 from curvops.posterior import metrics
@@ -62,7 +62,7 @@ VALIDATION_DRAWS = 16
 VALIDATION_RTOL = 1e-2
 
 
-def validation_nll(post: co.Laplace, data: Split, generator: torch.Generator) -> float:
+def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -> float:
     """NLL on held-out data, nats a point, from a few draws solved for to graphical accuracy."""
     noise = draw(post.precision, VALIDATION_DRAWS, generator)
     solution = post.precision.cg(noise, rtol=VALIDATION_RTOL, preconditioner=post.precision.preconditioner(16))

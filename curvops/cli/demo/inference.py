@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.cli.demo.digits import Split
+from curvops.cli.demo.digits import Images
 from curvops.linalg import Estimate
 
 EVIDENCE_RTOL = 0.02
@@ -21,7 +21,7 @@ EVIDENCE_RTOL = 0.02
 
 
 def posterior(
-    model: nn.Module, train: Split, prior_precision: float, curvature: Any = co.GGN, parameters: str | None = None
+    model: nn.Module, train: Images, prior_precision: float, curvature: Any = co.GGN, parameters: str | None = None
 ) -> co.Laplace:
     """The posterior around the network's weights: with the full GGN, which is never formed, or a cheaper curvature."""
     lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvops.cli.demo.digits import Split
+from curvops.cli.demo.digits import Images
 
 PRETRAINING_DECAY = 0.01
 """Prior precision around zero while pretraining: weak, as in everyday training."""
@@ -74,7 +74,7 @@ def num_parameters(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
-def objective(network: nn.Module, data: Split, prior_precision: float, scale: float = 1.0) -> Float[Tensor, ""]:
+def objective(network: nn.Module, data: Images, prior_precision: float, scale: float = 1.0) -> Float[Tensor, ""]:
     """The negative log posterior up to a constant, nats: summed cross-entropy + ½ · prior precision · ‖θ‖².
 
     `scale` is N / batch size on a batch. Dividing all by N shows the usual recipe: a mean loss with weight decay
@@ -85,7 +85,7 @@ def objective(network: nn.Module, data: Split, prior_precision: float, scale: fl
     return scale * cross_entropy + 0.5 * prior_precision * penalty
 
 
-def mode_gap(network: nn.Module, data: Split, prior_precision: float) -> float:
+def mode_gap(network: nn.Module, data: Images, prior_precision: float) -> float:
     """‖∇ log posterior‖ / ‖∇ log prior‖: 0 at a mode, about 1 where the data's pull is not balanced at all."""
     gradients = torch.autograd.grad(objective(network, data, prior_precision), _trained(network))
     size = math.sqrt(sum(float(g.square().sum()) for g in gradients))
@@ -93,7 +93,7 @@ def mode_gap(network: nn.Module, data: Split, prior_precision: float) -> float:
     return size / (prior_precision * weights)
 
 
-def pretrain(data: Split, seed: int, epochs: int, width: int = 184) -> nn.Sequential:
+def pretrain(data: Images, seed: int, epochs: int, width: int = 184) -> nn.Sequential:
     """Train from a random start, as anyone would."""
     torch.manual_seed(seed)
     network = convolutional(width)
@@ -101,7 +101,7 @@ def pretrain(data: Split, seed: int, epochs: int, width: int = 184) -> nn.Sequen
     return network.eval()
 
 
-def fit_mode(network: nn.Sequential, data: Split, prior_precision: float, epochs: int) -> nn.Sequential:
+def fit_mode(network: nn.Sequential, data: Images, prior_precision: float, epochs: int) -> nn.Sequential:
     """The mode of the posterior: corrections to pretrained weights, by Adam and then full-batch L-BFGS."""
     network = corrected(network)
     _adam(network, data, prior_precision, epochs, 3e-4, "fitting the mode")
@@ -121,13 +121,13 @@ def fit_mode(network: nn.Sequential, data: Split, prior_precision: float, epochs
     return network.eval()
 
 
-def _adam(network: nn.Module, data: Split, prior_precision: float, epochs: int, rate: float, title: str) -> None:
+def _adam(network: nn.Module, data: Images, prior_precision: float, epochs: int, rate: float, title: str) -> None:
     optimizer = torch.optim.Adam(_trained(network), rate)
     steps = epochs * math.ceil(len(data) / BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in tqdm(range(epochs), desc=title, unit="epoch", disable=None, leave=False):
         for chosen in torch.randperm(len(data)).split(BATCH):
-            batch = Split(data.x[chosen], data.y[chosen])
+            batch = Images(data.x[chosen], data.y[chosen])
             optimizer.zero_grad()
             objective(network, batch, prior_precision, len(data) / len(chosen)).backward()
             optimizer.step()
@@ -141,7 +141,7 @@ def perceptron(*widths: int) -> nn.Sequential:
 
 
 def fit(
-    network: nn.Module, data: Split, prior_precision: float, steps: int, rate: float, cosine: bool = False
+    network: nn.Module, data: Images, prior_precision: float, steps: int, rate: float, cosine: bool = False
 ) -> nn.Module:
     """Near the mode of the posterior, by Adam on all points at once: what small networks need."""
     optimizer = torch.optim.Adam(_trained(network), rate)

@@ -26,7 +26,7 @@ CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSize:
     """How large the demo is."""
 
     train: int
@@ -43,8 +43,8 @@ class Settings:
     columns: int = 8
 
 
-FULL = Settings(train=1000, seeds=3)
-QUICK = Settings(train=1000, seeds=1)
+FULL = DemoSize(train=1000, seeds=3)
+QUICK = DemoSize(train=1000, seeds=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Outcome:
     rows: dict[str, scores.Row]
 
 
-def run(settings: Settings, output: Path, seeds: int, seed: int, say: Callable[[str], None]) -> bool:
+def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[str], None]) -> bool:
     """Run everything, write to `output`, print through `say`; whether all checks passed."""
     output.mkdir(parents=True, exist_ok=True)
     data, stages = digits.load_digits(settings.train), Stages()
@@ -96,7 +96,7 @@ def run(settings: Settings, output: Path, seeds: int, seed: int, say: Callable[[
 
 
 def _network(
-    settings: Settings, data: digits.Digits, test: digits.Split, seed: int, output: Path, stages: Stages
+    settings: DemoSize, data: digits.Digits, test: digits.Images, seed: int, output: Path, stages: Stages
 ) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
     path = output / f"network-{seed}.safetensors"
@@ -129,14 +129,14 @@ def _network(
 
 
 def _by_angle(
-    test: digits.Split, predict: Callable[[digits.Split], dict[str, scores.Predicted]]
+    test: digits.Images, predict: Callable[[digits.Images], dict[str, scores.Predicted]]
 ) -> tuple[dict[str, dict[int, scores.Predicted]], dict[str, scores.Predicted]]:
     """Predictions by method and angle, and by method of the unambiguous digits upright."""
     found = {angle: predict(test if angle == 0 else test.unambiguous().rotated(angle)) for angle in (0, *digits.ANGLES)}
     return {name: {angle: p[name] for angle, p in found.items()} for name in found[0]}, predict(test.unambiguous())
 
 
-def _predict(post: co.Laplace, draws: Tensor, of: digits.Split, temperature: float) -> dict[str, scores.Predicted]:
+def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: float) -> dict[str, scores.Predicted]:
     logits = post.lin.predict(of.x)
     return {
         MAP: scores.Predicted(of.y, logits.softmax(-1), None),
@@ -145,18 +145,18 @@ def _predict(post: co.Laplace, draws: Tensor, of: digits.Split, temperature: flo
     }
 
 
-def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Split) -> dict[str, scores.Predicted]:
+def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Images) -> dict[str, scores.Predicted]:
     return {name: _laplace(post, draws, of)}
 
 
-def _laplace(post: co.Laplace, draws: Tensor, of: digits.Split) -> scores.Predicted:
+def _laplace(post: co.Laplace, draws: Tensor, of: digits.Images) -> scores.Predicted:
     by_draw = inference.predictions(post, draws, of.x)
     probabilities = post.probabilities(of.x, link="probit", samples=draws)
     return scores.Predicted(of.y, probabilities, metrics.mutual_information(by_draw))
 
 
 def _checks(
-    settings: Settings, outcomes: list[Outcome], data: digits.Digits, test: digits.Split, stages: Stages
+    settings: DemoSize, outcomes: list[Outcome], data: digits.Digits, test: digits.Images, stages: Stages
 ) -> list[checks.Check]:
     first, x = outcomes[0], test.x[: settings.checked]
     with stages.stage(f"check: {settings.checked} points exactly"):
@@ -177,10 +177,10 @@ def _checks(
 
 
 def _figures(
-    settings: Settings,
+    settings: DemoSize,
     first: Outcome,
     data: digits.Digits,
-    test: digits.Split,
+    test: digits.Images,
     generator: torch.Generator,
     output: Path,
     stages: Stages,

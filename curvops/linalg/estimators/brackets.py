@@ -22,11 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason, caution
-from curvops.linalg.core.vectors import Vectors
 from curvops.linalg.spectra.lanczos import LockStep
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
-Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
 
 @dataclass(frozen=True, eq=False)

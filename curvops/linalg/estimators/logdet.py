@@ -24,11 +24,11 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.dense_sizes import EXACT_SIZE
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe_square, product, random_block
 from curvops.linalg.estimators.adaptive import check_budget
-from curvops.linalg.estimators.brackets import Multiply, single
+from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from curvops.linalg.core.dense_sizes import EXACT_SIZE
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.vectors import Description, Matrix, describe_square, product
 from curvops.linalg.estimators.adaptive import check_budget
-from curvops.linalg.estimators.brackets import Function, Multiply, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.estimators.brackets import Function, SpectralQuadrature, log_ratio, positive
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, Sketch
 from curvops.progress import Progress, at_work

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Description, Vectors, gram, random_block
-from curvops.linalg.estimators.brackets import Function, Multiply, Rules, SpectralQuadrature, log_ratio, rules
+from curvops.linalg.estimators.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.preconditioners.nystrom import KEPT, Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within, first_capacity
 

@@ -19,7 +19,7 @@ from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
 from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import Matrix, Vectors, as_columns, describe_square, norm, put, shaped_as, zero_block
-from curvops.linalg.functions.ritz import Function, SpectralFunction, approximants
+from curvops.linalg.functions.ritz import ScalarFunction, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, check
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
 from curvops.progress import Progress, at_work, remark
@@ -30,7 +30,7 @@ FIRST_CAPACITY = 32
 
 def apply_function(
     A: Matrix,
-    f: Function,
+    f: ScalarFunction,
     B: Shaped[Vectors, "n *K"],
     *,
     rtol: float | int = 1e-6,
@@ -92,7 +92,7 @@ class FunctionRun:
     def __init__(
         self,
         multiply: Multiply,
-        f: Function,
+        f: ScalarFunction,
         B: Vectors,
         bound: float | None,
         memory_budget: int | None,

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 
-Function: TypeAlias = Callable[[Tensor], Tensor]
+ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 # Products in a dtype are those of a matrix this many eps ‖A‖ away.
 ROUNDING = 4.0
@@ -68,7 +68,7 @@ class SpectralFunction:
     where f is not finite there either, A is singular to working precision; clearly beside zero it is an error.
     """
 
-    def __init__(self, f: Function, lower_bound: float | None, eps: float) -> None:
+    def __init__(self, f: ScalarFunction, lower_bound: float | None, eps: float) -> None:
         self.f, self.lower_bound, self.eps = f, lower_bound, eps
 
     def quietly(self, x: Tensor) -> Tensor:

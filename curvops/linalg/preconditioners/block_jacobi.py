@@ -28,12 +28,12 @@ from curvops.linalg.core.vectors import Matrix, describe_square, entries, put_en
 from curvops.linalg.preconditioners.factored import Filter, FilteredPreconditioner
 from curvops.progress import Progress, at_work
 
-Blocks: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
+BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
 COLUMNS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class EqualBlocks:
     """g blocks of one size s."""
 
     positions: Int[Tensor, "g s"]
@@ -45,7 +45,7 @@ class Group:
 class BlockPreconditioner(FilteredPreconditioner):
     """P block-diagonal, each block by its eigendecomposition; blocks of one size are multiplied together."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[EqualBlocks, ...]
     matvecs: int = 0
 
     def logdet(self) -> Float[Tensor, ""]:
@@ -68,7 +68,7 @@ class BlockPreconditioner(FilteredPreconditioner):
 
 def block_jacobi(
     A: Matrix,
-    blocks: Blocks,
+    blocks: BlockChoice,
     shift: float | int = 0.0,
     *,
     memory_budget: int | None = None,
@@ -108,7 +108,7 @@ def block_jacobi(
     return BlockPreconditioner(groups, 0 if isinstance(A, Tensor) else n)
 
 
-def _positions(blocks: Blocks, n: int, device: torch.device) -> list[Tensor]:
+def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor]:
     """The positions of each block, checked."""
     if isinstance(blocks, Partition):
         found = blocks
@@ -128,7 +128,7 @@ def _positions(blocks: Blocks, n: int, device: torch.device) -> list[Tensor]:
     return [torch.arange(p.start, p.stop, device=device) if isinstance(p, range) else p.to(device) for p in found.parts]
 
 
-def _group(A: Matrix, positions: Tensor, shift: float) -> Group:
+def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
     """Blocks of one size: read or multiplied, then factorised in float64."""
     g, s = positions.shape
     if isinstance(A, Tensor):
@@ -151,4 +151,4 @@ def _group(A: Matrix, positions: Tensor, shift: float) -> Group:
             f"the block that starts at position {int(positions[worst, 0])} is not positive definite to working "
             f"precision: an eigenvalue is {float(values[worst, 0]):.3e}. Give a larger shift (the prior precision)."
         )
-    return Group(positions, vectors.to(dense), values.to(dense))
+    return EqualBlocks(positions, vectors.to(dense), values.to(dense))

@@ -28,7 +28,7 @@ from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
 
 # What float32 can give of a well-conditioned system, and what it can nearly always give.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
-Solver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution]
+CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution]
 
 
 class Refinement:
@@ -59,7 +59,7 @@ class Refinement:
         self.digits, self.norm_A = FIRST_DIGITS, torch.zeros((), dtype=torch.float64, device=B.device)
         self.iterations = self.matvecs = self.taken = 0
 
-    def solve(self, solver: Solver, rtol: float, maxiter: int, callback: Callback | None) -> Solution:
+    def solve(self, solver: CorrectionSolver, rtol: float, maxiter: int, callback: Callback | None) -> Solution:
         """Correct while that halves the residual; ``solver(B, X0, rtol, maxiter, callback)`` works in ``dtype``."""
         todo = self.usable.live
         while len(todo):
@@ -90,7 +90,7 @@ class Refinement:
         self.history[-1] = self.last.nan_to_num(posinf=1.0)
         return todo[(now > rtol) & (now < 0.5 * before)]
 
-    def correct(self, todo: Int[Tensor, " k"], solver: Solver, rtol: float, maxiter: int) -> None:
+    def correct(self, todo: Int[Tensor, " k"], solver: CorrectionSolver, rtol: float, maxiter: int) -> None:
         """Solve for corrections of these columns, scaled to unit norm, to as many digits as the dtype gives."""
         sizes = self.sizes[todo.to(self.sizes.device)]
         unit = columns(self.residual, todo) / sizes

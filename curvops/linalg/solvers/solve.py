@@ -48,7 +48,7 @@ from curvops.linalg.core.vectors import (
     require_precision,
 )
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.dense import dense
+from curvops.linalg.solvers.factorisation import solve_dense
 from curvops.linalg.solvers.lsmr import lsmr
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import Preconditioner
@@ -231,7 +231,7 @@ def solve(
     if chosen == "dense":
         symmetric = isinstance(A, Informed) and A.promises().symmetric
         promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
-        found = dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
+        found = solve_dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
     request = Request(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     return request.solve(operator, B)

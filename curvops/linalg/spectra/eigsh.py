@@ -32,11 +32,11 @@ from curvops.linalg.core.vectors import (
     part,
     zero_block,
 )
-from curvops.linalg.solvers.systems import iterations_allowed
+from curvops.linalg.solvers.systems import Callback, iterations_allowed
 from curvops.linalg.spectra.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
-from curvops.linalg.spectra.projection import Counted
+from curvops.linalg.spectra.projection import CountedProduct
 from curvops.linalg.spectra.shift_invert import Solver, shift_inverted
-from curvops.linalg.spectra.thick_restart import Callback, Search, Which
+from curvops.linalg.spectra.thick_restart import Search, Which
 from curvops.progress import Progress, at_work
 
 # A basis of up to so many bytes and columns is used without asking: more room means fewer products.
@@ -118,7 +118,7 @@ def eigsh(
         if most < k + b:
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
         inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
-        process = BlockLanczos(inverse or Counted(multiply), block, capacity, generator)
+        process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
         search = Search(
             process,
             "magnitude" if which == "interior" else cast(Which, which),

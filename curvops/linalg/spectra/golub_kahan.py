@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvops.linalg.core.vectors import Description, Vectors, as_block, empty_block, part
 from curvops.linalg.spectra.basis import Basis
-from curvops.linalg.spectra.projection import DROPPED, Counted, Projection, rotation
+from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projection, rotation
 
 
 class GolubKahan(Projection):
@@ -19,8 +19,8 @@ class GolubKahan(Projection):
 
     def __init__(
         self,
-        multiply: Counted,
-        adjoint: Counted,
+        multiply: CountedProduct,
+        adjoint: CountedProduct,
         left: Description,
         start: Float[Vectors, "n b"],
         capacity: int,

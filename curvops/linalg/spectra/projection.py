@@ -17,7 +17,7 @@ from curvops.linalg.spectra.basis import Basis
 DROPPED = 10
 
 
-class Counted:
+class CountedProduct:
     """A product with blocks that counts the vectors it was given."""
 
     def __init__(self, multiply: Callable[[Vectors], Vectors]) -> None:
@@ -39,7 +39,7 @@ class Projection(ABC):
     """
 
     def __init__(
-        self, multiply: Counted, start: Float[Vectors, "n b"], capacity: int, generator: torch.Generator | None
+        self, multiply: CountedProduct, start: Float[Vectors, "n b"], capacity: int, generator: torch.Generator | None
     ) -> None:
         self.multiply = multiply
         self.n, self.block_size = start.shape

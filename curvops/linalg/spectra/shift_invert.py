@@ -14,7 +14,7 @@ from curvops.linalg.core.results import ACCEPTED, Reason, Solution
 from curvops.linalg.core.vectors import Matrix, combine, gram, product
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import shifted
-from curvops.linalg.spectra.projection import Counted
+from curvops.linalg.spectra.projection import CountedProduct
 
 Solver: TypeAlias = Callable[..., Solution]
 
@@ -28,7 +28,7 @@ def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float | int, solv
     return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
 
 
-class ShiftInverse(Counted):
+class ShiftInverse(CountedProduct):
     """V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last solver's reason that was not accepted."""
 
     def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:

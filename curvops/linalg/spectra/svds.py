@@ -32,12 +32,12 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import iterations_allowed
+from curvops.linalg.solvers.systems import Callback, iterations_allowed
 from curvops.linalg.spectra.block_lanczos import BESIDE
 from curvops.linalg.spectra.eigsh import ROUNDING, basis_columns, verdicts
 from curvops.linalg.spectra.golub_kahan import GolubKahan
-from curvops.linalg.spectra.projection import Counted
-from curvops.linalg.spectra.thick_restart import Callback, Search, Which
+from curvops.linalg.spectra.projection import CountedProduct
+from curvops.linalg.spectra.thick_restart import Search, Which
 from curvops.progress import Progress, at_work
 
 
@@ -87,7 +87,7 @@ def svds(
         most = math.inf if max_matvecs is None else max_matvecs - 2 * k
         if most < 2 * (k + b):
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} triplets need at least {4 * k + 2 * b}.")
-        multiply, adjoint = Counted(forward), Counted(product(wide))
+        multiply, adjoint = CountedProduct(forward), CountedProduct(product(wide))
         start = random_block(describe(tall), b, "gaussian", generator)
         process = GolubKahan(multiply, adjoint, describe(wide), start, capacity, generator)
         search = Search(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.core.results import Reason
+from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.spectra.projection import Projection
 from curvops.progress import remark
 
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
-Callback: TypeAlias = Callable[[int, Tensor], None]
 
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, for the true one is a little larger.

@@ -21,8 +21,8 @@ from curvops.network.engines.layerwise import COLUMN_BYTES
 from curvops.network.engines.plan import Choice, Kind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
+from curvops.network.walks.budget import Budget
 from curvops.network.walks.layer_roots import Group, each_group
-from curvops.network.walks.memory import Memory
 from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
@@ -63,7 +63,7 @@ class Passes:
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
-    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Memory`, by any. `points`,
+    shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any. `points`,
     where they are known, tell what keeping all engines would take. A walk that was `reduced` multiplies with Lᵀ J.
     Thread-safe: engines are built and run under the model's lock.
     """
@@ -73,13 +73,13 @@ class Passes:
         model: Model,
         source: Iterable[tuple[Any, Any]],
         engine: Choice = "auto",
-        memory_budget: int | Memory = 2**30,
+        memory_budget: int | Budget = 2**30,
         engines: Engines | None = None,
         points: int = 0,
         progress: Progress = None,
     ) -> None:
         self.model, self._source, self._choice, self._points = model, source, engine, points
-        self.memory = memory_budget if isinstance(memory_budget, Memory) else Memory(memory_budget)
+        self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
         self.progress = progress
         self._engines = engines
         self._fisher: OutputFisher | None = None

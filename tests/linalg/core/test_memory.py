@@ -7,7 +7,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import Reason, draw
 from curvops.linalg.core.memory import BESIDE, SOLVED, in_parts, memories_of, solved_at_a_time, working
-from curvops.network.walks import memory
+from curvops.network.walks import budget
 from tests.linalg.matrices import symmetric
 
 D, N, C = 303, 6, 3
@@ -21,7 +21,7 @@ def generator(seed=0):
 @pytest.fixture(autouse=True)
 def no_least_room(monkeypatch):
     """Networks of the tests are so small that the room which every budget leaves would hold all of them."""
-    monkeypatch.setattr(memory, "LEAST_ROOM", 0)
+    monkeypatch.setattr(budget, "LEAST_ROOM", 0)
 
 
 def linearized(vectors):

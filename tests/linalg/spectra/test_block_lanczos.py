@@ -7,13 +7,13 @@ import torch
 
 from curvops.linalg.spectra.block_lanczos import BlockLanczos
 from curvops.linalg.spectra.lanczos import lanczos
-from curvops.linalg.spectra.projection import Counted
+from curvops.linalg.spectra.projection import CountedProduct
 from tests.linalg.matrices import SPECTRA, symmetric
 
 
 def projected(A, start, steps):
     """Block Lanczos after so many steps, or as many as there are."""
-    run = BlockLanczos(Counted(lambda V: A @ V), start, len(A), torch.Generator().manual_seed(1))
+    run = BlockLanczos(CountedProduct(lambda V: A @ V), start, len(A), torch.Generator().manual_seed(1))
     while steps and not run.complete:
         run.step()
         steps -= 1

@@ -14,7 +14,7 @@ from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
 
 
-def dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
+def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
     """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision.
 
     ``definite`` says that A is no covariance or precision unless it is positive definite: NotPositiveDefinite where it

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.walks.memory import LEAST_ROOM, Memory
+from curvops.network.walks.budget import LEAST_ROOM, Budget
 
 MIB = 2**20
 
@@ -25,7 +25,7 @@ class Cache:
 
 
 def test_vectors_have_what_engines_do_not_want_and_half_at_least():
-    memory = Memory(100 * MIB)
+    memory = Budget(100 * MIB)
     assert memory.room() == memory.for_engines == 100 * MIB
     small, large = Cache(0, 30 * MIB), Cache(0, 500 * MIB)
     memory.register(small)
@@ -38,7 +38,7 @@ def test_vectors_have_what_engines_do_not_want_and_half_at_least():
 
 
 def test_engines_give_way_to_vectors_that_are_held():
-    memory, cache = Memory(100 * MIB), Cache(80 * MIB, 80 * MIB)
+    memory, cache = Budget(100 * MIB), Cache(80 * MIB, 80 * MIB)
     memory.register(cache)
     with memory.holding(40 * MIB):
         assert cache.kept_bytes == 60 * MIB and memory.for_engines == 0 and memory.room() == 10 * MIB
@@ -46,7 +46,7 @@ def test_engines_give_way_to_vectors_that_are_held():
 
 
 def test_what_is_kept_counts_as_long_as_its_owner_lives():
-    memory, owner = Memory(100 * MIB), Cache(0, 0)
+    memory, owner = Budget(100 * MIB), Cache(0, 0)
     memory.keep(owner, 60 * MIB)
     assert memory.room() == 40 * MIB
     del owner
@@ -55,12 +55,12 @@ def test_what_is_kept_counts_as_long_as_its_owner_lives():
 
 
 def test_a_small_budget_leaves_room_for_small_vectors():
-    assert Memory(0).room() == LEAST_ROOM and Memory(0).for_engines == 0
+    assert Budget(0).room() == LEAST_ROOM and Budget(0).for_engines == 0
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
 def test_a_copy_holds_nothing(copied):
-    memory = Memory(100 * MIB)
+    memory = Budget(100 * MIB)
     with memory.holding(10 * MIB):
         other = copied(memory)
     assert other.budget == memory.budget and other.room() == 100 * MIB

@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 from curvops import plots
-from curvops.cli.bench import report
+from curvops.cli.bench import tables
 from curvops.cli.bench.measure import MEMORY
-from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, Estimator, Settings, Solver
+from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, OwnEstimator, OwnSolver, Settings
 from curvops.cli.bench.peers import Peer, PeerEstimator, installed, peers
 from curvops.cli.bench.problem import STRENGTH, BenchError, Problem, Unfit
 from curvops.cli.bench.problems import NAMES, build
@@ -32,7 +32,7 @@ LACKS = {
     "psd": "has no shift (prior precision)",
 }
 """What stands between a kind and the next stronger one."""
-Method = Solver | Estimator | Peer | PeerEstimator
+Method = OwnSolver | OwnEstimator | Peer | PeerEstimator
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Results:
 
 def check(choice: Choice) -> None:
     """Raise BenchError for a name that is in no table."""
-    tables: tuple[tuple[str, Sequence[str], Iterable[str]], ...] = (
+    named: tuple[tuple[str, Sequence[str], Iterable[str]], ...] = (
         ("problem", [name for name in choice.problems if ":" not in name], NAMES),
         ("method", choice.methods, METHODS),
         ("preconditioner", choice.preconditioners, PRECONDITIONERS),
     )
-    for what, names, known in tables:
+    for what, names, known in named:
         for name in names:
             if name not in known:
                 more = ", or a module:function of yours" if what == "problem" else ""
@@ -78,7 +78,7 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     methods = _methods(choice, results, say)
     say(f"{MEMORY}.\nProducts are with single vectors, all that were made. {_machine(settings)}.")
     cells = sum(
-        settings.seeds * len(settings.budgets) if isinstance(method, Estimator | PeerEstimator) else 1
+        settings.seeds * len(settings.budgets) if isinstance(method, OwnEstimator | PeerEstimator) else 1
         for method in methods.values()
         for _ in _preconditioners(method, choice)
     )
@@ -91,7 +91,7 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
             with tqdm.external_write_mode():
                 _print(problem, results, before, settings, say)
             _figures(problem, results, settings, output)
-    report.write(results.solves, results.estimates, _facts(choice, settings, results), output)
+    tables.write(results.solves, results.estimates, _facts(choice, settings, results), output)
     say(f"\nTables, trails and figures: {output}/")
     return results
 
@@ -104,8 +104,8 @@ def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> di
     found: dict[str, Method] = {name: METHODS[name] for name in choice.methods}
     if not choice.peers:
         return found
-    solving = any(isinstance(method, Solver) for method in found.values())
-    quantities = {method.quantity for method in found.values() if isinstance(method, Estimator)}
+    solving = any(isinstance(method, OwnSolver) for method in found.values())
+    quantities = {method.quantity for method in found.values() if isinstance(method, OwnEstimator)}
     missing = set()
     for name, peer in peers().items():
         if not (solving if isinstance(peer, Peer) else peer.quantity in quantities):
@@ -137,7 +137,7 @@ def _problem(
     unfit: dict[str, None] = {}
     for name, method in methods.items():
         for preconditioner in _preconditioners(method, choice):
-            estimator = isinstance(method, Estimator | PeerEstimator)
+            estimator = isinstance(method, OwnEstimator | PeerEstimator)
             steps = settings.seeds * len(settings.budgets) if estimator else 1
             start = bar.n
             if STRENGTH[problem.kind] < STRENGTH[method.needs]:
@@ -158,7 +158,7 @@ def _cell(
     """One method with one preconditioner; what it raises becomes a note, and the rest goes on."""
     budget = None
     try:
-        if isinstance(method, Solver | Peer):
+        if isinstance(method, OwnSolver | Peer):
             results.solves.append(solve(problem, name, method, preconditioner, settings))
             bar.update()
             return
@@ -187,14 +187,14 @@ def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
 def _print(
     problem: Problem, results: Results, before: tuple[int, int, int], settings: Settings, say: Callable[[str], None]
 ) -> None:
-    sides = report.plural(problem.B.shape[1], "right-hand side")
+    sides = tables.plural(problem.B.shape[1], "right-hand side")
     say(f"\n{problem.name}: {problem.text}; {problem.size}, {sides}, rtol {settings.rtol:.0e}")
     if rows := results.solves[before[0] :]:
-        say("\n" + report.table(rows, report.SOLVES))
+        say("\n" + tables.table(rows, tables.SOLVES))
     estimates = results.estimates[before[1] :]
     for quantity, group in itertools.groupby(sorted(estimates, key=lambda r: r.quantity), key=lambda r: r.quantity):
         heading = f"{quantity}, relative errors over {settings.seeds} seeds"
-        say(f"\n{heading}\n" + report.table(list(group), report.ESTIMATES))
+        say(f"\n{heading}\n" + tables.table(list(group), tables.ESTIMATES))
     for note in results.notes[before[2] :]:
         say(note)
 
@@ -212,7 +212,7 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
             for r in solves
         }
         rtol = settings.rtol if problem.square else None
-        title = f"{problem.name}, {problem.size}, {report.plural(problem.B.shape[1], 'right-hand side')}"
+        title = f"{problem.name}, {problem.size}, {tables.plural(problem.B.shape[1], 'right-hand side')}"
         plots.save(plots.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
     panels: dict[str, dict[str, Any]] = {}
     of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
@@ -235,7 +235,7 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
 
 
 def _machine(settings: Settings) -> str:
-    threads = report.plural(torch.get_num_threads(), "thread")
+    threads = tables.plural(torch.get_num_threads(), "thread")
     return f"{str(settings.dtype).removeprefix('torch.')}, {threads}, torch {torch.__version__}"
 
 

@@ -34,7 +34,7 @@ class Caching(Protocol):
         """Free engines until at most so many bytes are kept."""
 
 
-class Memory:
+class Budget:
     """One budget of bytes, shared by the engines kept between products and the vectors that algorithms work with.
 
     Where both need more than there is, each gets half: engines are freed while vectors hold their half, and are built
@@ -47,12 +47,12 @@ class Memory:
         self._held = 0
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __reduce__(self) -> tuple[type[Memory], tuple[Any, ...]]:
-        return Memory, (self.budget, self.device)
+    def __reduce__(self) -> tuple[type[Budget], tuple[Any, ...]]:
+        return Budget, (self.budget, self.device)
 
-    def on(self, device: torch.device | None) -> Memory:
+    def on(self, device: torch.device | None) -> Budget:
         """The budget of the same network in another dtype: this one; on another device, as much there."""
-        return self if device in (None, self.device) else Memory(self.budget, device)
+        return self if device in (None, self.device) else Budget(self.budget, device)
 
     def register(self, cache: Caching) -> None:
         """Count what this keeps."""
