@@ -26,7 +26,7 @@ def facts(threads: int) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "curvops": version("curvops"),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -62,15 +62,7 @@ def peer_version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit measured, with "+" where tracked files of the package differ from it."""
     here = Path(__file__).parent
     try:
@@ -81,3 +73,11 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return name if same == 0 else f"{name}+"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
