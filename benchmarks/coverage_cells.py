@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import multiprocessing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, t
 from torch import Tensor
 
 from benchmarks.machine import commit
@@ -144,6 +145,7 @@ class Count:
 
     runs: int = 0
     held: float = 0.0
+    squares: float = 0.0
     claims: int = 0
     claims_held: float = 0.0
     matvecs: int = 0
@@ -165,10 +167,22 @@ class Count:
         return self.runs >= LOOKS[0] and (self.above(LEVEL) or self.below(HOPELESS))
 
     def above(self, level: float) -> bool:
-        return bool(binom.sf(int(self.held + 1e-9) - 1, self.runs, LEAST) <= level)
+        """Whether a share of 90 % would give this count, or a greater one, with at most this probability."""
+        if self.squares == self.held:
+            return bool(binom.sf(self.held - 1, self.runs, LEAST) <= level)
+        return bool(t.sf(self._distance, self.runs - 1) <= level)
 
     def below(self, level: float) -> bool:
-        return bool(binom.cdf(int(self.held + 1e-9), self.runs, LEAST) <= level)
+        """The same of this count, or a smaller one."""
+        if self.squares == self.held:
+            return bool(binom.cdf(self.held, self.runs, LEAST) <= level)
+        return bool(t.cdf(self._distance, self.runs - 1) <= level)
+
+    @property
+    def _distance(self) -> float:
+        """From 90 %, in standard errors of a mean of shares."""
+        variance = (self.squares - self.held**2 / self.runs) / (self.runs - 1)
+        return (self.share - LEAST) / math.sqrt(variance / self.runs)
 
 
 def cells() -> Iterator[Cell]:
@@ -189,7 +203,7 @@ def measured(cell: Cell, first: int, last: int, lock: Path | None = None) -> Cou
             low, high = found.interval()
             held = float(((low - slack <= truth) & (truth <= high + slack)).double().mean())
             claim = found.reason in (Reason.CONVERGED, Reason.BUDGET_SPENT)
-            count += Count(1, held, int(claim), held * claim, found.matvecs)
+            count += Count(1, held, held**2, int(claim), held * claim, found.matvecs)
             exact = exact and found.samples == 0 and held == 1
             if exact and count.runs == EXACT:
                 return count + Count(exact=True)

@@ -201,9 +201,9 @@ class Estimate(Summarised):
     ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means an exact value. ``bias_bound``
     bounds what more probes would not remove. ``inflation`` is by how much the interval widens a standard error that
     is known to run low, as that of leave-one-out estimates of diagonals does; ``widening`` by how much it widens
-    Student's t for few, skewed samples (`caution`). Value, stderr and bias_bound share units and shape.
-    ``matvecs`` counts products of the operator with one vector. ``reason``: CONVERGED where rtol was met or the value
-    is exact; else what ended the sampling, with its remedy.
+    Student's t for few, skewed samples (`caution`), of xdiag also by the jackknife of each entry. Value, stderr and
+    bias_bound share units and shape. ``matvecs`` counts products of the operator with one vector. ``reason``: CONVERGED
+    where rtol was met or the value is exact; else what ended the sampling, with its remedy.
     """
 
     value: Float[Tensor, "*shape"]
@@ -213,7 +213,7 @@ class Estimate(Summarised):
     bias_bound: Float[Tensor, "*shape"] | float = 0.0
     reason: Reason = Reason.CONVERGED
     inflation: float = 1.0
-    widening: float = 1.0
+    widening: Float[Tensor, "*shape"] | float = 1.0
 
     @classmethod
     def exact(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import working
-from curvops.linalg.core.results import Estimate, Reason
+from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.vectors import (
+    CHUNK,
     Description,
     Matrix,
     combine,
@@ -33,7 +34,7 @@ from curvops.linalg.estimators.exchangeable import LeaveOneOut, Multiply, Nystro
 from curvops.progress import Progress, at_work
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
-# As for the traces (curvops.linalg.estimators.exchangeable), by the coverage of single entries in docs/estimators.md.
+# By the coverage of single entries in docs/estimators.md.
 XDIAG_INFLATION = 1.5
 XNYSDIAG_INFLATION = 1.5
 
@@ -119,16 +120,19 @@ def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
     return mean, _row_sums((samples - mean).square())
 
 
+def _mean_error(samples: Tensor) -> Tensor:
+    """The root of Σ (x − x̄)²/(K (K − 1)) in each row."""
+    size = float(largest(samples).amax())
+    size, K = size if size > 0 else 1.0, samples.shape[1]
+    _, squares = _moments(samples / size)
+    return size * (squares[:, 0].clamp_min(0) / (K * (K - 1))).sqrt()
+
+
 def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float) -> Estimate:
     """``known`` plus the mean of the columns of ``samples``."""
-    size = float(largest(samples).amax())
-    size = size if size > 0 else 1.0
-    mean, squares = _moments(samples / size)
-    K = samples.shape[1]
-    stderr = size * (squares.clamp_min(0) / (K * (K - 1))).sqrt()
-    bound = torch.full_like(stderr[:, 0], bias)
-    value = known + size * mean
-    return Estimate(value[:, 0], stderr[:, 0], K, matvecs, bound, Reason.BUDGET_SPENT, inflation)
+    K, stderr = samples.shape[1], _mean_error(samples)
+    value = known + _row_sums(samples, 1 / K)
+    return Estimate(value[:, 0], stderr, K, matvecs, torch.full_like(stderr, bias), Reason.BUDGET_SPENT, inflation)
 
 
 class Bekas:
@@ -175,15 +179,40 @@ class XDiag(LeaveOneOut):
         self.sketch: RangeSketch = RangeSketch(multiply, facts, "rademacher", generator, adjoint)
 
     def estimate(self) -> Estimate:
-        """Mean and standard error of each entry; the bias bound is rounding."""
-        sketch, S = self.sketch, self.sketch.left_out().S
-        QS = combine(sketch.Q, S)
+        """Mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
+
+        The samples share all but one probe and may all be off together, as those of `leave_one_out`.
+        """
+        sketch, out = self.sketch, self.sketch.left_out()
+        eps, K = torch.finfo(sketch.facts.dtype).eps, sketch.columns
         # A ωᵢ = Q R eᵢ lies in the range, so leaving probe i out leaves (sᵢᵀR eᵢ) Q sᵢ of it.
-        left = (S * sketch.R).sum(0)
-        samples = sketch.Omega * QS * left.to(QS) - QS * combine(sketch.Z, S)
-        rounding = torch.finfo(sketch.facts.dtype).eps * float(norm(sketch.Z).amax())
-        known = _row_sums(sketch.Q * sketch.Z)
-        return _estimate(samples, known, sketch.matvecs, XDIAG_INFLATION, rounding)
+        left = (out.S * sketch.R).sum(0)
+        parts = [
+            self._entries(part, out.S, left, eps)
+            for part in zip(*(X.split(max(1, CHUNK // K)) for X in (sketch.Omega, sketch.Q, sketch.Z)))
+        ]
+        value, stderr, jackknife = (torch.cat(column) for column in zip(*parts))
+        stderr = torch.maximum(stderr, 1e-3 * jackknife)  # samples may agree by chance
+        widening = torch.where(stderr > 0, caution(K) * jackknife / (XDIAG_INFLATION * stderr), 1.0)
+        bias = torch.full_like(stderr, eps * float(norm(sketch.Z).amax()))
+        return Estimate(value, stderr, K, sketch.matvecs, bias, Reason.BUDGET_SPENT, XDIAG_INFLATION, widening=widening)
+
+    @staticmethod
+    def _entries(part: tuple[Tensor, ...], S: Tensor, left: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Value, standard error by the samples and by the jackknife of the entries that these rows belong to."""
+        Omega, Q, Z = part
+        QS, ZS = combine(Q, S), combine(Z, S)
+        taken, residual = QS * ZS, Omega * left.to(QS)
+        samples = residual * QS - taken
+        value = _row_sums(Q * Z) + _row_sums(samples, 1 / len(S))
+        # Without i and j the range lacks e = (sᵢ − c sⱼ)/√(1 − c²) beside sⱼ, c = sᵢᵀsⱼ: eᵀR eⱼ = −c sⱼᵀR eⱼ/√(1 − c²).
+        c = S.mT @ S
+        a = 1 / (1 - c.square()).clamp_min(100 * eps)
+        a.fill_diagonal_(0)
+        ac = a * c
+        without = QS * combine(ZS, ac) + ZS * combine(QS, ac) - taken * (a.sum(0) - 1).to(taken)
+        without = without - combine(taken, ac * c) + combine(residual * QS, a) - QS * combine(residual, ac)
+        return value[:, 0], _mean_error(samples), _mean_error(without)
 
 
 class XNysDiag(LeaveOneOut):

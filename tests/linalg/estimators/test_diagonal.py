@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
+from scipy.special import stdtrit
 
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import describe_square, product
@@ -47,6 +48,32 @@ def test_xdiag_is_the_leave_one_out_mean():
     e = estimator.estimate()
     torch.testing.assert_close(e.value, expected.mean(0), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(e.stderr, expected.std(0) / math.sqrt(K), rtol=1e-8, atol=1e-10)
+    # The interval is the jackknife's: how the whole estimate moves where one probe is left out of it altogether.
+    without = []
+    for i in range(K):
+        rest = [j for j in range(K) if j != i]
+        pairs = []
+        for j in rest:
+            Q = torch.linalg.qr(A @ Omega[:, [k for k in rest if k != j]]).Q
+            P, w = Q @ Q.mT, Omega[:, j]
+            pairs.append((P @ A).diagonal() + w * (A @ w - P @ A @ w))
+        without.append(torch.stack(pairs).mean(0))
+    spread = (K - 1) / K * (torch.stack(without) - torch.stack(without).mean(0)).square().sum(0)
+    half = (e.interval()[1] - e.value) / (stdtrit(K - 1, 0.975) * (1 + 6 / K))
+    torch.testing.assert_close(half, spread.sqrt(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("power", 10), ("spike", 16)])
+def test_intervals_of_diagonal_matrices_hold_though_all_samples_are_off_together(name, budget):
+    # The spread of the samples held 81 and 83 % of the entries. 20 runs, whose shares have a standard deviation of 8
+    # points: at 94 % (98 %), below 90 % has a false-alarm rate of 2 % (0.1 %).
+    k = torch.arange(1, 513, dtype=torch.float64)
+    A = torch.diag(k**-2 if name == "power" else torch.where(k == 1, 512.0, 1.0).double())
+    g, held = generator(), []
+    for _ in range(20):
+        low, high = diagonal(A, max_matvecs=budget, generator=g).interval()
+        held.append(((low - 1e-12 <= A.diagonal()) & (A.diagonal() <= high + 1e-12)).double().mean())
+    assert torch.stack(held).mean() >= 0.9
 
 
 @pytest.mark.parametrize("name", ["decaying", "flat", "kappa 1e4"])
