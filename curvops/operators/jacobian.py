@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate as sums
 from typing import Any
 
 import torch
@@ -52,6 +53,24 @@ class Jacobian(NetworkOperator):
         for passes, points in self.passes.by_points(count):
             yield Jacobian(self.theta, passes=passes, rows=points * passes.engines.plan.num_outputs)
 
+    @torch.no_grad()
+    def formed(self) -> Float[Tensor, "D NC"]:
+        """Jᵀ itself, for few points: its columns from each layer's rows, at C backward passes.
+
+        A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers.
+        """
+        passes, rows = self.passes, self.shape[0]
+        selection = passes.model.selection
+        total = self.theta.new_zeros(rows, selection.size)
+        starts = dict(zip(selection.names, accumulated(shape.numel() for shape in selection.shapes)))
+        for first, groups in passes.jacobian_rows():
+            for group in groups:
+                part = total[first + group.first_row :][: group.num_rows]
+                for name, found in group.rows().items():
+                    flat = found.flatten(0, 1).flatten(1)
+                    part[:, starts[name] : starts[name] + flat.shape[1]] = flat
+        return (total if selection.index is None else total[:, selection.index]).mT
+
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))
 
@@ -75,3 +94,8 @@ class Jacobian(NetworkOperator):
     ) -> LinearOperator:
         passes = self.passes.cast(dtype, device)
         return Jacobian(passes.model.theta, passes=passes, rows=self._kwargs["rows"])
+
+
+def accumulated(sizes: Iterable[int]) -> list[int]:
+    """Where each of some parts begins, one after the other."""
+    return [0, *sums(sizes)]

@@ -1,8 +1,15 @@
-"""J P⁻¹ Jᵀ of each point under KFAC and EKFAC, from each layer's a and δ in the eigenbases: no row of J is solved."""
+"""J P⁻¹ Jᵀ of each point from each layer's a and δ, where P has a structure: no row of J is formed and solved for.
+
+Under KFAC and EKFAC a and δ are rotated into the eigenbases; under a diagonal P they are weighted as they are; low rank
+plus a diagonal is the latter less what Woodbury's identity takes away, r products with J; each of several dense blocks
+takes the rows of its layer.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,60 +17,181 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, EigenKronecker, Inverse
+from curvops.linalg import Damped, Inverse
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.operators.diagonal_matrix import OfDiagonal
 from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfEigenKronecker
+from curvops.linalg.operators.low_rank import OfLowRank
+from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
+from curvops.network.walks.passes import Passes
 from curvops.operators.jacobian import Jacobian
-from curvops.operators.kfac import EKFAC, KFAC
+from curvops.operators.kfac import LayerBlocks
 from curvops.operators.kfac_factors import Sides, kept_entries, members, rotate
+from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.moments import block_bytes, row_blocks
+
+LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
+"""The share of a variance under D alone that Woodbury's difference must leave: of its digits so many are lost."""
+
+
+class Metric(ABC):
+    """P⁻¹ as far as the rows of one group of layers see it."""
+
+    @abstractmethod
+    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+        """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
 
 @torch.no_grad()
 def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs: int) -> Float[Tensor, "m C C"] | None:
-    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = KFAC or EKFAC plus a prior.
+    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G.
 
-    A forward pass, C backward passes and, for each layer, two rotations; where it is applied at one position
-    Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at few the same for each pair of them, elsewhere the layer's own Jacobian, in chunks.
-    None for other operators, and where parameters have no layer rule.
+    A forward pass, C backward passes and, for each layer, two rotations (none for a diagonal P); where it is applied at
+    one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at few the same for each pair of them, elsewhere the layer's own
+    Jacobian, in chunks. Low rank adds r products with J. None for other operators, where parameters have no layer rule,
+    and where Woodbury's difference would cancel too many digits.
     """
     precision = inverse.base if isinstance(inverse, Inverse) else None
-    if not (isinstance(precision, Damped) and isinstance(precision.base, KFAC | EKFAC)):
+    if not isinstance(precision, Damped) or not isinstance(jacobian, Jacobian):
+        return None
+    if jacobian.passes.engines.plan.others or recorded(precision.representation()):
         return None
     form = precision._closed_form()
-    if not isinstance(form, OfDirectSum) or not isinstance(jacobian, Jacobian) or jacobian.passes.engines.plan.others:
-        return None
-    passes, rows = jacobian.passes, dict(zip(precision.base.names, form.forms))
-    positions = passes.model.selection.positions()
+    if isinstance(form, OfLowRank):
+        return _of_low_rank(jacobian, form, outputs)
+    metric = _metric(jacobian.passes, precision, form)
+    return None if metric is None else _summed(jacobian, metric, outputs)
+
+
+def _metric(passes: Passes, precision: Damped, form: Any) -> Metric | None:
+    if isinstance(form, OfDiagonal):
+        return Elementwise(passes, form.inverse_diagonal())
+    if isinstance(form, OfDirectSum) and isinstance(precision.base, LayerBlocks):
+        return InEigenbases(passes, dict(zip(precision.base.names, form.forms)))
+    return InDenseBlocks(passes, form) if isinstance(form, OfDirectSum) else None
+
+
+def _summed(jacobian: Jacobian, metric: Metric, outputs: int) -> Float[Tensor, "m C C"] | None:
+    passes = jacobian.passes
     total = jacobian.theta.new_zeros(jacobian.shape[0] // outputs, outputs, outputs)
     for first, groups in passes.jacobian_rows():
         for group in groups:
             start, count = (first + group.first_row) // outputs, group.num_rows // outputs
-            target = total[start : start + count]
-            whole, parts = rows.get(group.names), members(group, rows)
-            if whole is not None and not isinstance(whole, OfEigenKronecker):
-                _add_solved(target, group, whole, kept_entries(positions, group.names), passes.chunk_bytes)
-            elif not parts:  # the layers were found otherwise when the curvature was built
+            if not metric.add(total[start : start + count], group, passes.chunk_bytes):
                 return None
-            for names, matrices in parts:
-                row = rows[names]
-                assert isinstance(row, OfEigenKronecker)
-                _add(target, matrices, row, passes.chunk_bytes)
     return total
 
 
-def _add(target: Float[Tensor, "m C C"], matrices: list[Sides], row: OfEigenKronecker, most_bytes: int) -> None:
-    """target += the blocks of one layer, or of layers that share weights."""
-    base = row.eigen
-    weights = row.definite_spectrum.reshape(base.values.shape).reciprocal()
-    sides = [(rotate(left, base.left_vectors), right) for left, right in matrices]
+def _of_low_rank(jacobian: Jacobian, form: OfLowRank, outputs: int) -> Float[Tensor, "m C C"] | None:
+    """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
+    base, shift = form.base, form.shift
+    total = _summed(jacobian, Elementwise(jacobian.passes, shift.reciprocal().expand(base.shape[-1])), outputs)
+    roots = base.values.sqrt()
+    if total is None or not bool((roots > 0).any()):
+        return total
+    if shift.ndim:
+        pushed = jacobian._matmul(form.scaled)
+    else:
+        pushed = form.inverse_shift * jacobian._matmul(base.vectors)
+    kept = roots > 0
+    roots, capacitance = roots[kept], form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
+    factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
+    pushed = torch.linalg.solve_triangular(factor, (pushed[:, kept] * roots).mT, upper=False).mT
+    scaled = pushed.unflatten(0, (-1, outputs))
+    found = torch.baddbmm(total, scaled, scaled.mT, alpha=-1)
+    left = found.diagonal(dim1=1, dim2=2) / total.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(total.dtype).tiny)
+    return found if bool((left > LEAST_LEFT[total.dtype]).all()) else None
+
+
+class Elementwise(Metric):
+    """A diagonal P⁻¹ = diag(w)."""
+
+    def __init__(self, passes: Passes, weights: Float[Tensor, " D"]) -> None:
+        self.weights: Blocks = passes.model.selection.unflatten(weights)
+
+    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+        """Of entries outside a subnetwork the weight is zero."""
+        matrices = group.matrices()
+        if matrices is not None:
+            assert group.layer is not None
+            _add(target, matrices, as_matrix(group.layer, self.weights), None, most_bytes)
+            return True
+        weights = torch.cat([self.weights[name].flatten() for name in group.names])
+        for part, rows in _rows(target, group, most_bytes):
+            _add_products(part, rows * weights, rows)
+        return True
+
+
+class InEigenbases(Metric):
+    """KFAC or EKFAC plus a prior: by name, the form of each block."""
+
+    def __init__(self, passes: Passes, forms: Mapping[tuple[str, ...], Any]) -> None:
+        self.forms, self.positions = forms, passes.model.selection.positions()
+
+    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+        """False where the layers were found otherwise when the curvature was built."""
+        whole, parts = self.forms.get(group.names), members(group, self.forms)
+        if whole is not None and not isinstance(whole, OfEigenKronecker):
+            kept = kept_entries(self.positions, group.names)
+            for part, rows in _rows(target, group, most_bytes):
+                _add_solved(part, rows[..., kept], whole)
+            return True
+        for names, matrices in parts:
+            form = self.forms[names]
+            assert isinstance(form, OfEigenKronecker)
+            base = form.eigen
+            weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
+            _add(target, matrices, weights, Bases(base.left_vectors, base.right_vectors), most_bytes)
+        return bool(parts)
+
+
+class InDenseBlocks(Metric):
+    """Blocks of whole layers plus a prior."""
+
+    def __init__(self, passes: Passes, form: OfDirectSum) -> None:
+        self.positions = passes.model.selection.positions()
+        self.forms = {}
+        for part, own in zip(form.base.partition.parts, form.forms):
+            index = torch.arange(part.start, part.stop) if isinstance(part, range) else part.cpu()
+            self.forms[int(index.min())] = index, own
+
+    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+        """False where the group's weights are not those of one block."""
+        entries = torch.cat([self.positions[name].flatten() for name in group.names])
+        kept = (entries >= 0).nonzero().squeeze(1)
+        order = kept[entries[kept].argsort()]
+        index, form = self.forms.get(int(entries[kept].min()), (None, None)) if len(kept) else (None, None)
+        if index is None or not torch.equal(index, entries[order]):
+            return not len(kept)
+        for part, rows in _rows(target, group, most_bytes):
+            _add_solved(part, rows[..., order.to(rows.device)], form)
+        return True
+
+
+class Bases(NamedTuple):
+    """Eigenvectors of a layer's two sides."""
+
+    left: Tensor
+    right: Tensor
+
+
+def _add(
+    target: Float[Tensor, "m C C"],
+    matrices: list[Sides],
+    weights: Float[Tensor, "g p q"],
+    bases: Bases | None,
+    most_bytes: int,
+) -> None:
+    """target += the blocks of one layer, or of layers that share weights, in these bases (None: as they are)."""
+    sides = [(left if bases is None else rotate(left, bases.left), right) for left, right in matrices]
     if len(sides) == 1 and not sides[0][1].is_floating_point():
         _add_embedded(target, *sides[0], weights)
         return
     # Calls that share weights add up their rows: to a sum over the positions of all of them.
     left = torch.cat([left for left, _ in sides], 3)
-    right = torch.cat([_rotated(right, base).to(left.dtype) for _, right in sides], 2)
+    right = torch.cat([_rotated(right, weights, bases).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
     if positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, weights, most_bytes)
@@ -71,9 +199,9 @@ def _add(target: Float[Tensor, "m C C"], matrices: list[Sides], row: OfEigenKron
         _add_rows(target, left, right, weights.sqrt(), block_bytes(most_bytes, left))
 
 
-def _rotated(right: Tensor, base: EigenKronecker) -> Tensor:
-    right = right if right.is_floating_point() else F.one_hot(right, base.values.shape[2]).to(base.dtype)
-    return rotate(right, base.right_vectors)
+def _rotated(right: Tensor, weights: Float[Tensor, "g p q"], bases: Bases | None) -> Tensor:
+    right = right if right.is_floating_point() else F.one_hot(right, weights.shape[2]).to(weights.dtype)
+    return right if bases is None else rotate(right, bases.right)
 
 
 def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
@@ -127,15 +255,19 @@ def _add_rows(
         target.unflatten(0, (n, blocks))[points] += products
 
 
-def _add_solved(target: Tensor, group: Group, row: Any, kept: Tensor, most_bytes: int) -> None:
-    """A small layer without Kronecker factors: its rows, and their solves with its own block."""
+def _rows(target: Tensor, group: Group, most_bytes: int) -> Iterator[tuple[Tensor, Float[Tensor, "n R p"]]]:
+    """The group's rows of some points at a time, its tensors one after the other, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes):
-        flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)[..., kept]
-        solved = row.solve(flat.flatten(0, 1).mT).mT.reshape(flat.shape)
+        flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
         count = flat.shape[0] * flat.shape[1] // target.shape[1]
-        _add_products(target[start : start + count], solved, flat)
+        yield target[start : start + count], flat
         start += count
+
+
+def _add_solved(target: Tensor, rows: Float[Tensor, "n R p"], form: Any) -> None:
+    """The rows and their solves with their own block."""
+    _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
 
 
 def _add_products(target: Float[Tensor, "m C C"], one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"]) -> None:

@@ -36,7 +36,7 @@ class Blocks:
 class PointCovariance(Operator):
     """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
 
-    The first use solves N·C systems with P, in blocks (for KFAC and EKFAC none, see `operators.point_covariance`); the
+    The first use solves N·C systems with P, in blocks (for structured P none, see `operators.point_covariance`); the
     result takes N·C² numbers and is kept, unless a gradient for the prior precision or the likelihood's
     hyperparameters is asked for.
     """
@@ -83,10 +83,19 @@ class PointCovariance(Operator):
         return max(1, solved_at_a_time(jacobian, max(BLOCK, rows))[0] // rows)
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
-        """The blocks of some points: their rows of J, solved for and pushed through J again."""
+        """The blocks of some points: their rows of J, solved for and multiplied with each other.
+
+        Where the rows of one point are more than memory has room for, or a gradient is recorded, they are made by
+        products with unit vectors, and what was solved for is pushed through J again.
+        """
         inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
         differentiated = recorded(self.representation())
         width, beside = solved_at_a_time(jacobian, rows)
+        if width >= rows and not differentiated and not jacobian.passes.engines.plan.others:
+            with holding(jacobian, beside), torch.no_grad():
+                formed = jacobian.formed()
+                solved = inverse._matmul(formed).mT.unflatten(0, (-1, c))
+                return formed.mT.unflatten(0, (-1, c)) @ solved.mT
         found = []
         for start in range(0, rows, width):
             units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)

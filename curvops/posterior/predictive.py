@@ -99,8 +99,9 @@ class Predictive(ABC):
             rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
             noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
 
-        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Under KFAC and EKFAC those of
-        independent points come from rotated factors instead, thousands of times faster.
+        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Those of independent points
+        under a structured curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers) come from each layer's
+        inputs and sensitivities instead, at C backward passes and a few matrix products.
 
         Raises:
             ValueError: noise=True with another likelihood, draws of another size, or unfit inputs (see `jacobian`).
