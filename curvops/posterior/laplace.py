@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from curvops.linalg import Damped, Estimate, draw
 from curvops.linalg.core.limits import check_flag
 from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
+from curvops.posterior import continual
 from curvops.posterior.arguments import (
     check_accuracy,
     check_linearization,
@@ -179,6 +181,53 @@ class Laplace(Predictive):
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
         return self.spectrum.effective_dimension(self.prior, rtol, generator)
+
+    def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
+
+        What the training of the next task adds to its summed loss, so that this one is not forgotten.
+
+        Args:
+            params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
+                a vector (D,). Gradients flow into them.
+
+        Cost: a product with P, forward and backward together.
+
+        Raises:
+            TypeError, ValueError: another kind of argument, a missing name or another shape.
+        """
+        return continual.quadratic(self.precision, continual.flat(self.lin, params) - self.mean) / self.temperature
+
+    def update(
+        self,
+        lin: Linearization,
+        curvature: Any = None,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
+        check_mode: bool = True,
+    ) -> Laplace:
+        """The posterior after further data, with this one as its prior: online Laplace (Ritter et al. 2018).
+
+        Each curvature stays where it was linearised: this precision is the prior's, and this mean its mean. For a
+        model that is linear in its weights it is the posterior of all data at once.
+
+        Args:
+            lin: the network linearised at its new weights on the new data, the same parameters selected.
+            curvature: an operator class or operator, as `co.laplace` takes it; None takes the class of this one.
+            rank: keep this posterior's curvature as one of this low rank; the new posterior's
+                `prior_precision.base.error` says how close that is. None keeps it as it is: a GGN then keeps its data,
+                too, and each product walks over the data of all tasks.
+            generator: source of the sketch.
+            check_mode: as in `co.laplace`.
+
+        Raises:
+            ValueError: other parameters are selected, or a precision that has no low-rank form is to be compressed.
+        """
+        check_linearization(lin)
+        known = continual.compressed(self.precision.detached_from_weights(), rank, generator)
+        prior = known if self.temperature == 1 else known * (1 / self.temperature)
+        chosen = type(self.curvature) if curvature is None else curvature
+        return laplace(lin, chosen, prior, self.mean, check_mode=check_mode)
 
 
 def laplace(

@@ -23,7 +23,7 @@ from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
-from curvops.posterior import links, scores, uncertainty
+from curvops.posterior import held_out, links, uncertainty
 from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
 
@@ -262,7 +262,7 @@ class Predictive(ABC):
         likelihood, targets = self._target(), self._targets(x, y)
         if isinstance(likelihood, Gaussian) and samples is None and not joint:
             predicted = self.predict(x, noise=True)
-            return Estimate.exact(scores.gaussian(predicted.mean, predicted.covariance_matrix, targets))
+            return Estimate.exact(held_out.gaussian(predicted.mean, predicted.covariance_matrix, targets))
         if samples is None and joint:
             samples = self.sample(WEIGHT_DRAWS, generator)
         drawn, start, parts = self._drawn_outputs(x, samples, generator), 0, []
@@ -271,7 +271,7 @@ class Predictive(ABC):
             parts.append(torch.stack([likelihood.log_prob(f, some) for f in draws]))
             start += len(some)
         log_p = torch.cat(parts, 1)
-        return scores.dyadic(log_p, generator) if joint else scores.log_mean_exp(log_p)
+        return held_out.dyadic(log_p, generator) if joint else held_out.log_mean_exp(log_p)
 
     def _targets(self, x: Any, y: Any) -> Tensor:
         """Targets by position, checked."""
