@@ -287,7 +287,7 @@ def added(one: Estimate, other: Estimate) -> Estimate:
         one.matvecs + other.matvecs,
         torch.as_tensor(one.bias_bound) + torch.as_tensor(other.bias_bound),
         failed[0] if failed else Reason.CONVERGED,
-        widening=max(one.widening, other.widening),
+        widening=torch.maximum(torch.as_tensor(one.widening), torch.as_tensor(other.widening)),
     )
 
 
