@@ -16,24 +16,40 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.draws import draw_together, normal
 
 
-class Transposed(Operator):
+class OfOne(Operator):
+    """Made of an operator A, the first argument: what is known of A is known of this, where a class says no other."""
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator A."""
+        return self._args[0]
+
+    @property
+    def spaces(self) -> Spaces:
+        return spaces_of(self.base)
+
+    @property
+    def sources(self) -> Sources | None:
+        return sources_of(self.base)
+
+    @property
+    def symmetric(self) -> bool:
+        return is_symmetric(self.base)
+
+    @property
+    def psd(self) -> bool:
+        return is_psd(self.base)
+
+
+class Transposed(OfOne):
     """Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
 
     def __init__(self, base: LinearOperator) -> None:
         super().__init__(base)
 
     @property
-    def base(self) -> LinearOperator:
-        """The operator A that this transposes."""
-        return self._args[0]
-
-    @property
     def spaces(self) -> Spaces:
-        return spaces_of(self.base)[::-1]
-
-    @property
-    def sources(self) -> Sources | None:
-        return sources_of(self.base)
+        return super().spaces[::-1]
 
     def _size(self) -> torch.Size:
         *batch, rows, columns = self.base.shape
@@ -101,16 +117,11 @@ class Sum(Operator):
         return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
 
 
-class Scaled(Operator):
+class Scaled(OfOne):
     """c A for a number c (a 0-d tensor, which may carry a gradient)."""
 
     def __init__(self, base: LinearOperator, factor: Tensor) -> None:
         super().__init__(base, factor)
-
-    @property
-    def base(self) -> LinearOperator:
-        """The operator A."""
-        return self._args[0]
 
     @property
     def factor(self) -> Tensor:
@@ -118,20 +129,12 @@ class Scaled(Operator):
         return self._args[1]
 
     @property
-    def spaces(self) -> Spaces:
-        return spaces_of(self.base)
-
-    @property
     def sources(self) -> Sources | None:
-        return scaled(sources_of(self.base), self.factor) if self.factor.ndim == 0 else None
-
-    @property
-    def symmetric(self) -> bool:
-        return is_symmetric(self.base)
+        return scaled(super().sources, self.factor) if self.factor.ndim == 0 else None
 
     @property
     def psd(self) -> bool:
-        return is_psd(self.base) and bool((self.factor >= 0).all())
+        return super().psd and bool((self.factor >= 0).all())
 
     def _size(self) -> torch.Size:
         return torch.broadcast_shapes(self.base.shape, (*self.factor.shape, 1, 1))
@@ -214,16 +217,11 @@ class Product(Operator):
         return left._matmul(normal(left.shape[-1], k, left.dtype, left.device, generator))
 
 
-class Sliced(Operator):
+class Sliced(OfOne):
     """A[rows, columns] for index tensors (None: all of them); one product with A per column."""
 
     def __init__(self, base: LinearOperator, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
         super().__init__(base, rows=rows, columns=columns)
-
-    @property
-    def base(self) -> LinearOperator:
-        """The operator A."""
-        return self._args[0]
 
     @property
     def rows(self) -> Tensor | None:
@@ -237,20 +235,16 @@ class Sliced(Operator):
 
     @property
     def spaces(self) -> Spaces:
-        rows, columns = spaces_of(self.base)
+        rows, columns = super().spaces
         return rows if self.rows is None else None, columns if self.columns is None else None
 
     @property
-    def sources(self) -> Sources | None:
-        return sources_of(self.base)
-
-    @property
     def symmetric(self) -> bool:
-        return is_symmetric(self.base) and self._is_principal()
+        return super().symmetric and self._is_principal()
 
     @property
     def psd(self) -> bool:
-        return is_psd(self.base) and self._is_principal()
+        return super().psd and self._is_principal()
 
     def _is_principal(self) -> bool:
         if self.rows is None or self.columns is None:
@@ -277,32 +271,11 @@ class Sliced(Operator):
         return _take(draw_together(self.base, k, generator), self.rows)
 
 
-class Expanded(Operator):
+class Expanded(OfOne):
     """One operator seen as a batch of equal copies, (*batch, m, n); it is multiplied once for all of them."""
 
     def __init__(self, base: Operator, batch: Sequence[int]) -> None:
         super().__init__(base, batch=torch.Size(batch))
-
-    @property
-    def base(self) -> Operator:
-        """The operator that is repeated."""
-        return self._args[0]
-
-    @property
-    def spaces(self) -> Spaces:
-        return self.base.spaces
-
-    @property
-    def sources(self) -> Sources | None:
-        return self.base.sources
-
-    @property
-    def symmetric(self) -> bool:
-        return self.base.symmetric
-
-    @property
-    def psd(self) -> bool:
-        return self.base.psd
 
     def _size(self) -> torch.Size:
         return torch.Size((*self._kwargs["batch"], *self.base.shape[-2:]))

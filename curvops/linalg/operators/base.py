@@ -186,7 +186,12 @@ class Operator(SolverContract, LinearOperator):
         return (-self) + other
 
     def _mul_constant(self, other: Any) -> LinearOperator:
-        return algebra.Scaled(self, torch.as_tensor(other, dtype=self.dtype, device=self.device))
+        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
+        return algebra.Scaled(self, factor) if factor.ndim else self._times(factor)
+
+    def _times(self, factor: Tensor) -> LinearOperator:
+        """c A for a number c, 0-d; a class whose multiples are of its own kind overrides it."""
+        return algebra.Scaled(self, factor)
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
         self.require_small("an elementwise product")

@@ -14,11 +14,11 @@ from torch import Tensor
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.core.sources import Sources, merged, scaled, sources_of
-from curvops.linalg.core.spaces import Spaces, spaces_of
+from curvops.linalg.core.sources import Sources, merged, scaled
+from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import Shifted
-from curvops.linalg.operators.algebra import is_psd, is_symmetric
+from curvops.linalg.operators.algebra import OfOne, is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.draws import draw_dense, draw_together, normal
@@ -26,7 +26,7 @@ from curvops.linalg.preconditioners.nystrom import nystrom
 from curvops.linalg.solvers.solve import Promises
 
 
-class Damped(Operator):
+class Damped(OfOne):
     """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
@@ -52,22 +52,13 @@ class Damped(Operator):
         super().__init__(base, shift, cache=Cache() if cache is None else cache, sources=sources)
 
     @property
-    def base(self) -> LinearOperator:
-        """The operand A."""
-        return self._args[0]
-
-    @property
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
         return self._args[1]
 
     @property
-    def spaces(self) -> Spaces:
-        return spaces_of(self.base)
-
-    @property
     def sources(self) -> Sources | None:
-        of_base, of_shift = sources_of(self.base), self._of_shift
+        of_base, of_shift = super().sources, self._of_shift
         if of_base is None and of_shift is not None:
             return replace(of_shift, partial=True)
         return merged(of_base, of_shift)
@@ -88,12 +79,8 @@ class Damped(Operator):
         return self._kwargs["cache"]
 
     @property
-    def symmetric(self) -> bool:
-        return is_symmetric(self.base)
-
-    @property
     def psd(self) -> bool:
-        return is_psd(self.base) and bool((self.shift >= 0).all())
+        return super().psd and bool((self.shift >= 0).all())
 
     def _size(self) -> torch.Size:
         batch = torch.broadcast_shapes(self.base.batch_shape, self.shift.shape[:-1])
@@ -131,10 +118,7 @@ class Damped(Operator):
     def _plus(self, other: LinearOperator) -> LinearOperator:
         return Damped(self.base + other, self.shift, sources=self._of_shift)
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        if factor.ndim:
-            return super()._mul_constant(other)
+    def _times(self, factor: Tensor) -> LinearOperator:
         return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._of_shift, factor))
 
     def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
@@ -282,28 +266,19 @@ class Whitened(Operator):
         return scale * base._t_matmul(scale * block)
 
 
-class Inverse(Operator):
+class Inverse(OfOne):
     """A⁻¹ by its solves: one solve with A per column; entries as `A.inverse()` gives them."""
 
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
         super().__init__(base, rtol=rtol)
 
     @property
-    def base(self) -> LinearOperator:
-        """The operator A."""
-        return self._args[0]
-
-    @property
     def spaces(self) -> Spaces:
-        return spaces_of(self.base)[::-1]
+        return super().spaces[::-1]
 
     @property
-    def symmetric(self) -> bool:
-        return is_symmetric(self.base)
-
-    @property
-    def psd(self) -> bool:
-        return is_psd(self.base)
+    def sources(self) -> Sources | None:
+        return None
 
     def _size(self) -> torch.Size:
         return self.base.shape

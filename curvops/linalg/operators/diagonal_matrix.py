@@ -87,10 +87,7 @@ class Diagonal(Operator):
         common(*spaces_of(left), *self.spaces)
         return left._plus_diagonal(self.entries, self.sources)
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        if factor.ndim:
-            return super()._mul_constant(other)
+    def _times(self, factor: Tensor) -> LinearOperator:
         return Diagonal(self.entries * factor, self.spaces[0], sources=scaled(self.sources, factor))
 
     def _closed_form(self) -> Any:

@@ -174,10 +174,8 @@ class DirectSum(Operator):
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.partition.join([draw(block, k, generator).mT for block in self.blocks]).mT
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        if torch.as_tensor(other).ndim:
-            return super()._mul_constant(other)
-        blocks, sources = (block._mul_constant(other) for block in self.blocks), scaled(self.sources, other)
+    def _times(self, factor: Tensor) -> LinearOperator:
+        blocks, sources = (block._mul_constant(factor) for block in self.blocks), scaled(self.sources, factor)
         return DirectSum(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:

@@ -210,10 +210,9 @@ class Kronecker(_Grouped):
     def _diagonal(self) -> Tensor:
         return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        if factor.ndim or bool(factor < 0):
-            return super()._mul_constant(other)
+    def _times(self, factor: Tensor) -> LinearOperator:
+        if bool(factor < 0):
+            return super()._times(factor)
         of_left, of_right = self.details
         scaled = of_left.map(lambda rest: rest * factor, lambda root: root * factor.sqrt())
         return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
@@ -339,10 +338,7 @@ class EigenKronecker(_Grouped):
     def _diagonal(self) -> Tensor:
         return self.diagonal_of(self.values.flatten())
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        if factor.ndim:
-            return super()._mul_constant(other)
+    def _times(self, factor: Tensor) -> LinearOperator:
         return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding)
 
 

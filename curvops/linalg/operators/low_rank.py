@@ -195,10 +195,7 @@ class LowRank(Operator):
     def _diagonal(self) -> Tensor:
         return self.vectors.square() @ self.values
 
-    def _mul_constant(self, other: Any) -> LinearOperator:
-        factor = torch.as_tensor(other, dtype=self.dtype, device=self.device)
-        if factor.ndim:
-            return super()._mul_constant(other)
+    def _times(self, factor: Tensor) -> LinearOperator:
         sources = scaled(self.sources, factor)
         return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
