@@ -7,7 +7,7 @@ import torch
 from curvops.linalg import Reason, inverse_sqrt, sqrt
 from curvops.linalg.core.results import FunctionNotConverged, NotPositiveSemidefinite
 from curvops.linalg.functions.contour import inverse_root_quadrature
-from curvops.linalg.functions.multi_shift import MultiShift
+from curvops.linalg.functions.contour_solve import MultiShift
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
