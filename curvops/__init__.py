@@ -23,7 +23,16 @@ from curvops.operators import (
     TangentKernel,
     linearize,
 )
-from curvops.posterior import Laplace, NotAMode, SampledNormal, Uncertainty, laplace
+from curvops.posterior import (
+    InertWeights,
+    Laplace,
+    NotAMode,
+    SampledNormal,
+    Uncertainty,
+    laplace,
+    select,
+    wasserstein,
+)
 
 __version__ = version("curvops")
 
@@ -38,6 +47,7 @@ __all__ = [
     "EmpiricalFisher",
     "Gradients",
     "Hessian",
+    "InertWeights",
     "Jacobian",
     "Laplace",
     "Linearization",
@@ -55,4 +65,6 @@ __all__ = [
     "linalg",
     "linearize",
     "low_rank",
+    "select",
+    "wasserstein",
 ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Diagonal
 from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
 from curvops.operators.fisher import output_fisher
+from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import second_moments
@@ -48,10 +52,21 @@ class DiagonalGGN(OfLinearization, Diagonal):
 @torch.no_grad()
 def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor, " D"]:
     """Σ_n Σ_r g[n, r]², elementwise."""
-    model = lin.model
+    return _summed(lin.model, lin.root_rows(fisher), lin.passes.chunk_bytes)
+
+
+@torch.no_grad()
+def squared_columns(jacobian: Jacobian) -> Float[Tensor, " D"]:
+    """Σ_n Σ_c J[n·C + c, d]² for each weight d: the diagonal of JᵀJ."""
+    passes = jacobian.passes
+    groups = (group for _, groups in passes.jacobian_rows() for group in groups)
+    return _summed(passes.model, groups, passes.chunk_bytes)
+
+
+def _summed(model: Model, groups: Iterable[Group], chunk_bytes: int) -> Float[Tensor, " D"]:
     total = {name: torch.zeros_like(value) for name, value in model.values.items()}
-    for group in lin.root_rows(fisher):
-        for name, squares in _squares(group, lin.passes.chunk_bytes).items():
+    for group in groups:
+        for name, squares in _squares(group, chunk_bytes).items():
             total[name] += squares
     return model.selection.flatten(total)
 

@@ -118,7 +118,7 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     """A[S, S] from one product (for a curvature: one push of J) for each index."""
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
-    return torch.cat([operator._matmul(_units(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
+    return torch.cat([operator._matmul(unit_columns(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     """
     total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
     for batch, J in lin.passes.each(len(indices)):
-        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
+        pushed = torch.cat([J.push(unit_columns(part, lin.theta)).double() for part in indices.split(COLUMNS)])
         flat, outputs = pushed.flatten(1), J.outputs.double()
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
@@ -138,7 +138,8 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     return total.triu() + total.triu(1).mT
 
 
-def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
+def unit_columns(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
+    """The unit vectors of these positions as columns."""
     units = torch.zeros(len(indices), like.shape[-1], dtype=like.dtype, device=like.device)
     return units.scatter_(1, indices.unsqueeze(1), 1.0).mT
 

@@ -2,6 +2,16 @@
 
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
 from curvops.posterior.predictive import SampledNormal
+from curvops.posterior.selection import InertWeights, select, wasserstein
 from curvops.posterior.uncertainty import Uncertainty
 
-__all__ = ["Laplace", "NotAMode", "SampledNormal", "Uncertainty", "laplace"]
+__all__ = [
+    "InertWeights",
+    "Laplace",
+    "NotAMode",
+    "SampledNormal",
+    "Uncertainty",
+    "laplace",
+    "select",
+    "wasserstein",
+]

@@ -1,0 +1,255 @@
+"""Which weights to infer: scores that rank them, and how far a subnetwork's posterior is from the whole one.
+
+Daxberger et al. 2021: a Gaussian over S weights and a point mass over the others is nearest to the full posterior, in
+Wasserstein distance and for a diagonal precision, where the S largest marginal variances are kept. Weights that nothing
+depends on have the largest of all: such a selection predicts without any uncertainty, which `InertWeights` warns of.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import numbers
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.linalg import Damped, Estimate, diagonal, trace
+from curvops.linalg.core.limits import check_generator
+from curvops.operators import GGN, DiagonalGGN, Linearization
+from curvops.operators.diagonal_ggn import squared_columns
+from curvops.operators.subnetwork import checked_indices, unit_columns
+from curvops.posterior.arguments import check_linearization
+from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.priors import read_prior
+
+SOLVED_TOGETHER = 128
+"""Columns of P⁻¹ that are solved for together."""
+
+
+class InertWeights(UserWarning):
+    """Selected weights that the data say nothing about: their posterior is the prior, and predictions ignore them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ingredients:
+    """What the scores are made of; each is computed when a score first asks for it."""
+
+    lin: Linearization
+    prior: Tensor
+    x: Any = None
+    snapshots: Iterable[Any] | None = None
+    generator: torch.Generator | None = None
+
+    @cached_property
+    def curvature(self) -> Float[Tensor, " D"]:
+        """The diagonal of the GGN."""
+        entries: Tensor = DiagonalGGN(self.lin).entries
+        return entries
+
+    @property
+    def variance(self) -> Float[Tensor, " D"]:
+        """Of each weight under a diagonal posterior."""
+        return 1 / (self.curvature + self.prior)
+
+
+def _marginal(given: Ingredients) -> Tensor:
+    precision = GGN(given.lin).add_diagonal(given.prior)
+    found = diagonal(precision.inverse(), method="bekas", max_matvecs=MARGINAL_SOLVES, generator=given.generator)
+    return found.value
+
+
+def _swag(given: Ingredients) -> Tensor:
+    if given.snapshots is None:
+        raise ValueError(
+            "score='swag' needs snapshots=, the weights after each epoch of SGD: vectors (D,) or mappings."
+        )
+    count, mean, squares = 0, torch.zeros_like(given.lin.theta), torch.zeros_like(given.lin.theta)
+    for snapshot in given.snapshots:
+        weights = given.lin.flatten(snapshot) if isinstance(snapshot, Mapping) else torch.as_tensor(snapshot).to(mean)
+        if weights.shape != mean.shape:
+            raise ValueError(f"a snapshot has shape {tuple(weights.shape)}, expected ({len(mean)},).")
+        count, gap = count + 1, weights.detach() - mean
+        mean = mean + gap / count
+        squares = squares + gap * (weights.detach() - mean)
+    if count < 2:
+        raise ValueError(
+            f"snapshots= gave {count}; a variance needs two, better 30. A generator can be read once only."
+        )
+    return squares / (count - 1)
+
+
+def _random(given: Ingredients) -> Tensor:
+    theta, generator = given.lin.theta, given.generator
+    device = theta.device if generator is None else generator.device
+    return torch.rand(len(theta), generator=generator, device=device).to(theta)
+
+
+MARGINAL_SOLVES = 400
+"""Solves that the marginal variances take, unless there are no more weights: a relative error of some 5 %."""
+SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
+    "variance": lambda given: given.variance,
+    "swag": _swag,
+    "marginal": _marginal,
+    "predictive": lambda given: squared_columns(given.lin.jacobian(given.x)) * given.variance,
+    "magnitude": lambda given: given.lin.theta.abs(),
+    "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
+    "random": _random,
+}
+"""What each weight is ranked by: the largest are taken."""
+
+
+def select(
+    lin: Linearization,
+    k: int,
+    score: str = "variance",
+    *,
+    prior_precision: Any = 1.0,
+    modules: str | Sequence[str] | None = None,
+    x: Any = None,
+    snapshots: Iterable[Any] | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, " k"]:
+    """The positions of k weights to infer, in ascending order, by a score.
+
+    Args:
+        lin: the linearisation of all weights to choose from.
+        k: how many weights.
+        score: "variance", 1/(G_dd + λ), of the diagonal posterior; "swag", the variance of SGD's `snapshots`;
+            "marginal", diag((G + A)⁻¹) of the full posterior, by 400 solves to some 5 % (exact up to as many weights);
+            "predictive", Σ_n ‖J_n e_d‖² / (G_dd + λ) at the inputs `x`, what each weight adds to the variance there;
+            "magnitude", |θ_d|; "obd", ½ θ_d² G_dd (LeCun et al. 1990); "random".
+        prior_precision: λ, as `co.laplace` takes it (no operator).
+        modules: a glob or globs over parameter names: choose within these alone.
+        x: reference inputs of "predictive"; by default the training inputs.
+        snapshots: of "swag", weights as vectors (D,) or mappings by name, at least two.
+        generator: source of "random" and of the probes of "marginal".
+
+    Returns:
+        Indices for `co.linearize(…, parameters=indices)` where `lin` selects all trainable parameters, for
+        `co.Subnetwork(op, indices)` and for `co.wasserstein(post, indices)`.
+
+    Cost: that of `co.DiagonalGGN(lin)`; "predictive" as much again at x, "marginal" its solves.
+
+    Raises:
+        TypeError, ValueError: k is no whole number between 1 and the weights to choose from, an unknown score, a glob
+            that matches nothing, snapshots that are missing, fewer than two or of another size, a prior operator.
+
+    Warns with `InertWeights` where weights without curvature are selected, and with which share.
+
+    Source: Daxberger et al. 2021.
+    """
+    check_linearization(lin)
+    check_generator(generator)
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise TypeError(f"k must be a whole number of weights, got {k!r}; of a share take int(share * D).")
+    if score not in SCORES:
+        raise ValueError(f"score={score!r}; expected one of {', '.join(map(repr, SCORES))}.")
+    prior = read_prior(prior_precision, 0.0, lin).diagonal
+    if prior is None:
+        raise ValueError("prior_precision is an operator; scores take a number, a vector or a mapping.")
+    allowed = _within(lin, modules)
+    if not 1 <= k <= len(allowed):
+        raise ValueError(f"k must lie between 1 and the {len(allowed):,} weights to choose from, got {int(k):,}.")
+    given = Ingredients(lin, prior.detach(), x, snapshots, generator)
+    with torch.no_grad():
+        values = SCORES[score](given)[allowed]
+        order = values.argsort(descending=True, stable=True)
+        chosen = allowed[order[: int(k)]].sort().values
+        _warn_of_inert(given, chosen, score)
+    return chosen
+
+
+def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tensor, " m"]:
+    """The positions of the parameters that the globs match."""
+    if modules is None:
+        return torch.arange(lin.num_parameters, device=lin.theta.device)
+    globs, places = [modules] if isinstance(modules, str) else list(modules), lin.model.selection.positions()
+    for glob in globs:
+        if not isinstance(glob, str) or not fnmatch.filter(places, glob):
+            raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
+    kept = [p.flatten() for name, p in places.items() if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+    found = torch.cat(kept)
+    return found[found >= 0].sort().values.to(lin.theta.device)
+
+
+def _warn_of_inert(given: Ingredients, chosen: Tensor, score: str) -> None:
+    curvature = given.curvature
+    inert = curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()
+    if bool(inert.any()):
+        share = float(inert.double().mean())
+        warnings.warn(
+            f"{share:.0%} of the {len(chosen):,} weights selected by {score!r} have no curvature (no training output "
+            "depends on them): their posterior is the prior, and they add nothing to predictions. Use "
+            "score='predictive', which leaves them out.",
+            InertWeights,
+            stacklevel=3,
+        )
+
+
+def wasserstein(
+    post: Laplace,
+    indices: Tensor | Sequence[int],
+    method: str = "exact",
+    rtol: float = 0.01,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """W₂² between the posterior N(θ*, T P⁻¹) and that of a subnetwork: N over `indices`, a point mass elsewhere.
+
+    The subnetwork's precision is the conditional one, P_SS. Exactly it is tr P⁻¹ + tr P_SS⁻¹ − 2 tr (P_SS^-½ [P⁻¹]_SS
+    P_SS^-½)^½, for S products and S solves with P and the trace of P⁻¹; "diagonal" takes P to be its diagonal, where it
+    is the sum of the variances left out.
+
+    Args:
+        post: a posterior over all weights, by `co.laplace`.
+        indices: the subnetwork's positions, as `co.select` gives them.
+        method: "exact" or "diagonal".
+        rtol: relative accuracy of tr P⁻¹ where it has to be estimated (large P without a closed form).
+        generator: source of its probes.
+
+    Returns:
+        The squared distance in the units of the weights squared; its error bar is that of tr P⁻¹.
+
+    Memory: S² numbers, and 128 vectors.
+
+    Raises:
+        TypeError, ValueError: not a posterior, an unknown method, indices out of range or repeated.
+    """
+    check_posterior(post, "wasserstein")
+    check_generator(generator)
+    if method not in ("exact", "diagonal"):
+        raise ValueError(f"method={method!r}; expected 'exact' or 'diagonal'.")
+    P, T = post.precision, post.temperature
+    chosen = checked_indices(indices, P.shape[-1]).to(P.device)
+    with torch.no_grad():
+        if method == "diagonal":
+            variances = P.diagonal().double().reciprocal()
+            return Estimate.exact(T * (variances.sum() - variances[chosen].sum()))
+        part, inverse = (_block(operator, chosen) for operator in (P, P.inverse()))
+        factor = torch.linalg.cholesky(part)
+        whitened = torch.linalg.solve_triangular(factor, inverse, upper=False)
+        whitened = torch.linalg.solve_triangular(factor, whitened.mT, upper=False)
+        cross = torch.linalg.eigvalsh((whitened + whitened.mT) / 2).clamp_min(0).sqrt().sum()
+        known = torch.cholesky_inverse(factor).trace() - 2 * cross
+        return (_trace_of_inverse(P, rtol, generator) + known) * T
+
+
+def _block(operator: Any, chosen: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
+    """Rows and columns of an operator, in float64, by products with unit vectors."""
+    found = []
+    for part in chosen.split(SOLVED_TOGETHER):
+        found.append(operator._matmul(unit_columns(part, operator))[chosen].double())
+    block = torch.cat(found, 1)
+    return (block + block.mT) / 2
+
+
+def _trace_of_inverse(P: Damped, rtol: float, generator: torch.Generator | None) -> Estimate:
+    form = P._closed_form()
+    if form is not None:
+        return Estimate.exact(form.inverse_diagonal().double().sum())
+    return trace(P.inverse(), rtol=rtol, method="hutchinson", generator=generator)

@@ -1,0 +1,165 @@
+"""Which weights to infer: each score against its definition, Wasserstein distances against dense matrices."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.posterior import selection
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module")
+def lin():
+    model, x, y = problem()
+    return co.linearize(model, (x, y), "classification")
+
+
+@pytest.fixture(scope="module")
+def post(lin):
+    return co.laplace(lin, prior_precision=1.0)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+X = torch.randn(5, 4, dtype=DOUBLE, generator=generator(1))
+SNAPSHOTS = torch.randn(9, 51, dtype=DOUBLE, generator=generator(2)) * torch.linspace(0.1, 2, 51, dtype=DOUBLE)
+
+
+def definitions(lin):
+    G, J = co.GGN(lin).to_dense(), lin.jacobian(X).to_dense()
+    return {
+        "variance": 1 / (G.diagonal() + 0.7),
+        "swag": SNAPSHOTS.var(0),
+        "marginal": torch.linalg.inv(G + 0.7 * torch.eye(51, dtype=DOUBLE)).diagonal(),
+        "predictive": J.square().sum(0) / (G.diagonal() + 0.7),
+        "magnitude": lin.theta.abs(),
+        "obd": 0.5 * lin.theta.square() * G.diagonal(),
+    }
+
+
+@pytest.mark.parametrize("score", sorted(set(selection.SCORES) - {"random"}))
+@pytest.mark.parametrize("k", [1, 7, 51])
+def test_the_largest_scores_are_taken(lin, score, k):
+    expected = definitions(lin)[score].topk(k).indices.sort().values
+    found = co.select(lin, k, score, prior_precision=0.7, x=X, snapshots=iter(SNAPSHOTS))
+    assert torch.equal(found, expected)
+
+
+def test_within_modules_and_at_random(lin):
+    head = co.select(lin, 8, modules="2.*")
+    assert int(head.min()) >= 30
+    values = definitions(lin)["variance"][30:]
+    exact = 1 / (1 / values - 0.7 + 1.0)
+    assert torch.equal(head, 30 + exact.topk(8).indices.sort().values)
+    one, other = (co.select(lin, 10, "random", generator=generator(seed)) for seed in (0, 1))
+    assert torch.equal(one, co.select(lin, 10, "random", generator=generator())) and not torch.equal(one, other)
+    assert len(one.unique()) == 10
+    named = [lin.unflatten_tangent(snapshot) for snapshot in SNAPSHOTS]
+    assert torch.equal(co.select(lin, 5, "swag", snapshots=named), co.select(lin, 5, "swag", snapshots=SNAPSHOTS))
+
+
+def test_inert_weights_are_warned_of_with_their_share():
+    """A dead unit: its 5 weights have no curvature and the largest variance of all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        model[0].weight[1], model[0].bias[1] = 0.0, -1.0
+    x = torch.randn(20, 3, dtype=DOUBLE)
+    lin = co.linearize(model, (x, x[:, :2]), "regression")
+    with pytest.warns(co.InertWeights, match="100% of the 4 weights selected by 'variance'"):
+        co.select(lin, 4, "variance")
+    with pytest.warns(co.InertWeights, match="75% of the 8"):  # the dead unit's weights in and out
+        co.select(lin, 8, "variance")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        co.select(lin, 8, "predictive")
+
+
+# Wasserstein distances
+
+
+def psd_root(A):
+    values, vectors = torch.linalg.eigh(A)
+    return vectors @ (values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT)
+
+
+def distance(one, other):
+    """W₂² of centred Gaussians by their covariances (Gelbrich 1990)."""
+    root = psd_root(one)
+    return one.trace() + other.trace() - 2 * psd_root(root @ other @ root).trace()
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
+@pytest.mark.parametrize("size", [1, 20, 51])
+def test_the_distance_is_gelbrichs(lin, curvature, size):
+    post = co.laplace(lin, curvature, 0.7, temperature=0.5, check_mode=False)
+    chosen = co.select(lin, size, "random", generator=generator())
+    P = post.precision.to_dense()
+    own = torch.zeros(51, 51, dtype=DOUBLE)
+    own[chosen.unsqueeze(1), chosen] = torch.linalg.inv(P[chosen][:, chosen])
+    found = co.wasserstein(post, chosen)
+    expected = 0.5 * distance(torch.linalg.inv(P), own)
+    torch.testing.assert_close(found.value, expected, rtol=1e-6, atol=1e-6)  # square roots of near-zero eigenvalues
+    assert found.stderr == 0
+    by_diagonal = co.wasserstein(post, chosen, "diagonal")
+    left = torch.ones(51, dtype=torch.bool)
+    left[chosen] = False
+    torch.testing.assert_close(by_diagonal.value, 0.5 * (1 / P.diagonal())[left].sum(), **TIGHT)
+    if curvature is co.DiagonalGGN:
+        torch.testing.assert_close(found.value, by_diagonal.value, **TIGHT)
+
+
+def test_keeping_the_largest_variances_is_best_for_a_diagonal(lin):
+    post = co.laplace(lin, co.DiagonalGGN, 0.7, check_mode=False)
+    best = float(co.wasserstein(post, co.select(lin, 10, prior_precision=0.7), "diagonal").value)
+    for seed in range(20):
+        other = co.select(lin, 10, "random", generator=generator(seed))
+        assert best <= float(co.wasserstein(post, other, "diagonal").value)
+
+
+def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, post):
+    """In Loewner's order, along nested selections."""
+    order = torch.randperm(51, generator=generator())
+    model, x, y = problem()
+    before = torch.zeros(15, 15, dtype=DOUBLE)
+    for size in (1, 5, 20, 51):
+        part = co.linearize(model, (x, y), "classification", parameters=order[:size].sort().values)
+        covariance = co.laplace(part, check_mode=False).predict(X, joint=True).covariance_matrix
+        assert float(torch.linalg.eigvalsh(covariance - before).min()) > -1e-9
+        before = covariance
+    torch.testing.assert_close(before, post.predict(X, joint=True).covariance_matrix, rtol=1e-7, atol=1e-9)
+
+
+WRONG = {
+    "a share": (lambda lin, post: co.select(lin, 0.1), TypeError, "int\\(share \\* D\\)"),
+    "none": (lambda lin, post: co.select(lin, 0), ValueError, "between 1 and the 51"),
+    "too many": (lambda lin, post: co.select(lin, 52), ValueError, "between 1 and the 51"),
+    "too many of a module": (lambda lin, post: co.select(lin, 22, modules="2.*"), ValueError, "the 21"),
+    "a score": (lambda lin, post: co.select(lin, 3, "hessian"), ValueError, "'obd'"),
+    "a posterior": (lambda lin, post: co.select(post, 3), TypeError, "linearised network"),
+    "no snapshots": (lambda lin, post: co.select(lin, 3, "swag"), ValueError, "snapshots="),
+    "one snapshot": (lambda lin, post: co.select(lin, 3, "swag", snapshots=SNAPSHOTS[:1]), ValueError, "gave 1"),
+    "read once": (lambda lin, post: [co.select(lin, 3, "swag", snapshots=g) for g in [iter([])]], ValueError, "once"),
+    "short snapshots": (lambda lin, post: co.select(lin, 3, "swag", snapshots=SNAPSHOTS[:, :3]), ValueError, "51"),
+    "a module": (lambda lin, post: co.select(lin, 3, modules="fc"), ValueError, "'fc' matches none"),
+    "an operator": (lambda lin, post: co.select(lin, 3, prior_precision=co.GGN(lin)), ValueError, "operator"),
+    "a linearisation": (lambda lin, post: co.wasserstein(lin, [1]), TypeError, "wasserstein takes a posterior"),
+    "out of range": (lambda lin, post: co.wasserstein(post, [51]), ValueError, "out of range"),
+    "twice": (lambda lin, post: co.wasserstein(post, [1, 1]), ValueError, "twice"),
+    "a method": (lambda lin, post: co.wasserstein(post, [1], "full"), ValueError, "'exact' or 'diagonal'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused_by_name(lin, post, case):
+    call, error, match = WRONG[case]
+    with pytest.raises(error, match=match):
+        call(lin, post)
