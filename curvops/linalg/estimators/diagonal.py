@@ -30,7 +30,8 @@ from curvops.linalg.core.vectors import (
     unit_blocks,
 )
 from curvops.linalg.estimators.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
-from curvops.linalg.estimators.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch, probes
+from curvops.linalg.estimators.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch
+from curvops.linalg.estimators.hutchinson import streamed
 from curvops.progress import Progress, at_work
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
@@ -150,8 +151,7 @@ class Bekas:
 
     def spend(self, matvecs: int) -> None:
         """One product a probe."""
-        while (missing := matvecs - self.count) > 0:
-            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
+        for Z in streamed(self.facts, matvecs - self.count, self.block, self.generator):
             samples = Z * self.multiply(Z)
             if not self.count and (size := float(largest(samples).amax())) > 0:
                 self.size = size

@@ -22,17 +22,16 @@ from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
-from curvops.linalg.estimators.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
+from curvops.linalg.estimators.adaptive import LEAST_VECTORS, block_within, checked, estimated, products_allowed
 from curvops.linalg.estimators.exchangeable import (
     LeaveOneOut,
     Multiply,
     RangeSketch,
     TwoLeftOut,
     leave_one_out,
-    probes,
     spared,
 )
-from curvops.linalg.estimators.hutchinson import mean_of
+from curvops.linalg.estimators.hutchinson import Hutchinson
 from curvops.progress import Progress, at_work
 
 METHODS = ("xtrace", "hutchinson", "exact")
@@ -83,7 +82,7 @@ def frobenius_norm(
         if method == "exact":
             return _exact(multiply, facts, block)
         return estimated(
-            XNorm(multiply, facts, generator) if method == "xtrace" else Norms(multiply, facts, generator, block),
+            XNorm(multiply, facts, generator) if method == "xtrace" else Norms(multiply, facts, generator, block=block),
             lambda: _exact(multiply, facts, block),
             facts,
             rtol=rtol,
@@ -110,26 +109,16 @@ def rooted(square: Estimate, eps: float) -> Estimate:
     return replace(square, value=value, stderr=stderr, bias_bound=stderr.square() / (2 * value) + eps * value)
 
 
-class Norms:
+class Norms(Hutchinson):
     """Mean of ‖Az‖² over random signs, streamed."""
 
-    least, first, held = 2, BLOCK, 0.0
-
-    def __init__(
-        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, block: int = BLOCK
-    ) -> None:
-        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
-        self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
-
-    def spend(self, matvecs: int) -> None:
-        """One product a probe."""
-        while (missing := matvecs - len(self.samples)) > 0:
-            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
-            self.samples = torch.cat([self.samples, norm(self.multiply(Z)).square()])
+    def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
+        """‖Az‖² of each probe."""
+        return norm(Y).square()
 
     def estimate(self) -> Estimate:
         """The root of the mean."""
-        return rooted(mean_of(self.samples, len(self.samples)), torch.finfo(self.facts.dtype).eps)
+        return rooted(super().estimate(), torch.finfo(self.facts.dtype).eps)
 
 
 class XNorm(LeaveOneOut):

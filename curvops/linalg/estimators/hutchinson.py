@@ -22,6 +22,14 @@ def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Te
     return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
 
 
+def streamed(
+    facts: Description, count: int, block: int, generator: torch.Generator | None
+) -> Iterator[Float[Tensor, "n k"]]:
+    """Random signs, ``count`` columns in all and at most ``block`` at a time."""
+    for start in range(0, count, block):
+        yield probes(facts, min(block, count - start), "rademacher", generator)
+
+
 class Hutchinson:
     """Mean of zᵀAz over random signs, streamed: nothing is kept but the numbers (Hutchinson 1990)."""
 
@@ -41,11 +49,14 @@ class Hutchinson:
 
     def spend(self, matvecs: int) -> None:
         """One product a probe."""
-        while (missing := matvecs - len(self.samples)) > 0:
-            Z = probes(self.facts, min(self.block, missing), "rademacher", self.generator)
-            self.samples = torch.cat([self.samples, inner(Z, self.multiply(Z))])
+        for Z in streamed(self.facts, matvecs - len(self.samples), self.block, self.generator):
+            self.samples = torch.cat([self.samples, self.sample(Z, self.multiply(Z))])
             if self.kept is not None:
                 self.kept.append(Z.to(torch.int8))
+
+    def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
+        """The samples of probes Z with products Y."""
+        return inner(Z, Y)
 
     def estimate(self) -> Estimate:
         """Mean and standard error of the samples."""
