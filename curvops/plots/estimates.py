@@ -11,11 +11,11 @@ from matplotlib.lines import Line2D
 
 from curvops.plots import style
 
-Curve = tuple[Real[np.ndarray, " b"], Real[np.ndarray, "b s"], Real[np.ndarray, " b"]]
+ErrorsByBudget = tuple[Real[np.ndarray, " b"], Real[np.ndarray, "b s"], Real[np.ndarray, " b"]]
 FLOOR = 1e-17
 
 
-def estimates(curves: Mapping[str, Mapping[str, Curve]], title: str) -> Figure:
+def estimates(curves: Mapping[str, Mapping[str, ErrorsByBudget]], title: str) -> Figure:
     """A panel for each quantity: relative error of each run (points) and their mean (line).
 
     ``curves`` maps a quantity and a method's name to (budgets, errors of each run (b, s), claimed half-widths at 95 %).

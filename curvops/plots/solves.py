@@ -14,11 +14,14 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from curvops.plots import style
 
 COLOURS = (*style.COLOURS, style.INK, "#882255", "#999933")  # with Tol's wine and olive
-Curve = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
+ResidualTrail = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 
 def solves(
-    curves: Mapping[tuple[str, str], Curve], rtol: float | None, title: str, what: str = "worst relative residual"
+    curves: Mapping[tuple[str, str], ResidualTrail],
+    rtol: float | None,
+    title: str,
+    what: str = "worst relative residual",
 ) -> Figure:
     """Worst relative residual, on a log axis, against products and against seconds.
 

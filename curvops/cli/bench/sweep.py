@@ -32,7 +32,7 @@ LACKS = {
     "psd": "has no shift (prior precision)",
 }
 """What stands between a kind and the next stronger one."""
-Method = OwnSolver | OwnEstimator | Peer | PeerEstimator
+Contender = OwnSolver | OwnEstimator | Peer | PeerEstimator
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def _build(name: str, settings: Settings) -> Problem:
     return build(name, settings.size, settings.columns, settings.dtype, settings.seed)
 
 
-def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, Method]:
-    found: dict[str, Method] = {name: METHODS[name] for name in choice.methods}
+def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, Contender]:
+    found: dict[str, Contender] = {name: METHODS[name] for name in choice.methods}
     if not choice.peers:
         return found
     solving = any(isinstance(method, OwnSolver) for method in found.values())
@@ -119,13 +119,13 @@ def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> di
     return found
 
 
-def _preconditioners(method: Method, choice: Choice) -> Sequence[str]:
+def _preconditioners(method: Contender, choice: Choice) -> Sequence[str]:
     return choice.preconditioners if getattr(method, "preconditioned", False) else ("none",)
 
 
 def _problem(
     problem: Problem,
-    methods: dict[str, Method],
+    methods: dict[str, Contender],
     choice: Choice,
     settings: Settings,
     results: Results,
@@ -153,7 +153,7 @@ def _problem(
 
 
 def _cell(
-    problem: Problem, name: str, method: Method, preconditioner: str, settings: Settings, results: Results, bar: Any
+    problem: Problem, name: str, method: Contender, preconditioner: str, settings: Settings, results: Results, bar: Any
 ) -> None:
     """One method with one preconditioner; what it raises becomes a note, and the rest goes on."""
     budget = None

@@ -291,10 +291,10 @@ def added(one: Estimate, other: Estimate) -> Estimate:
     )
 
 
-Found = TypeVar("Found", bound="Pairs")
+Found = TypeVar("Found", bound="FoundPairs")
 
 
-class Pairs(Reasoned):
+class FoundPairs(Reasoned):
     """Vectors found in pairs, each with its true residual."""
 
     residuals: Float[Tensor, " k"]
@@ -307,7 +307,7 @@ class Pairs(Reasoned):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Eigenpairs(Summarised, Pairs):
+class Eigenpairs(Summarised, FoundPairs):
     """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
 
     values: Float[Tensor, " k"]
@@ -318,7 +318,7 @@ class Eigenpairs(Summarised, Pairs):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SingularTriplets(Summarised, Pairs):
+class SingularTriplets(Summarised, FoundPairs):
     """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
