@@ -22,6 +22,7 @@ from curvops.operators import (
     Subnetwork,
     TangentKernel,
     linearize,
+    subsample,
 )
 from curvops.posterior import (
     InertWeights,
@@ -66,5 +67,6 @@ __all__ = [
     "linearize",
     "low_rank",
     "select",
+    "subsample",
     "wasserstein",
 ]

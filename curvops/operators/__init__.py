@@ -11,6 +11,7 @@ from curvops.operators.kfac_factors import NoFactors
 from curvops.operators.linearization import Linearization
 from curvops.operators.linearize import NoCurvature, linearize
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
+from curvops.operators.subsample import subsample
 from curvops.operators.tangent_kernel import TangentKernel
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "Subnetwork",
     "TangentKernel",
     "linearize",
+    "subsample",
 ]

@@ -68,8 +68,8 @@ def num_points(inputs: Inputs) -> int:
     return first
 
 
-def take(inputs: Inputs, index: slice) -> Inputs:
-    """The points in a slice, as views."""
+def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
+    """The points in a slice, as views; those at some positions, as copies."""
     return _each(inputs, lambda tensor: tensor[index])
 
 

@@ -1,0 +1,66 @@
+"""A random part of the data that stands for all of them: every sum over it is unbiased."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_generator
+from curvops.network.data.batches import as_batches
+from curvops.network.data.inputs import take
+from curvops.operators.linearization import Linearization
+from curvops.operators.subnetwork import checked_indices
+
+
+def subsample(
+    lin: Linearization, m: int | Int[Tensor, " m"], generator: torch.Generator | None = None
+) -> Linearization:
+    """The same network linearised on m of its N points, each with N/m times its weight.
+
+    Curvatures, gradients and log-likelihoods of the result are unbiased estimates of those of all points: their mean
+    over all subsets of m points is the full one. The posterior of one subset is not unbiased.
+
+    Args:
+        lin: the linearisation of all data.
+        m: how many points to draw without replacement, or their positions (m,).
+        generator: source of the draw.
+
+    Returns:
+        A linearisation with engines of its own, within the memory budget of `lin`. Costs a pass over the data; the
+        points chosen are copied.
+
+    Raises:
+        TypeError, ValueError: not a linearisation, m not between 1 and N, positions out of range or repeated.
+    """
+    if not isinstance(lin, Linearization):
+        raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")
+    chosen = _positions(m, lin.num_data, generator)
+    factor = lin.num_data / len(chosen)
+    data, start = [], 0
+    for batch in lin.data:
+        inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
+        start += batch.num_points
+        if len(inside):
+            index = inside.to(batch.targets.device)
+            known = batch.targets.new_ones(batch.num_points, dtype=lin.theta.dtype)
+            weights = (known if batch.weights is None else batch.weights)[index] * factor
+            data.append((take(batch.inputs, index), batch.targets[index], weights))
+    batches = as_batches(data, 1, lin.theta.device, lin.theta.dtype, weights=True)
+    return Linearization(
+        lin.model, batches, lin.likelihood, lin.output_shape, lin.engine, lin.memory, lin.passes.progress
+    )
+
+
+def _positions(m: int | Tensor, num_data: int, generator: torch.Generator | None) -> Int[Tensor, " m"]:
+    check_generator(generator)
+    if isinstance(m, Tensor) and m.ndim:
+        return checked_indices(m, num_data).cpu().sort().values
+    if isinstance(m, bool) or not isinstance(m, numbers.Integral):
+        raise TypeError(f"m must be a whole number of points or a vector of their positions, got {m!r}.")
+    if not 1 <= m <= num_data:
+        raise ValueError(f"m must lie between 1 and the {num_data} points, got {m}.")
+    device = None if generator is None else generator.device
+    return torch.randperm(num_data, generator=generator, device=device)[: int(m)].cpu().sort().values
