@@ -11,6 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, low_rank
+from curvops.linalg.core.sources import sources_of
 from curvops.operators import Linearization
 
 
@@ -25,7 +26,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, " D"]) -> Float[Tens
 def flat(lin: Linearization, params: Any) -> Float[Tensor, " D"]:
     """Weights by name, or a vector (D,), as a vector that keeps its graph."""
     if isinstance(params, Mapping):
-        return lin.flatten(params)
+        params = lin.flatten(params)
     if not isinstance(params, Tensor):
         raise TypeError(
             "params must be named tensors, dict(model.named_parameters()), or a vector "
@@ -33,7 +34,22 @@ def flat(lin: Linearization, params: Any) -> Float[Tensor, " D"]:
         )
     if params.shape != (lin.num_parameters,):
         raise ValueError(f"params must be a vector ({lin.num_parameters},), got shape {tuple(params.shape)}.")
+    if params.dtype != lin.theta.dtype or params.device != lin.theta.device:
+        raise ValueError(
+            f"params are {params.dtype} on {params.device}, the posterior {lin.theta.dtype} on {lin.theta.device}; "
+            "convert them with params.to(post.mean)."
+        )
     return params
+
+
+def require_new_data(lin: Linearization, curvature: LinearOperator) -> None:
+    """Raise ValueError where the curvature of an earlier posterior is of the same data: they would count twice."""
+    known = sources_of(curvature)
+    if known is not None and lin.source in known.counts:
+        raise ValueError(
+            "the earlier posterior is of the data of this linearisation, which would count twice: linearise at the "
+            "new data alone, or take the earlier posterior's own prior, prior_precision=earlier.prior_precision."
+        )
 
 
 def compressed(precision: LinearOperator, rank: int | None, generator: torch.Generator | None) -> LinearOperator:

@@ -221,9 +221,11 @@ class Laplace(Predictive):
             check_mode: as in `co.laplace`.
 
         Raises:
-            ValueError: other parameters are selected, or a precision that has no low-rank form is to be compressed.
+            ValueError: the same data once more, other parameters selected, or a precision that has no low-rank form is
+                to be compressed.
         """
         check_linearization(lin)
+        continual.require_new_data(lin, self.curvature)
         known = continual.compressed(self.precision.detached_from_weights(), rank, generator)
         prior = known if self.temperature == 1 else known * (1 / self.temperature)
         chosen = type(self.curvature) if curvature is None else curvature
@@ -302,6 +304,7 @@ def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
+    continual.require_new_data(lin, prior_precision.curvature)
     known = prior_precision.precision.detached_from_weights()
     scale = prior_precision.temperature
     return read_prior(known if scale == 1 else known * (1 / scale), prior_precision.mean, lin)

@@ -260,6 +260,8 @@ class Predictive(ABC):
         check_generator(generator)
         samples = None if samples is None else checked_draws(samples, self.mean)
         likelihood, targets = self._target(), self._targets(x, y)
+        if joint and len(targets) < 2:
+            raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if isinstance(likelihood, Gaussian) and samples is None and not joint:
             predicted = self.predict(x, noise=True)
             return Estimate.exact(held_out.gaussian(predicted.mean, predicted.covariance_matrix, targets))

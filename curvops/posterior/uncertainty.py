@@ -7,6 +7,7 @@ rest (epistemic; Depeweg et al. 2018). For numbers the same with variances, by t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ def _of_log_probabilities(p: Float[Tensor, "k *N c"], log_p: Float[Tensor, "k *N
     aleatoric = entropies.mean(0)
     # What each draw adds to the difference, to first order: Kullback–Leibler from the mean.
     divergences = (p * (log_p - log_averaged)).sum(-1)
-    stderr = divergences.std(0) / k**0.5
+    stderr = divergences.std(0) / k**0.5 if k > 1 else torch.full_like(total, math.inf)
     return Uncertainty(mean, total, aleatoric, (total - aleatoric).clamp_min(0), stderr, "nats")
 
 

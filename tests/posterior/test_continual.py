@@ -108,6 +108,9 @@ WRONG = {
     "a module": (lambda post: post.penalty(nn.Linear(2, 2)), TypeError, "named_parameters"),
     "a missing name": (lambda post: post.penalty({"0.weight": torch.zeros(6, 4)}), ValueError, "0.bias"),
     "another length": (lambda post: post.penalty(torch.zeros(3)), ValueError, "51"),
+    "another dtype": (lambda post: post.penalty(post.mean.float()), ValueError, "float32"),
+    "the same data": (lambda post: post.update(post.lin, check_mode=False), ValueError, "count twice"),
+    "its own prior": (lambda post: post.with_prior(post), ValueError, "count twice"),
     "data in place of a linearisation": (lambda post: post.update((torch.zeros(2, 4), None)), TypeError, "linearised"),
     "another selection": (
         lambda post: post.update(co.linearize(*_last_layer(), parameters="last_layer"), check_mode=False),

@@ -182,6 +182,11 @@ def test_points_are_taken_some_at_a_time_where_draws_are_many(classes, monkeypat
     assert float(((score.value - other.value) / score.stderr.hypot(other.stderr)).abs().max()) < 6
 
 
+def test_one_draw_says_that_its_error_is_unknown(classes):
+    found = classes.uncertainty(X, classes.sample(1, generator()))
+    assert bool(found.stderr.isinf().all()) and float(found.epistemic.abs().max()) < 1e-12
+
+
 # Functions, noise and draws
 
 
@@ -273,6 +278,7 @@ WRONG = {
         (TypeError, ValueError),
         "targets",
     ),
+    "one point together": (lambda post: post.log_likelihood(X[:1], torch.zeros(1).long(), True), ValueError, "pairs"),
     "joint by a number": (lambda post: post.log_likelihood(X, torch.zeros(5).long(), 1), TypeError, "joint"),
     "another link": (lambda post: post.probabilities(X, "logit"), ValueError, "'bridge_norm', 'network'"),
     "noise of classes": (lambda post: post.predict(X, noise=True), ValueError, "Gaussian likelihood.*Categorical"),

@@ -211,6 +211,7 @@ WRONG = {
     "a word": (lambda lin: {"temperature": "cold"}, TypeError, "temperature"),
     "a class": (lambda lin: {"prior_precision": co.GGN}, TypeError, "operator or an earlier posterior"),
     "two means": (lambda lin: {"prior_precision": co.laplace(lin), "prior_mean": 1.0}, ValueError, "its own mean"),
+    "the same data": (lambda lin: {"prior_precision": co.laplace(lin)}, ValueError, "count twice"),
 }
 
 
