@@ -19,6 +19,7 @@ from torch import Tensor
 import curvops as co
 from benchmarks.coverage_cells import (
     ESTIMATORS,
+    EXACT,
     HOPELESS,
     LEAST,
     LEVEL,
