@@ -64,16 +64,17 @@ def coverage_table(found: dict[Cell, Count]) -> str:
         for name in matrices(SIZE)
     ]
     runs, least_of_all = sum(count.runs for count in found.values()), min(count.share for count in found.values())
-    more = f"{', '.join(map(str, LOOKS[1:-1]))} and {LOOKS[-1]}"
     text = f"""\
 Least coverage in per cent over budgets of 10, 30, 100 and 300 products / over rtol = 0.1 and 0.01; n = {SIZE}; μ is a
 hundredth of the mean eigenvalue. All runs count, whatever their reason. {len(found):,} cells, {runs:,} runs, each with
 a seed of its own; the least of all cells is {100 * least_of_all:.1f} %.
 
-A cell has {LOOKS[0]} runs, or {more}: it ends where intervals that hold in {LEAST:.0%} of runs would give its count,
-or a greater one, with a probability of at most {LEVEL:.0%} (such a small one with {HOPELESS:.1%}; {EXACT} runs where
-the result is exact). Simulated, a cell of 85 % shows 90 % or more with a probability below 1 %, one of 88 % with 5 %,
-one of 92 % less with 1 %, one of 93 % never in 4,000. A cell of 97 % shows 93 % by chance: the least of 30 runs."""
+A cell is looked at after {", ".join(map(str, LOOKS))} runs ({EXACT} where the result is exact). It ends where a
+share of {100 * LEAST:.0f} % would give its count, or a greater one, with a probability of at most {100 * LEVEL:.0f} %,
+or such a small one with {100 * HOPELESS:.1f} %. Simulated, a cell of 85 % is shown with 90 % or more with a
+probability below 1 %, one of 88 % with 5 %; one of 92 % is shown with less than 90 % with a probability of 1 %, one of
+93 % never in 4,000. A number whose cell ended after {LOOKS[0]} runs was covered in all of them: that says no more
+than above 90 %. Of a diagonal the share of entries counts, each run as one number."""
     return "\n\n".join([text, table(["matrix", *ESTIMATORS], rows), *_low(found)])
 
 
