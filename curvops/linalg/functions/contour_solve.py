@@ -26,6 +26,7 @@ from curvops.linalg.core.vectors import (
     as_block,
     as_columns,
     axpy,
+    columns,
     combine,
     describe_square,
     inner,
@@ -33,6 +34,7 @@ from curvops.linalg.core.vectors import (
     norm,
     part,
     product,
+    put_columns,
     shaped_as,
     zero_block,
 )
@@ -306,10 +308,19 @@ class MultiShift:
     def iteration(self) -> int:
         return len(self.alphas)
 
+    def _multiplied(self, base: Float[Vectors, "n K"]) -> Float[Vectors, "n K"]:
+        """A P; zero for columns that are no longer active, which would cost products for nothing."""
+        if bool(self.active.all()):
+            return self.multiply(base)
+        index = self.active.nonzero().squeeze(1)
+        image = zero_block(base, base.shape[1])
+        put_columns(image, index, self.multiply(columns(base, index)))
+        return image
+
     def step(self) -> None:
-        """One product for all columns; those no longer active stay as they are. One transfer each way."""
+        """One product for each active column; the others stay as they are. One transfer each way."""
         base, active = self.P[0], self.active.to(self.R.device)
-        image = self.multiply(base) + float(self.shifts[0]) * base
+        image = self._multiplied(base) + float(self.shifts[0]) * base
         self.matvecs += int(self.active.sum())
         curvature, lengths = inner(base, image), inner(base, base)
         alpha = torch.where(active & (curvature > 0), self.squared / curvature, 0.0)
