@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,8 @@ class FromDistribution(Likelihood):
     def distribution(self, f: Outputs) -> Distribution:
         """p(. | f); raises TypeError or ValueError unless it is a distribution with one row a point."""
         try:
-            found = self.function(f)
+            with _validated():
+                found = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Look at what it "
@@ -143,7 +145,7 @@ class FromDistribution(Likelihood):
     def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
         base = _base(found)
         try:
-            if not base._validate_args:  # torch.compile turns torch's own check off, for the whole process
+            if not base._validate_args:  # off for the whole process after torch.compile, as in `_validated`
                 base._validate_sample(y)
             log_p = base.log_prob(y)
         except NotImplementedError as error:
@@ -219,6 +221,17 @@ class FromDistribution(Likelihood):
                 f"output Fisher (log p has a kink, or its support depends on the outputs). {MONTE_CARLO}."
             )
         return bool((targets.unflatten(0, (DRAWS + 1, -1)) != targets[: len(y)]).any())
+
+
+@contextmanager
+def _validated() -> Iterator[None]:
+    """torch's checks of a distribution's parameters, which torch.compile turns off for the whole process."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _base(found: Distribution) -> Distribution:

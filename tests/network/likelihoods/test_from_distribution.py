@@ -258,9 +258,12 @@ def test_what_does_not_fit_the_targets_is_refused_by_linearize(
         co.linearize(nn.Linear(2, C), (normal(5, 2).float(), targets), function)
 
 
-def test_targets_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile turns the checks of all distributions off."""
     monkeypatch.setattr(Distribution, "_validate_args", False)
+    with pytest.raises(ValueError, match="(?s)could not make a distribution.*scales and rates are positive"):
+        co.linearize(nn.Linear(2, C), (normal(5, 2).float(), REALS[:5].float()), lambda f: distributions.Normal(f, f))
+    assert not Distribution._validate_args
     with pytest.raises(ValueError, match="support"):
         co.linearize(
             nn.Linear(2, C), (normal(5, 2).float(), -torch.ones(5)), lambda f: distributions.Poisson(f[:, 0].exp())
