@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate as sums
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,16 +59,15 @@ class Jacobian(NetworkOperator):
 
         A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers.
         """
-        passes, rows = self.passes, self.shape[0]
-        selection = passes.model.selection
-        total = self.theta.new_zeros(rows, selection.size)
-        starts = dict(zip(selection.names, accumulated(shape.numel() for shape in selection.shapes)))
-        for first, groups in passes.jacobian_rows():
+        selection = self.passes.model.selection
+        whole = replace(selection, index=None)
+        total = self.theta.new_zeros(self.shape[0], whole.size)
+        views = whole.split(total.mT)
+        for first, groups in self.passes.jacobian_rows():
             for group in groups:
-                part = total[first + group.first_row :][: group.num_rows]
-                for name, found in group.rows().items():
-                    flat = found.flatten(0, 1).flatten(1)
-                    part[:, starts[name] : starts[name] + flat.shape[1]] = flat
+                start = first + group.first_row
+                for name, rows in group.rows().items():
+                    views[name][start : start + group.num_rows] = rows.flatten(0, 1)
         return (total if selection.index is None else total[:, selection.index]).mT
 
     def _size(self) -> torch.Size:
@@ -94,8 +93,3 @@ class Jacobian(NetworkOperator):
     ) -> LinearOperator:
         passes = self.passes.cast(dtype, device)
         return Jacobian(passes.model.theta, passes=passes, rows=self._kwargs["rows"])
-
-
-def accumulated(sizes: Iterable[int]) -> list[int]:
-    """Where each of some parts begins, one after the other."""
-    return [0, *sums(sizes)]

@@ -18,7 +18,6 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Inverse
-from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.diagonal_matrix import OfDiagonal
 from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfEigenKronecker
@@ -56,7 +55,7 @@ def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs
     precision = inverse.base if isinstance(inverse, Inverse) else None
     if not isinstance(precision, Damped) or not isinstance(jacobian, Jacobian):
         return None
-    if jacobian.passes.engines.plan.others or recorded(precision.representation()):
+    if jacobian.passes.engines.plan.others:
         return None
     form = precision._closed_form()
     if isinstance(form, OfLowRank):

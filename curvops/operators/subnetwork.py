@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.dense import in_parts
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
+from curvops.network.model.parameters import matching
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of, require_no_gradient
@@ -118,7 +118,7 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
     """A[S, S] from one product (for a curvature: one push of J) for each index."""
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
-    return torch.cat([operator._matmul(unit_columns(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
+    return torch.cat([operator._matmul(_units(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     """
     total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
     for batch, J in lin.passes.each(len(indices)):
-        pushed = torch.cat([J.push(unit_columns(part, lin.theta)).double() for part in indices.split(COLUMNS)])
+        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
         flat, outputs = pushed.flatten(1), J.outputs.double()
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
@@ -138,8 +138,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     return total.triu() + total.triu(1).mT
 
 
-def unit_columns(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
-    """The unit vectors of these positions as columns."""
+def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:
     units = torch.zeros(len(indices), like.shape[-1], dtype=like.dtype, device=like.device)
     return units.scatter_(1, indices.unsqueeze(1), 1.0).mT
 
@@ -166,8 +165,7 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
 
 def _group(group: Any, of_name: dict[str, Tensor], size: int) -> Int[Tensor, " p"]:
     if isinstance(group, Sequence) and all(isinstance(glob, str) for glob in group):
-        globs = [group] if isinstance(group, str) else list(group)
-        names = [name for name in of_name if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+        names = matching(of_name, *([group] if isinstance(group, str) else group))
         if not names:
             raise ValueError(f"blocks= names {group!r}, which matches no parameter among {list(of_name)}.")
         return torch.cat([of_name[name] for name in names])

@@ -74,23 +74,28 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
             f"{lin.num_parameters}), got {operator!r}{hint}."
         )
-    common(lin.tangent_space, *spaces_of(operator))
-    if tuple(operator.shape) != (lin.num_parameters,) * 2:
-        raise ValueError(
-            f"curvature must be an operator of shape ({lin.num_parameters}, {lin.num_parameters}), got "
-            f"{type(operator).__name__} {tuple(operator.shape)}."
-        )
+    check_operator("curvature", operator, lin)
     if not is_symmetric(operator):
         raise ValueError(
             f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
             "co.linalg.Dense(matrix) of a symmetric matrix, or a subclass of co.linalg.Operator with symmetric = True."
         )
+    return operator
+
+
+def check_operator(name: str, operator: LinearOperator, lin: Linearization) -> None:
+    """ValueError unless it is an operator (D, D) on these parameters, at their values or at none, like θ."""
+    common(lin.tangent_space, *spaces_of(operator))
+    if tuple(operator.shape) != (lin.num_parameters,) * 2:
+        raise ValueError(
+            f"{name} must be an operator of shape ({lin.num_parameters}, {lin.num_parameters}), got "
+            f"{type(operator).__name__} {tuple(operator.shape)}."
+        )
     if operator.dtype != lin.theta.dtype or operator.device != lin.theta.device:
         raise ValueError(
-            f"curvature is {operator.dtype} on {operator.device}, the parameters are {lin.theta.dtype} on "
-            f"{lin.theta.device}; convert it with curvature.to(...)."
+            f"{name} is {operator.dtype} on {operator.device}, the parameters are {lin.theta.dtype} on "
+            f"{lin.theta.device}; convert it with {name}.to(...)."
         )
-    return operator
 
 
 def check_linearization(lin: Any) -> None:

@@ -66,7 +66,7 @@ class PointCovariance(Operator):
 
     def _solve_blocks(self) -> Tensor:
         blocks = self._untempered()
-        return blocks * (self._kwargs["temperature"] / 2) + blocks.mT * (self._kwargs["temperature"] / 2)
+        return (blocks + blocks.mT) * (self._kwargs["temperature"] / 2)
 
     def _untempered(self) -> Tensor:
         jacobian, inverse = self._args

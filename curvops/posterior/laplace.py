@@ -225,11 +225,16 @@ class Laplace(Predictive):
                 to be compressed.
         """
         check_linearization(lin)
+        chosen = type(self.curvature) if curvature is None else curvature
+        return laplace(lin, chosen, self._as_prior(lin, rank, generator), self.mean, check_mode=check_mode)
+
+    def _as_prior(
+        self, lin: Linearization, rank: int | None = None, generator: torch.Generator | None = None
+    ) -> LinearOperator:
+        """This precision, its temperature included, as that of a prior for other data."""
         continual.require_new_data(lin, self.curvature)
         known = continual.compressed(self.precision.detached_from_weights(), rank, generator)
-        prior = known if self.temperature == 1 else known * (1 / self.temperature)
-        chosen = type(self.curvature) if curvature is None else curvature
-        return laplace(lin, chosen, prior, self.mean, check_mode=check_mode)
+        return known if self.temperature == 1 else known * (1 / self.temperature)
 
 
 def laplace(
@@ -304,10 +309,7 @@ def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
-    continual.require_new_data(lin, prior_precision.curvature)
-    known = prior_precision.precision.detached_from_weights()
-    scale = prior_precision.temperature
-    return read_prior(known if scale == 1 else known * (1 / scale), prior_precision.mean, lin)
+    return read_prior(prior_precision._as_prior(lin), prior_precision.mean, lin)
 
 
 def check_posterior(post: Any, function: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import numbers
 from collections.abc import Mapping
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from curvops.linalg import Operator
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.operators.algebra import is_psd
+from curvops.network.model.parameters import matching
 from curvops.operators import Linearization
+from curvops.posterior.arguments import check_operator
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +67,18 @@ def read_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Pri
     semidefinite, is of other parameters or was made at other weights.
     """
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, lin), read_mean(prior_mean, lin))
-    if isinstance(prior_precision, Mapping):
-        prior_precision = by_parameter(prior_precision, lin, "prior_precision")
-    return Prior(checked_precision(prior_precision, lin), read_mean(prior_mean, lin))
+        return Prior(_checked_operator(prior_precision, lin), _read_mean(prior_mean, lin))
+    return Prior(_read_precision(prior_precision, lin), _read_mean(prior_mean, lin))
 
 
-def checked_precision(given: Any, lin: Linearization) -> Tensor:
-    """A diagonal precision as a tensor, 0-d or (D,); ValueError unless it is positive and finite, or TypeError."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
-        raise TypeError(
-            f"prior_precision must be a positive number, a tensor ({lin.num_parameters},) of such, a mapping "
-            f"{{glob over parameter names: number}}, an operator or an earlier posterior, got {given!r}."
-        )
-    precision = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
-    _check_length("prior_precision", precision, lin, "; wrap a matrix as co.linalg.Dense(matrix, psd=True)")
+def _read_precision(given: Any, lin: Linearization) -> Tensor:
+    """A diagonal precision, positive and finite."""
+    accepted = (
+        f"a positive number, a tensor ({lin.num_parameters},) of such, a mapping {{glob over parameter names: "
+        "number}, an operator or an earlier posterior"
+    )
+    hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
+    precision = _read_vector("prior_precision", given, lin, accepted, hint)
     if not bool(((precision > 0) & precision.isfinite()).all()):
         raise ValueError(
             f"prior_precision must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior "
@@ -90,27 +87,28 @@ def checked_precision(given: Any, lin: Linearization) -> Tensor:
     return precision
 
 
-def read_mean(given: Any, lin: Linearization) -> Tensor:
-    """The mean as a tensor, 0-d or (D,)."""
-    if isinstance(given, Mapping):
-        given = by_parameter(given, lin, "prior_mean")
-    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
-        raise TypeError(
-            f"prior_mean must be a number, a tensor ({lin.num_parameters},) or a mapping {{glob over parameter names: "
-            f"number or tensor}}, got {given!r}."
-        )
-    mean = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
-    _check_length("prior_mean", mean, lin, "; lin.flatten(mapping) makes a vector of named tensors")
+def _read_mean(given: Any, lin: Linearization) -> Tensor:
+    accepted = (
+        f"a number, a tensor ({lin.num_parameters},) or a mapping {{glob over parameter names: number or tensor}}"
+    )
+    mean = _read_vector("prior_mean", given, lin, accepted, "lin.flatten(mapping) makes a vector of named tensors")
     if not bool(mean.isfinite().all()):
         raise ValueError("prior_mean holds NaN or Inf.")
     return mean
 
 
-def _check_length(name: str, given: Tensor, lin: Linearization, hint: str) -> None:
-    if given.ndim > 1 or (given.ndim == 1 and len(given) != lin.num_parameters):
+def _read_vector(name: str, given: Any, lin: Linearization, accepted: str, hint: str) -> Tensor:
+    """A number, vector or mapping as a tensor like θ, 0-d or (D,)."""
+    if isinstance(given, Mapping):
+        given = by_parameter(given, lin, name)
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
+        raise TypeError(f"{name} must be {accepted}, got {given!r}.")
+    vector = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
+    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != lin.num_parameters):
         raise ValueError(
-            f"{name} must be a number or a vector of {lin.num_parameters} entries, got {tuple(given.shape)}{hint}."
+            f"{name} must be a number or a vector of {lin.num_parameters} entries, got {tuple(vector.shape)}; {hint}."
         )
+    return vector
 
 
 def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Float[Tensor, " D"]:
@@ -125,7 +123,7 @@ def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Flo
             raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
         if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
             raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
-        matched = [name for name in selection.names if fnmatch.fnmatchcase(name, glob)]
+        matched = matching(selection.names, glob)
         if not matched:
             raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
         for name in matched:
@@ -146,17 +144,10 @@ def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Flo
 
 def _checked_operator(given: LinearOperator, lin: Linearization) -> LinearOperator:
     """A precision operator (D, D) at these weights, or at none."""
-    common(lin.tangent_space, *spaces_of(given))
-    kind, size = type(given).__name__, lin.num_parameters
+    kind = type(given).__name__
     if not isinstance(given, Operator):
         raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")
-    if tuple(given.shape) != (size, size):
-        raise ValueError(f"prior_precision must be an operator ({size}, {size}), got {kind} {tuple(given.shape)}.")
-    if given.dtype != lin.theta.dtype or given.device != lin.theta.device:
-        raise ValueError(
-            f"prior_precision is {given.dtype} on {given.device}, the parameters are {lin.theta.dtype} on "
-            f"{lin.theta.device}; convert it with operator.to(...)."
-        )
+    check_operator("prior_precision", given, lin)
     if not is_psd(given):
         raise ValueError(
             f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "

@@ -7,7 +7,6 @@ depends on have the largest of all: such a selection predicts without any uncert
 
 from __future__ import annotations
 
-import fnmatch
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,15 +20,13 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, diagonal, trace
 from curvops.linalg.core.limits import check_generator
+from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.diagonal_ggn import squared_columns
-from curvops.operators.subnetwork import checked_indices, unit_columns
+from curvops.operators.subnetwork import checked_indices, principal_block
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.priors import read_prior
-
-SOLVED_TOGETHER = 128
-"""Columns of P⁻¹ that are solved for together."""
 
 
 class InertWeights(UserWarning):
@@ -171,10 +168,9 @@ def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tens
         return torch.arange(lin.num_parameters, device=lin.theta.device)
     globs, places = [modules] if isinstance(modules, str) else list(modules), lin.model.selection.positions()
     for glob in globs:
-        if not isinstance(glob, str) or not fnmatch.filter(places, glob):
+        if not isinstance(glob, str) or not matching(places, glob):
             raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
-    kept = [p.flatten() for name, p in places.items() if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
-    found = torch.cat(kept)
+    found = torch.cat([places[name].flatten() for name in matching(places, *globs)])
     return found[found >= 0].sort().values.to(lin.theta.device)
 
 
@@ -215,7 +211,7 @@ def wasserstein(
     Returns:
         The squared distance in the units of the weights squared; its error bar is that of tr P⁻¹.
 
-    Memory: S² numbers, and 128 vectors.
+    Memory: S² numbers, and 64 columns at a time.
 
     Raises:
         TypeError, ValueError: not a posterior, an unknown method, indices out of range or repeated.
@@ -230,22 +226,14 @@ def wasserstein(
         if method == "diagonal":
             variances = P.diagonal().double().reciprocal()
             return Estimate.exact(T * (variances.sum() - variances[chosen].sum()))
-        part, inverse = (_block(operator, chosen) for operator in (P, P.inverse()))
+        part, inverse = (principal_block(operator, chosen).double() for operator in (P, P.inverse()))
+        part, inverse = (part + part.mT) / 2, (inverse + inverse.mT) / 2
         factor = torch.linalg.cholesky(part)
         whitened = torch.linalg.solve_triangular(factor, inverse, upper=False)
         whitened = torch.linalg.solve_triangular(factor, whitened.mT, upper=False)
         cross = torch.linalg.eigvalsh((whitened + whitened.mT) / 2).clamp_min(0).sqrt().sum()
         known = torch.cholesky_inverse(factor).trace() - 2 * cross
         return (_trace_of_inverse(P, rtol, generator) + known) * T
-
-
-def _block(operator: Any, chosen: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Rows and columns of an operator, in float64, by products with unit vectors."""
-    found = []
-    for part in chosen.split(SOLVED_TOGETHER):
-        found.append(operator._matmul(unit_columns(part, operator))[chosen].double())
-    block = torch.cat(found, 1)
-    return (block + block.mT) / 2
 
 
 def _trace_of_inverse(P: Damped, rtol: float, generator: torch.Generator | None) -> Estimate:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -47,24 +48,22 @@ class Uncertainty:
 def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"]) -> Uncertainty:
     """Entropies in nats, from draws of the logits."""
     if isinstance(likelihood, Categorical):
-        log_p = draws.log_softmax(-1)
-        return _of_log_probabilities(log_p.exp(), log_p, log_p.exp().mean(0))
-    p = torch.stack([draws, -draws], -1)
-    log_p = torch.nn.functional.logsigmoid(p)
-    return _of_log_probabilities(log_p.exp(), log_p, log_p[..., 0].exp().mean(0))
+        return Uncertainty(*_entropies(draws.log_softmax(-1)), "nats")
+    mean, *entropies = _entropies(F.logsigmoid(torch.stack([draws, -draws], -1)))  # of yes and no
+    return Uncertainty(mean[..., 0], *entropies, "nats")
 
 
-def _of_log_probabilities(p: Float[Tensor, "k *N c"], log_p: Float[Tensor, "k *N c"], mean: Tensor) -> Uncertainty:
-    k = len(p)
-    averaged = p.mean(0)
-    log_averaged = averaged.clamp_min(torch.finfo(p.dtype).tiny).log()
-    total = -(averaged * log_averaged).sum(-1)
-    entropies = -(p * log_p).sum(-1)
-    aleatoric = entropies.mean(0)
+def _entropies(log_p: Float[Tensor, "k *N c"]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its standard error."""
+    k, p = len(log_p), log_p.exp()
+    mean = p.mean(0)
+    log_mean = mean.clamp_min(torch.finfo(p.dtype).tiny).log()
+    total = -(mean * log_mean).sum(-1)
+    aleatoric = -(p * log_p).sum(-1).mean(0)
     # What each draw adds to the difference, to first order: Kullback–Leibler from the mean.
-    divergences = (p * (log_p - log_averaged)).sum(-1)
+    divergences = (p * (log_p - log_mean)).sum(-1)
     stderr = divergences.std(0) / k**0.5 if k > 1 else torch.full_like(total, math.inf)
-    return Uncertainty(mean, total, aleatoric, (total - aleatoric).clamp_min(0), stderr, "nats")
+    return mean, total, aleatoric, (total - aleatoric).clamp_min(0), stderr
 
 
 def joined(parts: Sequence[Uncertainty]) -> Uncertainty:

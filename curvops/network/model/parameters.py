@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +108,16 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
     return Selection(tuple(names), tuple(parameters[name].shape for name in names), index)
 
 
+def matching(names: Iterable[str], *globs: str) -> list[str]:
+    """The names that any of the globs matches, in their own order; letter case counts."""
+    return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+
 def _from_globs(parameters: Mapping[str, Tensor], globs: list[str]) -> list[str]:
     for glob in globs:
-        if not fnmatch.filter(parameters, glob):
+        if not matching(parameters, glob):
             raise ValueError(f"parameters={glob!r} names no parameter; the model has {_some(parameters)}.")
-    return [name for name in parameters if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+    return matching(parameters, *globs)
 
 
 def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Tensor], Any]) -> list[str]:
