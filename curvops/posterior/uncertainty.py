@@ -49,8 +49,8 @@ def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"]) -> Uncertai
     """Entropies in nats, from draws of the logits."""
     if isinstance(likelihood, Categorical):
         return Uncertainty(*_entropies(draws.log_softmax(-1)), "nats")
-    mean, *entropies = _entropies(F.logsigmoid(torch.stack([draws, -draws], -1)))  # of yes and no
-    return Uncertainty(mean[..., 0], *entropies, "nats")
+    mean, total, aleatoric, epistemic, stderr = _entropies(F.logsigmoid(torch.stack([draws, -draws], -1)))  # yes, no
+    return Uncertainty(mean[..., 0], total, aleatoric, epistemic, stderr, "nats")
 
 
 def _entropies(log_p: Float[Tensor, "k *N c"]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
