@@ -121,7 +121,7 @@ def approximants(
     known = torch.isfinite(values).all(1)
     values = torch.where(known[:, None], values, 0.0)
     y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
-    rounding = _rounding(T, nodes, y, f, size)
+    rounding = _rounding(T, nodes, V, y, f, size)
     residuals = beta[:, None] * V[:, -1].abs()
     truncation = _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f))
     passed = truncation + rounding <= rtol * y.norm(dim=1)
@@ -187,25 +187,26 @@ def _points_between(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Fl
     return (edges[:, :-1, None] + edges.diff(dim=1)[:, :, None] * share).flatten(1)
 
 
-def _rounding(T: Tensor, nodes: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """‖f(T ± E) e₁ − f(T) e₁‖ for a fixed E of the size of rounding: products in this dtype are those of A + E.
+def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
+    """‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Both signs, since at the edge of its domain f may answer to one of them alone. Infinite where a Ritz value could as
-    well be zero, and f has no value there.
+    Both signs, since at the edge of its domain f may answer to one of them alone; E of random signs, and a multiple of
+    I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value could as well be zero, and f
+    has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()
     off = signs[1, : m - 1]
     E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
-    change = torch.maximum(_moved(T + E, y, f, size), _moved(T - E, y, f, size)) + f.eps * y.norm(dim=1)
+    moved = [torch.linalg.eigh(T + E), torch.linalg.eigh(T - E), (nodes + level, V), (nodes - level, V)]
+    change = torch.stack([_change(*pairs, y, f, size) for pairs in moved]).amax(0) + f.eps * y.norm(dim=1)
     if not math.isfinite(at_zero):
         change = torch.where(nodes.abs().amin(1) <= 2 * level, math.inf, change)
     return torch.where(torch.isfinite(change), change, math.inf)
 
 
-def _moved(T: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """‖f(T) e₁ − y‖."""
-    nodes, V = torch.linalg.eigh(T)
+def _change(nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
+    """‖f(T) e₁ − y‖ for the T of these eigenpairs."""
     values = f.quietly(nodes)
     near = nodes.abs() <= NEAR_ZERO * f.eps * size
     values = torch.where(~torch.isfinite(values) & near, f.at_zero(), values)

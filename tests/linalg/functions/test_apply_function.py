@@ -246,6 +246,14 @@ def test_no_certificate_for_what_lies_between_the_ritz_values(name):
             assert r.accepted, (which, rtol, r.reasons)
 
 
+@pytest.mark.parametrize("seed", [0, 4, 5, 9])
+def test_a_jump_at_an_eigenvalue_is_beyond_the_precision(seed):
+    """⌊10x⌋ at an eigenvalue 1: rounding of A decides between 9 and 10."""
+    A, b = symmetric(torch.linspace(0, 1, 80).double(), seed), columns(80, 1)
+    assert apply_function(A, lambda x: torch.floor(10 * x), b).reasons == (Reason.PRECISION_LIMIT,)
+    assert apply_function(A, lambda x: torch.floor(10 * x + 1e-9), b).reasons == (Reason.CONVERGED,)
+
+
 def test_too_few_steps_are_never_certified():
     A, b = torch.diag(torch.linspace(0, 1, 100).double()), columns(100, 1)
     for steps in (1, 2):
