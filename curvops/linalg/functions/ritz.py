@@ -199,7 +199,7 @@ def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunctio
     off = signs[1, : m - 1]
     E = level * (signs[0].diag() + off.diag(1) + off.diag(-1))
     moved = [torch.linalg.eigh(T + E), torch.linalg.eigh(T - E), (nodes + level, V), (nodes - level, V)]
-    change = torch.stack([_change(*pairs, y, f, size) for pairs in moved]).amax(0) + f.eps * y.norm(dim=1)
+    change = torch.stack([_change(nodes, V, y, f, size) for nodes, V in moved]).amax(0) + f.eps * y.norm(dim=1)
     if not math.isfinite(at_zero):
         change = torch.where(nodes.abs().amin(1) <= 2 * level, math.inf, change)
     return torch.where(torch.isfinite(change), change, math.inf)
