@@ -33,7 +33,10 @@ bench: .venv-peers/.installed
 	$(PEERS)/python -m pytest benchmarks --override-ini addopts= --import-mode=importlib --disable-warnings \
 	    --benchmark-only --benchmark-sort=name --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
+# A page's own code draws its figures, into the folder where it runs: a temporary one in tests, docs/figures here.
 docs: .venv/.docs
+	cd docs/figures && OMP_NUM_THREADS=1 ../../$(BIN)/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE \
+	    $$(grep --files-with-matches plots.save ../*.md)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

@@ -31,6 +31,15 @@ def test_blocks_are_python_that_runs_or_say_that_they_are_text(page: Path) -> No
         assert text.startswith(">>> ") == (language == "python"), text
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_are_there_and_those_that_a_page_draws_are_shown_on_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = {(page.parent / path).resolve() for path in re.findall(r"!\[[^]]+\]\((.+?)\)", text)}
+    drawn = {ROOT / "docs" / "figures" / name for name in re.findall(r"plots\.save\(.*?\"(\S+)\"\)", text)}
+    assert drawn <= shown
+    assert all(path.is_file() for path in shown)
+
+
 def test_the_readme_has_five_recipes_of_at_most_six_lines() -> None:
     first, *recipes = [text for language, text in blocks(ROOT / "README.md") if language == "python"]
     statements = [sum(line.startswith((">>>", "...")) for line in text.splitlines()) for text in recipes]
