@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -97,19 +98,10 @@ def figure(found: list[Measured], plain: tuple[float, float]) -> Figure:
     drawn = style.blank(9.2, 3.8)
     left, right = drawn.subplots(1, 2)
     sizes = [row.size for row in found]
-    looks = style.looks(["error", "ratio"])
-    for axes, name, column in (
-        (left, "ratio", [row.ratio for row in found]),
-        (left, "error", [row.error for row in found[:-1]]),
-        (right, "ratio", [row.turned for row in found]),
-    ):
-        look, means = looks[name], [float(values.mean()) for values in column]
-        spread = [float(values.std()) if len(values) > 1 else 0.0 for values in column]
-        label = {"ratio": "mean std / full std", "error": "rms relative error of a std"}[name]
-        axes.errorbar(
-            sizes[: len(means)], means, spread, color=look.color, marker=look.marker, linestyle=look.linestyle,
-            capsize=3, label=label if axes is left else "posterior of m points",
-        )  # fmt: skip
+    some = found[:-1]  # all points have no error
+    _curve(left, 0, found, [row.ratio for row in found], "mean std / full std")
+    _curve(left, 1, some, [row.error for row in some], "rms relative error of a std")
+    _curve(right, 0, found, [row.turned for row in found], "posterior of m points")
     left.axhline(1, color=style.GREY, linewidth=1, linestyle=":")
     right.axhline(plain[1], color=style.GREY, linewidth=1.4, linestyle="--", label="MAP")
     for axes, what in ((left, "ratio (no unit)"), (right, f"NLL at {ANGLE}° (nats a point)")):
@@ -120,6 +112,20 @@ def figure(found: list[Measured], plain: tuple[float, float]) -> Figure:
         style.dress(axes, "points in the subset, m of 1,000", what)
         axes.legend(fontsize=style.SMALL, frameon=False)
     return drawn
+
+
+def _curve(axes: Axes, look: int, rows: list[Measured], column: list[Tensor], label: str) -> None:
+    spread = [float(values.std()) if len(values) > 1 else 0.0 for values in column]
+    axes.errorbar(
+        [row.size for row in rows],
+        [float(values.mean()) for values in column],
+        spread,
+        color=style.COLOURS[look],
+        marker=style.MARKERS[look],
+        linestyle=style.DASHES[look],
+        capsize=3,
+        label=label,
+    )
 
 
 def main() -> None:
