@@ -31,6 +31,7 @@ from curvops.posterior import (
     SampledNormal,
     Uncertainty,
     laplace,
+    load,
     select,
     wasserstein,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "likelihoods",
     "linalg",
     "linearize",
+    "load",
     "low_rank",
     "select",
     "subsample",

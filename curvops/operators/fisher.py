@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.limits import check_flag, check_generator
@@ -28,6 +27,8 @@ class EmpiricalFisher(Curvature):
     what is left of the budget.
     """
 
+    OPTIONS = ("per_token",)
+
     @classmethod
     def _read(cls, lin: Linearization, per_token: bool = False) -> Stored:
         check_flag("per_token", per_token)
@@ -41,12 +42,6 @@ class EmpiricalFisher(Curvature):
     @property
     def rows(self) -> Passes | None:
         return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
-
-    def _converted(
-        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
-    ) -> LinearOperator:
-        lin = self.lin.cast(dtype, device)
-        return EmpiricalFisher(lin.theta, *hyperparameters, lin=lin, per_token=self._kwargs["per_token"])
 
 
 def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.operators.base import convert
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher, Sampled
 from curvops.network.walks.passes import Passes
 from curvops.operators.curvature import Curvature
@@ -30,6 +32,8 @@ class GGN(Curvature):
     (1 + M) / 3 at the first, within what is left of the budget. Raises ValueError for mc_samples below 1.
     """
 
+    OPTIONS = ("draws",)
+
     @classmethod
     def _read(
         cls, lin: Linearization, mc_samples: int | None = None, generator: torch.Generator | None = None
@@ -52,10 +56,8 @@ class GGN(Curvature):
     def rows(self) -> Passes | None:
         return self._kwargs["rows"]
 
-    def _converted(
-        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
-    ) -> LinearOperator:
-        lin = self.lin.cast(dtype, device)
-        draws = convert(self._kwargs["draws"], device, dtype)
+    @classmethod
+    def made_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
+        draws = options["draws"]
         rows = None if draws is None else lin.passes.reduced(Sampled(lin.likelihood, draws))
-        return GGN(lin.theta, *hyperparameters, lin=lin, draws=draws, rows=rows)
+        return cls(lin.theta, *hyperparameters, lin=lin, draws=draws, rows=rows)

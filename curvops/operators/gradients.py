@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.spaces import Spaces
@@ -40,6 +39,8 @@ class Gradients(NetworkOperator):
     Memory: what `print(G.plan)` says, within what is left of the budget; the (N, D) numbers are formed by `to_dense`
     alone. Choose it for influence and gradient noise; for the curvature itself take `co.EmpiricalFisher`.
     """
+
+    OPTIONS = ("per_token",)
 
     def __init__(
         self, theta: Tensor, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False, space: Any = None
@@ -91,9 +92,3 @@ class Gradients(NetworkOperator):
             total = accumulate(total, G.pull(by_point[:, batch.start : batch.start + batch.num_points]))
         assert total is not None
         return total
-
-    def _converted(
-        self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
-    ) -> LinearOperator:
-        lin = self.lin.cast(dtype, device)
-        return Gradients(lin.theta, *hyperparameters, lin=lin, per_token=self._kwargs["per_token"])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.sources import Sources
+from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batch, Batches
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
 from curvops.network.engines.plan import Choice, Plan
@@ -41,7 +42,7 @@ class Linearization:
     def __init__(
         self,
         model: Model,
-        data: Batches,
+        data: Batches | AbsentBatches,
         likelihood: Likelihood,
         output_shape: torch.Size,
         engine: Choice,
@@ -51,9 +52,10 @@ class Linearization:
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, points=data.num_data, progress=progress)
+        few, points = (data.few, 0) if isinstance(data, AbsentBatches) else (None, data.num_data)
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, None, points, progress, few)
         self._theta = model.theta
-        self._token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
+        self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
 
     @property
@@ -69,7 +71,7 @@ class Linearization:
     @property
     def source(self) -> Source:
         """Which data and likelihood, at its present hyperparameters, by fingerprints."""
-        return source_of(self.data, self.likelihood, self._token)
+        return source_of(self.data, self.likelihood, self.token)
 
     @property
     def sources(self) -> Sources:
@@ -113,7 +115,7 @@ class Linearization:
         """
         if x is None:
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        inputs = copy(self._inputs(x))  # it is lazy: a later change of x must not change half of a predictive
+        inputs = copy(self.admitted(x))  # it is lazy: a later change of x must not change half of a predictive
         step = max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
         walk = self.passes
@@ -126,13 +128,14 @@ class Linearization:
         With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
         their values. Raises as `jacobian` does, and ValueError unless the weights are one vector (D,).
         """
-        inputs, step = self._inputs(x), max(self.data.sizes)
+        inputs, step = self.admitted(x), max(self.data.sizes)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
         with torch.no_grad():
             parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
         return torch.cat(parts)
 
-    def _inputs(self, x: Any) -> Inputs:
+    def admitted(self, x: Any) -> Inputs:
+        """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
         for name, tensor in components(inputs):
             if recorded((tensor,)):
@@ -251,7 +254,7 @@ class Linearization:
         likelihood = self.likelihood.to(device=device, dtype=dtype)
         data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
         memory, progress = self.memory.on(device), self.passes.progress
-        return Linearization(model, data, likelihood, self.output_shape, self.engine, memory, progress, self._token)
+        return Linearization(model, data, likelihood, self.output_shape, self.engine, memory, progress, self.token)
 
     def __repr__(self) -> str:
         return (
@@ -263,7 +266,7 @@ class Linearization:
 class _Labelled:
     """The training data as (inputs, batch without its inputs): what a cached engine needs of a batch is small."""
 
-    def __init__(self, data: Batches) -> None:
+    def __init__(self, data: Batches | AbsentBatches) -> None:
         self._data = data
 
     def __iter__(self) -> Any:

@@ -18,10 +18,10 @@ from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.plan import Choice
 from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.torch_losses import Reading, reading_of, require_same_loss
+from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
-from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.budget import Budget, check_budget, default_budget
 from curvops.operators.linearization import Linearization
 from curvops.progress import Progress, check_progress
 
@@ -89,8 +89,7 @@ def linearize(
     if engine not in get_args(Choice):
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
     check_progress(progress)
-    if memory_budget is not None and memory_budget < 0:
-        raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
+    check_budget(memory_budget)
     if not isinstance(weights, bool):
         raise TypeError(
             f"weights={type(weights).__name__}: it says whether data hold weights. Give them with the data, (X, y, w) "
@@ -99,31 +98,46 @@ def linearize(
     by_running = isinstance(parameters, str) and parameters == "last_layer"
     network = Model(model, None if by_running else parameters)
     if by_running:
-        first, _, network.calls.mapping_type = _first_points(data, network.theta, weights)
+        first, _, network.calls.mapping_type = first_points(data, network.theta, weights)
         network = Model(model, parameters, last_layer(network, first))
     theta = network.theta
     budget = default_budget(theta.device) if memory_budget is None else memory_budget
-    few, first_targets, kind = _first_points(data, theta, weights)
+    few, first_targets, kind = first_points(data, theta, weights)
     network.calls.mapping_type = kind
     reading = reading_of(likelihood)
-    layout = _check_outputs(network, few, reading)
-    probability = as_likelihood(likelihood, layout.shape).to(device=theta.device, dtype=theta.dtype)
-    if layout.positions:
-        probability = _over_positions(probability, layout)
-    elif isinstance(probability, Sequences):
-        layout = dataclasses.replace(layout, positions_in_rows=probability.positions)
-    elif probability.positions is not None:
-        raise ValueError(f"{probability} is for {probability.positions} positions a point; the model returns one.")
+    if reading is None:
+        layout = checked_layout(network, few)
+    else:
+        layout = checked_layout(network, few, reading.class_dim, numbers=not reading.indices)
+    given = as_likelihood(likelihood, layout.shape).to(device=theta.device, dtype=theta.dtype)
+    probability, layout = at_positions(given, layout)
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
     batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights, network.admit)
     _check_scores(network, probability, few, first_targets, likelihood if reading else None)
-    # A likelihood given as one of sequences has positions where the model returns rows (N, T·C), too.
-    output_shape = probability.output_shape if isinstance(probability, Sequences) else layout.output_shape
     memory = Budget(budget, theta.device)
-    lin = Linearization(network, batches, probability, output_shape, engine, memory, progress)
+    lin = Linearization(network, batches, probability, output_shape(probability, layout), engine, memory, progress)
     _ = lin.passes.engines  # the probe belongs to this call, not to the first product
     return lin
+
+
+def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
+    """The likelihood of all positions of a point, and the layout, which may learn of them from it.
+
+    Raises ValueError where they disagree.
+    """
+    if layout.positions:
+        return _over_positions(likelihood, layout), layout
+    if isinstance(likelihood, Sequences):
+        return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
+    if likelihood.positions is not None:
+        raise ValueError(f"{likelihood} is for {likelihood.positions} positions a point; the model returns one.")
+    return likelihood, layout
+
+
+def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
+    """(C,) or (T, C): a likelihood of sequences has positions where the model returns rows (N, T·C), too."""
+    return likelihood.output_shape if isinstance(likelihood, Sequences) else layout.output_shape
 
 
 def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
@@ -136,7 +150,7 @@ def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
     return likelihood
 
 
-def _first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
+def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
     """The inputs of the first two points, their targets as they are given, and the type of mappings."""
     source = as_source(data, 2, weights)
     for item in items(source, theta.device):
@@ -192,14 +206,14 @@ def _repeated(x: Tensor, times: int = 8) -> Tensor:
     return torch.cat([x] * times)
 
 
-def _check_outputs(model: Model, few: Inputs, reading: Reading | None) -> Layout:
-    """Their layout; raises ValueError where outputs are random or depend on the other points of the batch."""
+def checked_layout(model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False) -> Layout:
+    """The outputs' layout, as `Model.fix_layout` finds it.
+
+    Raises ValueError where outputs are random or depend on the other points of the batch.
+    """
     device = model.theta.device
     with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
-        if reading is None:
-            layout = model.fix_layout(few)
-        else:
-            layout = model.fix_layout(few, reading.class_dim, numbers=not reading.indices)
+        layout = model.fix_layout(few, class_dim, numbers)
         outputs = model(model.values, few)
         state = _random_state(device)
         again = model(model.values, few)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -18,6 +19,9 @@ from curvops.progress import Progress
 
 class NetworkOperator(Operator):
     """An operator of a linearisation. The first tensor is θ: it gives dtype and device, and its gradient is zero."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """The keywords that say, beside the linearisation, what the operator is."""
 
     @property
     def theta(self) -> Tensor:
@@ -79,5 +83,15 @@ class NetworkOperator(Operator):
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
-        lin = self._kwargs["lin"].cast(dtype, device)
-        return self.__class__(lin.theta, *hyperparameters, lin=lin)
+        options = {name: convert(value, device, dtype) for name, value in self.options.items()}
+        return self.made_at(self._kwargs["lin"].cast(dtype, device), hyperparameters, **options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of `OPTIONS`."""
+        return {name: self._kwargs[name] for name in self.OPTIONS}
+
+    @classmethod
+    def made_at(cls, lin: Any, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
+        """The operator of a linearisation, with these hyperparameters of the likelihood and these options."""
+        return cls(lin.theta, *hyperparameters, lin=lin, **options)

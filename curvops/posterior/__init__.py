@@ -1,6 +1,7 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
+from curvops.posterior.load import load
 from curvops.posterior.predictive import SampledNormal
 from curvops.posterior.selection import InertWeights, select, wasserstein
 from curvops.posterior.uncertainty import Uncertainty
@@ -12,6 +13,7 @@ __all__ = [
     "SampledNormal",
     "Uncertainty",
     "laplace",
+    "load",
     "select",
     "wasserstein",
 ]

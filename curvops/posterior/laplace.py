@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops import storage
 from curvops.linalg import Damped, Estimate, draw
 from curvops.linalg.core.limits import check_flag
 from curvops.network.walks.passes import accumulate
@@ -30,6 +32,7 @@ from curvops.posterior.arguments import (
     checked_curvature,
 )
 from curvops.posterior.covariance import Blocks, PointCovariance
+from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
@@ -227,6 +230,32 @@ class Laplace(Predictive):
         check_linearization(lin)
         chosen = type(self.curvature) if curvature is None else curvature
         return laplace(lin, chosen, self._as_prior(lin, rank, generator), self.mean, check_mode=check_mode)
+
+    def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
+        """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
+
+        Curvature and prior are kept by structure: Kronecker factors and their eigenbases, low rank, diagonals, dense
+        blocks, and sums of these. A GGN, a Fisher or a Hessian is kept by reference to its data, which `co.load` then
+        takes. The model itself is not saved, nor the data: of the model the selected weights, and fingerprints of all;
+        of the data a fingerprint and the inputs of two points, at which `co.load` compares the model's outputs. An
+        earlier posterior in the folder is replaced in one step: after a crash, or on a full disk, it is as it was.
+
+        Args:
+            path: the folder, made with those above it.
+            inputs: of one or two points, to be kept in place of the first two training inputs.
+
+        Raises:
+            OSError: the folder could not be written (a full disk); nothing is lost.
+            FileExistsError: the path is a file, or holds something else than a posterior.
+            ValueError: an operator that cannot be saved: a class of one's own, or a GGN of other data (of an earlier
+                task: `post.update(lin_new, rank=...)` keeps it by structure).
+            TypeError: path is no path.
+
+        Gradients of the prior precision and of hyperparameters are not kept. Cost: the files, of as many numbers as the
+        factors have; a pass over the data where the log-likelihood was not known before.
+        """
+        record = record_of_posterior(self.lin, self.curvature, self.prior, self.spectrum, self.temperature, inputs)
+        storage.save(path, KIND, VERSION, record)
 
     def _as_prior(
         self, lin: Linearization, rank: int | None = None, generator: torch.Generator | None = None

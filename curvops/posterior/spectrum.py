@@ -109,6 +109,16 @@ class Spectrum:
                     self._gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
             return self._gradient
 
+    def known(self) -> tuple[Tensor | None, Tensor | None]:
+        """The log-likelihood and the gradient, where they were asked for before."""
+        with self._lock:
+            return self._log_likelihood, self._gradient
+
+    def take(self, log_likelihood: Tensor | None, gradient: Tensor | None) -> None:
+        """Take what was known of another posterior with the same curvature and data."""
+        with self._lock:
+            self._log_likelihood, self._gradient = log_likelihood, gradient
+
     def require_gradients(self) -> None:
         """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
         lins = (self._lin,) if isinstance(self.data, str) else self.data

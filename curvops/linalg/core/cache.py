@@ -71,6 +71,12 @@ class Cache:
             value: Value = entry.value
             return value
 
+    def known(self, name: str, tensors: Sequence[Tensor]) -> Any:
+        """What is kept for these tensors, None where nothing is."""
+        with self.lock:
+            entry = self._entries.get(name)
+            return entry.value if entry is not None and entry.fits(tensors, entry.watched) else None
+
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
 

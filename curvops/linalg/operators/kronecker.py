@@ -244,6 +244,16 @@ class Kronecker(_Grouped):
         """
         return self._kwargs["cache"].kept("eigen", self._args, self._eigen)
 
+    @property
+    def known_eigen(self) -> EigenKronecker | None:
+        """The eigendecomposition, where it was asked for before."""
+        found: EigenKronecker | None = self._kwargs["cache"].known("eigen", self._args)
+        return found
+
+    def keep_eigen(self, eigen: EigenKronecker) -> None:
+        """Take an eigendecomposition that was made of the same factors."""
+        self._kwargs["cache"].kept("eigen", self._args, lambda: eigen)
+
     def _eigen(self) -> EigenKronecker:
         of_left, of_right = self.details
         left_values, left_vectors = _eigh(self.left, of_left, "left")

@@ -19,6 +19,7 @@ from curvops.network.data.fingerprints import fingerprint
 from curvops.network.data.inputs import (
     Inputs,
     components,
+    copy,
     move,
     move_tensor,
     normalise,
@@ -108,6 +109,8 @@ class Batches:
         self._fingerprints = torch.stack(prints)
         self.fingerprint = int(fingerprint([self._fingerprints]))
         """That of all batches; data on another device or in another dtype keep it."""
+        self.fingerprint_dtype = dtype
+        """The dtype of floating data when it was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
 
@@ -115,6 +118,16 @@ class Batches:
     def num_data(self) -> int:
         """The number N of points."""
         return sum(self.sizes)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a third item of each batch holds weights."""
+        return self._weights
+
+    @property
+    def few(self) -> Inputs:
+        """Copies of the inputs of the first two points, or of one where there are no more."""
+        return copy(take(next(iter(self)).inputs, slice(0, 2)))
 
     @property
     def num_batches(self) -> int:
@@ -156,7 +169,7 @@ class Batches:
         converted = Batches(
             self._source, device or self._device, dtype or self._dtype, self._check, self._layout, self._weights, None
         )
-        converted.fingerprint = self.fingerprint
+        converted.fingerprint, converted.fingerprint_dtype = self.fingerprint, self.fingerprint_dtype
         return converted
 
     def _read(self, item: object, index: int) -> Batch:

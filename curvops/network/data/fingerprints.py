@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,6 @@ def _words(tensor: Tensor) -> Tensor:
 
 @lru_cache
 def _odd_weights(device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randint(-(2**63), 2**63 - 1, (CHUNK + MAX_CHUNKS,), generator=generator, dtype=torch.int64)
-    return table.bitwise_or_(1).to(device)
+    # NumPy promises that these bits never change: saved fingerprints are compared by later versions.
+    table = np.random.PCG64(0).random_raw(CHUNK + MAX_CHUNKS).view(np.int64)
+    return torch.from_numpy(table).bitwise_or_(1).to(device)

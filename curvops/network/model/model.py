@@ -96,6 +96,12 @@ class Model:
         return [self._flat, *self.frozen.values(), *self._buffers.values()]
 
     @property
+    def kept_tensors(self) -> Blocks:
+        """The tensors of the snapshot by name, as `tensors_of` lists those of a model."""
+        found = {**self.values, **self.frozen, **self._buffers}
+        return found if self.module is None else {n: t for n, t in found.items() if n not in _computed(self.module)}
+
+    @property
     def eps(self) -> float:
         """The coarsest rounding among its tensors' dtypes: a frozen base may be in half precision."""
         return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
@@ -267,6 +273,27 @@ class _Holder(nn.Module):
 
     def forward(self, run: Callable[[], Any]) -> Any:
         return run()
+
+
+def tensors_of(source: Any) -> Blocks:
+    """Parameters and buffers of a user's model by name, as it now is.
+
+    Buffers that are not persistent are left out: a model computes them itself, and no file of weights holds them.
+    """
+    module, _, tensors, _ = _parts(source)
+    if module is None:
+        return tensors
+    computed = _computed(module)
+    return tensors | {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """The names of buffers that are not persistent."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
 
 
 def places(module: nn.Module) -> dict[str, str]:

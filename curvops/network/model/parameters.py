@@ -79,14 +79,16 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
     """The selection that a user's `parameters=` argument means.
 
     `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
-    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, or positions (integers
-    or a boolean mask) in the flat vector of the trainable parameters.
+    `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
+    a boolean mask) in the flat vector of the trainable parameters, or a selection made before of tensors that exist.
 
     Raises ValueError where nothing is selected, a name is unknown, an index is out of range or repeated, or the
     selected tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
     """
     index = None
-    if spec is None:
+    if isinstance(spec, Selection):
+        names, index = list(spec.names), spec.index
+    elif spec is None:
         names = list(trainable)
     elif isinstance(spec, Tensor):
         names, index = _from_positions(parameters, trainable, spec)

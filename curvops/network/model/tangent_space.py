@@ -48,6 +48,10 @@ class TangentSpace:
             )
         return None
 
+    def is_at(self, other: TangentSpace) -> bool:
+        """Whether both are the same parameters, and know the same tensors at the same values."""
+        return self.held == other.held and self.difference(other) is None
+
     def joined(self, other: TangentSpace) -> TangentSpace:
         """What both of two spaces that do not differ say of the weights."""
         if other.held.keys() <= self.held.keys():

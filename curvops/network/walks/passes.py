@@ -64,7 +64,8 @@ class Passes:
 
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be
     shared by walks over different inputs of one model, and `memory_budget`, bytes or a `Budget`, by any. `points`,
-    where they are known, tell what keeping all engines would take. A walk that was `reduced` multiplies with Lᵀ J.
+    where they are known, tell what keeping all engines would take; `few` are inputs to probe the model on where the
+    source has none to give. A walk that was `reduced` multiplies with Lᵀ J.
     Thread-safe: engines are built and run under the model's lock.
     """
 
@@ -77,11 +78,12 @@ class Passes:
         engines: Engines | None = None,
         points: int = 0,
         progress: Progress = None,
+        few: Any = None,
     ) -> None:
         self.model, self._source, self._choice, self._points = model, source, engine, points
         self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
         self.progress = progress
-        self._engines = engines
+        self._engines, self._few = engines, few
         self._fisher: OutputFisher | None = None
         self._whole: Passes | None = None  # what this walk was reduced from
         self._forget()
@@ -131,8 +133,8 @@ class Passes:
             return self._whole.engines
         with self.model.lock:
             if self._engines is None:
-                inputs, _ = next(iter(self._source))
-                self._engines = Engines(self.model, inputs, self._choice, self.memory_budget)
+                few = next(iter(self._source))[0] if self._few is None else self._few
+                self._engines = Engines(self.model, few, self._choice, self.memory_budget)
             return self._engines
 
     @property

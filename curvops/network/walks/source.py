@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batches
 from curvops.network.data.fingerprints import fingerprint, in_single
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -23,19 +24,25 @@ class Source:
 
     num_data: int
     data: int
-    likelihood: Hashable
+    likelihood: str
 
 
-def source_of(data: Batches, likelihood: Likelihood, token: str) -> Source:
+def source_of(data: Batches | AbsentBatches, likelihood: Likelihood, token: str) -> Source:
     """The source of a linearisation; `token` stands for a likelihood that holds more than tensors and numbers."""
-    return Source(data.num_data, data.fingerprint, _state(likelihood, token))
+    return Source(data.num_data, data.fingerprint, likelihood_state(likelihood, token))
+
+
+def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
+    """A text that is equal for equal likelihoods of the same hyperparameters."""
+    return repr(_state(likelihood, token))
 
 
 def _state(likelihood: Likelihood, token: str) -> Hashable:
     """What distinguishes one likelihood from another, at the present values of its tensors."""
     attributes = sorted(vars(likelihood).items())
     if all(_is_plain(value) for _, value in attributes):
-        return type(likelihood), tuple((name, _value(value, token)) for name, value in attributes)
+        kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
+        return kind, tuple((name, _value(value, token)) for name, value in attributes)
     return token, tuple(_value(tensor, token) for tensor in likelihood.hyperparameters)
 
 
@@ -47,6 +54,6 @@ def _value(value: Any, token: str) -> Hashable:
     if isinstance(value, Likelihood):
         return _state(value, token)
     if isinstance(value, Tensor):
-        return value.shape, int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+        return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
     found: Hashable = value
     return found

@@ -1,0 +1,44 @@
+"""What a likelihood is made of, as plain values: its class by name and its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from curvops.network.likelihoods.bernoulli import Bernoulli
+from curvops.network.likelihoods.categorical import Categorical
+from curvops.network.likelihoods.gaussian import Gaussian
+from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.poisson import Poisson
+from curvops.network.likelihoods.sequences import Sequences
+
+STORED: dict[str, type[Likelihood]] = {
+    kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+}
+"""Each keeps its constructor's arguments as attributes of the same names."""
+
+
+def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
+    """The class and arguments; None where it is of another class, or holds a function, as `FromDistribution` does."""
+    if STORED.get(type(likelihood).__name__) is not type(likelihood):
+        return None
+    arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}
+    if isinstance(inner := arguments.get("likelihood"), Likelihood):
+        arguments["likelihood"] = record_of_likelihood(inner)
+        if arguments["likelihood"] is None:
+            return None
+    return {"class": type(likelihood).__name__, "arguments": arguments}
+
+
+def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Likelihood:
+    """The likelihood of a record; ValueError for a class of a later version."""
+    if record["class"] not in STORED:
+        raise ValueError(f"it holds a likelihood {record['class']}, which this version does not know; upgrade curvops.")
+    arguments = dict(record["arguments"])
+    if isinstance(arguments.get("likelihood"), Mapping):
+        arguments["likelihood"] = recorded_likelihood(arguments["likelihood"], device)
+    return STORED[record["class"]](**arguments).to(device=device)

@@ -1,0 +1,171 @@
+"""What a linearisation is made of but for the model and the data, and making it again of these.
+
+The record holds what tells a wrong model or other data from the right ones: fingerprints of every tensor, and the
+inputs and outputs of two points. Of the weights it keeps those selected, so that they can be put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.network.data.absent_batches import AbsentBatches
+from curvops.network.data.batches import Batches, as_batches
+from curvops.network.data.inputs import Inputs, as_inputs, take
+from curvops.network.data.layout import Layout
+from curvops.network.likelihoods import as_likelihood
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood_record import record_of_likelihood, recorded_likelihood
+from curvops.network.model.identity import identity_of, require_same_network
+from curvops.network.model.model import Model, tensors_of
+from curvops.network.model.parameters import Selection
+from curvops.network.walks.budget import Budget, check_budget, default_budget
+from curvops.network.walks.source import likelihood_state
+from curvops.operators.linearization import Linearization
+from curvops.operators.linearize import at_positions, checked_layout, first_points, output_shape
+from curvops.progress import Progress, check_progress
+
+
+@torch.no_grad()
+def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str, Any]:
+    """The record; `inputs` of one or two points, by default the first two of the data, are what models are tried on."""
+    model, data, layout = lin.model, lin.data, lin.model.layout
+    assert layout is not None
+    few = data.few if inputs is None else take(lin.admitted(inputs), slice(0, 2))
+    outputs = lin.predict(few)
+    return {
+        "tensors": identity_of(model.kept_tensors),
+        "weights": dict(model.values),
+        "names": list(model.selection.names),
+        "index": model.selection.index,
+        "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
+        "tried": {"inputs": few, "outputs": outputs},
+        "likelihood": record_of_likelihood(lin.likelihood) or _described(lin.likelihood, outputs),
+        "token": lin.token,
+        "engine": lin.engine,
+        "data": {
+            "points": data.num_data,
+            "fingerprint": data.fingerprint,
+            "dtype": None if data.fingerprint_dtype is None else str(data.fingerprint_dtype),
+            "largest_batch": max(data.sizes),
+            "weighted": data.weighted,
+        },
+    }
+
+
+def recorded_linearization(
+    record: Mapping[str, Any],
+    model: Any,
+    data: Any = None,
+    likelihood: Any = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> Linearization:
+    """The linearisation of this record and model, and of the data where they are given.
+
+    Raises ValueError where the model, the data or the likelihood are not those of the record.
+    """
+    check_progress(progress)
+    check_budget(memory_budget)
+    held = tensors_of(model)
+    require_same_network(record["tensors"], held)
+    names = record["names"]
+    network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), record["index"]))
+    theta, known = network.theta, record["data"]
+    tried = as_inputs(record["tried"]["inputs"], theta.device)
+    if data is not None:
+        _, _, network.calls.mapping_type = first_points(data, theta, known["weighted"])
+    layout = _tried(network, tried, record)
+    probability, layout = _likelihood(record, likelihood, layout, record["tried"]["outputs"].to(theta.device))
+    if data is None:
+        sizes, dtype = (known["largest_batch"],), _dtype(known)
+        source: Batches | AbsentBatches = AbsentBatches(
+            tried, known["points"], sizes, known["fingerprint"], dtype, known["weighted"]
+        )
+    else:
+        source = _same_data(known, data, probability, layout, network)
+    budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
+    shape = output_shape(probability, layout)
+    lin = Linearization(network, source, probability, shape, record["engine"], budget, progress, record["token"])
+    _ = lin.passes.engines  # the probe belongs to this call, not to the first product
+    return lin
+
+
+def _tried(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
+    """The layout, once the model gave the outputs that it gave when it was saved."""
+    shape = torch.Size(record["outputs"]["shape"])
+    layout = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
+    known = record["tried"]["outputs"].to(network.theta.device)
+    with torch.no_grad():
+        found = network(network.values, few)
+    slack = network.eps**0.5 * (1 + known.abs().max())
+    if layout.shape != shape or not bool(((found - known).abs() <= slack).all()):
+        raise ValueError(
+            "the model holds the weights that were saved, but computes something else: its outputs at the saved inputs "
+            "differ. Its forward, or a setting such as an activation, is another than it was; restore it."
+        )
+    return layout
+
+
+def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
+    """The batches, once they have the fingerprint that they had (taken before the network was cast, if it was)."""
+    theta, dtype = network.theta, _dtype(known)
+    check = partial(likelihood.check_targets, num_outputs=output_shape(likelihood, layout).numel())
+    admit = network.admit if dtype == theta.dtype else None
+    batches = as_batches(data, known["largest_batch"], theta.device, dtype, check, layout, known["weighted"], admit)
+    if batches.num_data != known["points"]:
+        raise ValueError(
+            f"the data have {batches.num_data:,} points, those of the saved posterior were {known['points']:,}."
+        )
+    if batches.fingerprint != known["fingerprint"]:
+        raise ValueError(
+            "the data are not those of the saved posterior: they have other values, or come in another order or in "
+            f"other batches (the largest had {known['largest_batch']:,} points)."
+        )
+    return batches if dtype in (None, theta.dtype) else batches.to(dtype=theta.dtype)
+
+
+def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
+    found: torch.dtype | None = None if known["dtype"] is None else getattr(torch, known["dtype"].split(".")[-1])
+    return found
+
+
+# The likelihood: by its arguments, or, where it holds a function, to be given again.
+
+
+def _described(likelihood: Likelihood, outputs: Tensor) -> dict[str, Any]:
+    """What tells a likelihood that cannot be stored from another: log p of targets drawn from it, if it can draw."""
+    generator = torch.Generator(device=outputs.device).manual_seed(0)
+    try:
+        drawn = likelihood.sample(outputs, generator)
+        scores = likelihood.log_prob(outputs, drawn)
+    except (TypeError, ValueError, RuntimeError):
+        return {"given": repr(likelihood), "drawn": None, "scores": None}
+    return {"given": repr(likelihood), "drawn": drawn, "scores": scores}
+
+
+def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
+    known, device, dtype = record["likelihood"], outputs.device, outputs.dtype
+    named = None if given is None else as_likelihood(given, layout.shape).to(device=device, dtype=dtype)
+    if "class" in known:
+        stored = recorded_likelihood(known, device)
+        if named is not None and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):
+            raise ValueError(f"the posterior was saved with {stored}, given likelihood={given!r}; leave it out.")
+        return at_positions(stored, layout)
+    if named is None:
+        raise ValueError(
+            f"the likelihood of this posterior, {known['given']}, holds a function, which is not saved: give it again, "
+            "co.load(path, model, likelihood=...)."
+        )
+    likelihood, layout = at_positions(named, layout)
+    drawn, scores = known["drawn"], known["scores"]
+    if drawn is not None:
+        found, scores = likelihood.log_prob(outputs, drawn.to(device)), scores.to(device)
+        slack = torch.finfo(dtype).eps ** 0.5 * (1 + scores.abs().max())
+        if not bool(((found - scores).abs() <= slack).all()):
+            raise ValueError(f"the likelihood is another than that of the saved posterior, {known['given']}.")
+    return likelihood, layout

@@ -1,0 +1,156 @@
+"""What an operator is made of, as plain values and tensors: its class by name and the arguments that rebuild it.
+
+linear_operator rebuilds an operator from its constructor's arguments; a record holds the same. What is computed from
+them is left out, but for the eigenbases of Kronecker factors. Operators whose products walk over the data (the GGN) are
+recorded by reference to a linearisation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Damped, Dense, Diagonal, DirectSum, EigenKronecker, Estimate, Kronecker, LowRank
+from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.partition import Partition
+from curvops.linalg.core.results import Reason
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
+from curvops.linalg.operators.damped import Inverse
+from curvops.linalg.operators.kronecker import Details
+from curvops.network.data.absent_batches import AbsentBatches
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.walks.source import Source
+from curvops.operators.diagonal_ggn import DiagonalGGN
+from curvops.operators.fisher import EmpiricalFisher
+from curvops.operators.ggn import GGN
+from curvops.operators.hessian import Hessian
+from curvops.operators.kfac import EKFAC, KFAC
+from curvops.operators.linearization import Linearization
+from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
+
+MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Dense, Diagonal, LowRank, Kronecker, EigenKronecker, DirectSum),
+        *(Damped, Inverse, Product, Scaled, Sliced, Sum, Transposed),
+        *(BlockDiagonal, DiagonalGGN, EKFAC, KFAC, Subnetwork),
+    )
+}
+OF_DATA: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
+"""Those that are nothing without the data."""
+DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Source, Sources, TangentSpace)}
+"""Dataclasses among an operator's arguments, recorded field by field."""
+
+
+def record_of_operator(operator: LinearOperator, lin: Linearization, what: str = "the curvature") -> dict[str, Any]:
+    """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
+    name = type(operator).__name__
+    if OF_DATA.get(name) is type(operator):
+        return _of_data(operator, lin, what)
+    if MADE_OF_TENSORS.get(name) is not type(operator):
+        raise ValueError(
+            f"{what} holds {name}, an operator that cannot be saved: take co.low_rank(op), co.KFAC(lin), or for few "
+            "weights co.linalg.Dense(op.to_dense(), psd=True)."
+        )
+    kwargs = {key: value for key, value in operator._kwargs.items() if not isinstance(value, Cache)}
+    record = {
+        "class": name,
+        "args": [_plain(arg, lin, what) for arg in operator._args],
+        "kwargs": {key: _plain(value, lin, what) for key, value in kwargs.items()},
+    }
+    if isinstance(operator, Kronecker) and operator.known_eigen is not None:
+        record["eigen"] = record_of_operator(operator.known_eigen, lin)
+    return record
+
+
+def recorded_operator(record: Mapping[str, Any], lin: Linearization) -> Any:
+    """The operator of a record; raises ValueError where it needs data that `lin` does not have."""
+    name = record["class"]
+    if name in OF_DATA:
+        if isinstance(lin.data, AbsentBatches):
+            raise ValueError(
+                f"the posterior holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
+                "pass them, co.load(path, model, data)."
+            )
+        options = {key: _made(value, lin) for key, value in record["options"].items()}
+        operator = OF_DATA[name].made_at(lin, [_made(tensor, lin) for tensor in record["hyperparameters"]], **options)
+        return operator.detached_from_weights() if record["detached"] else operator
+    kwargs = {key: _made(value, lin) for key, value in record["kwargs"].items()}
+    if name not in MADE_OF_TENSORS:
+        raise ValueError(f"it holds an operator {name}, which this version does not know; upgrade curvops.")
+    made = MADE_OF_TENSORS[name](*(_made(arg, lin) for arg in record["args"]), **kwargs)
+    if "eigen" in record:
+        made.keep_eigen(recorded_operator(record["eigen"], lin))
+    return made
+
+
+def _of_data(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
+    own: Linearization = operator.lin
+    if own.source != lin.source or own.tangent_space.difference(lin.tangent_space):
+        raise ValueError(
+            f"{what} holds co.{type(operator).__name__} of other data or other weights than the posterior's own "
+            f"linearisation ({own.num_data:,} points), and a GGN is saved by reference to its data: keep it by "
+            "structure, post.update(lin_new, rank=...) or co.low_rank(op)."
+        )
+    return {
+        "class": type(operator).__name__,
+        "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],
+        "options": {key: _plain(value, lin, what) for key, value in operator.options.items()},
+        "detached": operator._kwargs.get("space") is not None,
+    }
+
+
+# Arguments as plain values: a mapping with one entry, which says what it stands for.
+
+
+def _plain(value: Any, lin: Linearization, what: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return value
+    if isinstance(value, Source) and value == lin.source:
+        return {"own": "source"}
+    if isinstance(value, TangentSpace) and value.is_at(lin.tangent_space):
+        return {"own": "space"}
+    if isinstance(value, LinearOperator):
+        return {"operator": record_of_operator(value, lin, what)}
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if isinstance(value, tuple | list):
+        return {"tuple": [_plain(part, lin, what) for part in value]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop]}
+    if isinstance(value, Reason):
+        return {"reason": value.name}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_plain(key, lin, what), _plain(part, lin, what)] for key, part in value.items()]}
+    if type(value).__name__ in DESCRIPTIONS:
+        fields = {field.name: _plain(getattr(value, field.name), lin, what) for field in dataclasses.fields(value)}
+        return {"of": type(value).__name__, "fields": fields}
+    raise ValueError(f"{what} holds a {type(value).__name__}, which cannot be saved.")
+
+
+def _made(value: Any, lin: Linearization) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(lin.theta.device)
+    if not isinstance(value, dict):
+        return value
+    if "of" in value:
+        return DESCRIPTIONS[value["of"]](**{name: _made(part, lin) for name, part in value["fields"].items()})
+    ((kind, part),) = value.items()
+    if kind == "own":
+        return lin.source if part == "source" else lin.tangent_space
+    if kind == "operator":
+        return recorded_operator(part, lin)
+    if kind == "mapping":
+        return {_made(key, lin): _made(each, lin) for key, each in part}
+    if kind == "tuple":
+        return tuple(_made(each, lin) for each in part)
+    if kind == "range":
+        return range(*part)
+    return torch.Size(part) if kind == "size" else Reason[part]

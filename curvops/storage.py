@@ -1,0 +1,321 @@
+"""Trees of numbers, words and tensors as folders: written whole or not at all, and read only as they were written.
+
+A folder holds `curvops.json`, the tree, and one file of tensors (safetensors), which the JSON names with its SHA-256;
+the rest of the JSON has a checksum of its own. What a tree means is its owner's affair, who gives it a kind
+("posterior") and a version. Nothing is unpickled, imported or executed.
+
+Writing changes nothing that is there: the tensors go to a new file, named by its contents, and `curvops.json` is
+replaced in the last step, which a file system does at once or not at all. A crash or a full disk before that step
+leaves the earlier save as it was. What a crash leaves beside it does no harm, and a later save removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+CONTENTS = "curvops.json"
+LAYOUT = 1
+"""The version of all that is not the tree."""
+TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+SCRATCH = ".writing-"
+STALE = 3600.0
+"""Seconds after which files that nothing refers to are those of a save that crashed."""
+SLACK = 2**20
+"""Bytes to be free beside those of the tensors: names, and a file system's own."""
+
+
+def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[str, Any]) -> None:
+    """Write a tree as the folder at `path`, in place of an earlier one of the same kind.
+
+    Args:
+        path: the folder, which is made with those above it; other files in it are left alone.
+        kind: what the tree is, one word.
+        version: that of the tree's schema, to be raised when older programs would misread it.
+        tree: mappings by name, lists and tuples (read back as lists), None, booleans, numbers, words and tensors.
+            Tensors keep their values, dtype and the order of their dimensions in memory, not their device or gradient.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; what was there before is unchanged.
+        FileExistsError: the path is a file, or holds another kind of tree.
+        TypeError: the path is no path, or a value is none of the above.
+    """
+    folder = _folder(path)
+    tensors: dict[str, Tensor] = {}
+    encoded = _encoded(tree, "", tensors)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; give the path of a folder, which will be made.")
+    before = _present(folder)
+    if before.get("kind", kind) != kind:
+        raise FileExistsError(f"{folder} holds {before['kind']!r}, which {kind!r} does not replace; give another path.")
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        _require_room(made[-1].parent if made else folder, sum(tensor.nbytes for tensor in tensors.values()))
+        folder.mkdir(parents=True, exist_ok=True)
+        with _scratch(folder) as scratch:
+            _write(folder, scratch, {"kind": kind, "version": version, "tree": encoded}, tensors, before)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
+        why = f"{folder} was not written ({_reason(error)}); what it held before, if anything, is unchanged."
+        code = getattr(error, "errno", None)
+        raise (OSError(why) if code is None else OSError(code, why)) from error
+    _tidy(folder)
+
+
+def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, Any]:
+    """The schema's version and the tree of a folder that `save` wrote; tensors on the CPU, in memory of their own.
+
+    Args:
+        path: the folder.
+        kind: what it must hold.
+        version: the newest version of the schema that the caller reads.
+
+    Raises:
+        FileNotFoundError: no such folder, or nothing was saved in it.
+        ValueError: it holds another kind, was written by a newer version, or its files are truncated or changed.
+        TypeError: the path is no path.
+    """
+    folder = _folder(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no folder {folder}.")
+    if not (folder / CONTENTS).is_file():
+        given = " (give the folder itself, not a file in it)" if folder.is_file() else ""
+        raise FileNotFoundError(f"{folder} holds no {CONTENTS}: nothing was saved there, or not to the end{given}.")
+    text = (folder / CONTENTS).read_bytes()
+    while True:
+        found = _checked(folder, text, kind, version)
+        try:
+            tensors = _tensors(folder, found["tensors"])
+        except FileNotFoundError as error:
+            again = (folder / CONTENTS).read_bytes()
+            if again == text:
+                raise _damaged(folder, f"{found['tensors']['file']} is missing") from error
+            text = again  # it was saved anew meanwhile
+            continue
+        return found["version"], _decoded(found["tree"], tensors)
+
+
+def _folder(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"path must be that of a folder, a str or a Path, got {type(path).__name__}.")
+    if not os.fspath(path):
+        raise ValueError("path is empty; give that of a folder.")
+    return Path(path)
+
+
+# Trees as JSON: what begins with "$" is not a name but says what stands in its place.
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of a value, its tensors collected by name."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, Tensor):
+        return _named(value, name, tensors)
+    if isinstance(value, list | tuple):
+        return [_encoded(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}; only numbers, words and tensors are stored.")
+    if not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name or 'the tree'} has names that are no words: {list(value)}.")
+    return {
+        f"${key}" if key.startswith("$") else key: _encoded(part, f"{name}.{key}" if name else key, tensors)
+        for key, part in value.items()
+    }
+
+
+def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A reference to a tensor; of a transposed one with the order in which its dimensions lie in memory.
+
+    The layout is kept because products of another layout round otherwise.
+    """
+    while name in tensors:  # names may have dots themselves
+        name += "_"
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda i: -strides[i])
+    turned = tensor.detach().permute(order)
+    if not turned.is_contiguous() or tensor.is_contiguous():
+        order, turned = list(range(tensor.ndim)), tensor.detach()
+    # safetensors takes no two tensors that share memory, and writes all of it for a part.
+    own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
+    tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
+    return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tensor" in value:
+        tensor, order = tensors[value["$tensor"]], value.get("order")
+        return tensor if order is None else tensor.permute(*torch.tensor(order).argsort().tolist())
+    return {key.removeprefix("$"): _decoded(part, tensors) for key, part in value.items()}
+
+
+# Writing
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder inside, on the same file system, for what is not complete."""
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(
+    folder: Path, scratch: Path, contents: dict[str, Any], tensors: dict[str, Tensor], before: Mapping[str, Any]
+) -> None:
+    """Both files, flushed to the disk; the replacement of `CONTENTS` makes them those of the folder."""
+    file, text = scratch / "tensors", scratch / CONTENTS
+    save_file(tensors, file)
+    digest = _sha256(file)
+    target = folder / f"tensors-{digest[:16]}.safetensors"
+    contents |= {"format": "curvops", "layout": LAYOUT, "written_by": f"curvops {installed('curvops')}"}
+    contents["tensors"] = {"file": target.name, "sha256": digest}
+    contents["sha256"] = _checksum(contents)
+    text.write_text(json.dumps(contents, indent=1, allow_nan=False), encoding="utf-8")
+    file.chmod(text.stat().st_mode)  # that of any file of the user's, where safetensors lets nobody else read its own
+    _flush(file)
+    _flush(text)
+    predecessor = _file_of(before)
+    try:
+        os.replace(file, target)
+        _flush(folder)
+        os.replace(text, folder / CONTENTS)
+    except BaseException:
+        if target.name != predecessor:
+            target.unlink(missing_ok=True)
+        raise
+    _flush(folder)
+    if predecessor not in (None, target.name):
+        (folder / str(predecessor)).unlink(missing_ok=True)
+
+
+def _present(folder: Path) -> Mapping[str, Any]:
+    """The contents of an earlier save, as far as they can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / CONTENTS).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _file_of(contents: Mapping[str, Any]) -> str | None:
+    """The file of tensors, where it is one of ours."""
+    tensors = contents.get("tensors")
+    name = tensors.get("file") if isinstance(tensors, dict) else None
+    return name if isinstance(name, str) and TENSORS.fullmatch(name) else None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what crashed saves left; files of one that may be running in another process are young."""
+    current = _file_of(_present(folder))
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            left = each.name.startswith(SCRATCH) or (TENSORS.fullmatch(each.name) and each.name != current)
+            if left and time.time() - each.stat().st_mtime > STALE:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+def _require_room(place: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(place).free
+    if nbytes + SLACK > free:
+        raise OSError(errno.ENOSPC, f"it takes {nbytes + SLACK:,} bytes, and {free:,} are free on its disk")
+
+
+def _reason(error: Exception) -> str:
+    return str(error.strerror or error) if isinstance(error, OSError) else str(error)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows flushes no folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _checksum(contents: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in contents.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# Reading
+
+
+def _checked(folder: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(folder, f"{CONTENTS} is no JSON ({error})") from error
+    if not isinstance(found, dict) or found.get("format") != "curvops":
+        raise ValueError(f"{folder / CONTENTS} is not a file of curvops.")
+    _require_readable(folder, found, "layout", LAYOUT)
+    if found.get("kind") != kind:
+        raise ValueError(f"{folder} holds {found.get('kind')!r}, expected {kind!r}.")
+    _require_readable(folder, found, "version", version)
+    if found.get("sha256") != _checksum(found) or _file_of(found) is None:
+        raise _damaged(folder, f"{CONTENTS} is not as it was written")
+    return found
+
+
+def _require_readable(folder: Path, found: Mapping[str, Any], what: str, known: int) -> None:
+    number = found.get(what)
+    if isinstance(number, int) and number > known:
+        raise ValueError(
+            f"{folder} was written by {found.get('written_by', 'a newer curvops')}, in {what} {number} of its format; "
+            f"this is curvops {installed('curvops')}, which reads up to {known}: upgrade it."
+        )
+
+
+def _tensors(folder: Path, written: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors, copied: aligned as torch aligns its own, and independent of the file."""
+    file = folder / written["file"]
+    if _sha256(file) != written["sha256"]:
+        raise _damaged(folder, f"{file.name} is not as it was written: truncated, or changed")
+    return {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+
+def _damaged(folder: Path, what: str) -> ValueError:
+    return ValueError(f"{folder} is damaged: {what}. Save it again, or take a copy that is whole.")
