@@ -217,9 +217,10 @@ def _write(
         if target.name != predecessor:
             target.unlink(missing_ok=True)
         raise
-    _flush(folder)
-    if predecessor not in (None, target.name):
-        (folder / str(predecessor)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # while it is not sure which JSON a power failure leaves, both files stay
+        _flush(folder)
+        if predecessor not in (None, target.name):
+            (folder / str(predecessor)).unlink(missing_ok=True)
 
 
 def _present(folder: Path) -> Mapping[str, Any]:

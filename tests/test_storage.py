@@ -1,0 +1,270 @@
+"""Trees as folders: what comes back, what is refused, and what a crash at any step leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvops import storage
+
+TREE = {"words": ["a", "ü"], "numbers": [1, 2.5, None, True, -(2**62)], "deep": {"x": torch.arange(3.0)}}
+
+
+def save(path: Path, tree: Any = TREE, kind: str = "thing", version: int = 1) -> None:
+    storage.save(path, kind, version, tree)
+
+
+def load(path: Path, kind: str = "thing", version: int = 1) -> Any:
+    found, tree = storage.load(path, kind, version)
+    assert found == 1
+    return tree
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, tensors by dtype and bits."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(part, other[key]) for key, part in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def contents(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "curvops.json").read_text())
+    return found
+
+
+def tensors_of(path: Path) -> Path:
+    return path / contents(path)["tensors"]["file"]
+
+
+def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
+    shared = torch.randn(4, 6)
+    tree = {
+        **TREE,
+        "": {"$x": 1, "$tensor": "no tensor", "$float": 2},
+        "infinite": [float("inf"), -float("inf")],
+        "a": {"b.c": torch.ones(1)},
+        "a.b": {"c": torch.zeros(1)},  # both are a.b.c
+        "dtypes": [shared.to(t) for t in (torch.float64, torch.bfloat16, torch.bool, torch.int64)],
+        "shapes": [torch.tensor(2.0), torch.empty(0, 3), shared.mT, shared[1:3, ::2], shared, shared[0].expand(2, 6)],
+        "turned": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "leaf": torch.randn(2).requires_grad_(),
+    }
+    save(tmp_path / "new" / "deep")
+    save(tmp_path / "new" / "deep", tree)
+    found = load(tmp_path / "new" / "deep")
+    tree["leaf"] = tree["leaf"].detach()
+    assert same(found, tree)
+    assert found["turned"].stride() == tree["turned"].stride() and found["shapes"][2].stride() == (1, 6)
+    found["deep"]["x"].add_(1)  # memory of its own: neither the file nor another load sees it
+    assert same(load(tmp_path / "new" / "deep"), tree)
+
+
+def test_the_folder_holds_two_files_that_all_who_may_read_the_folder_may_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for k in range(3):
+        save(tmp_path, {"x": torch.full((3,), float(k))})
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"curvops.json", "notes.txt", tensors_of(tmp_path).name}
+    assert len({(tmp_path / name).stat().st_mode for name in names}) == 1
+
+
+@pytest.mark.parametrize("path", [3, None, b"bytes", ""], ids=repr)
+def test_a_path_is_a_word_or_a_path(path: Any) -> None:
+    for call in (lambda: storage.save(path, "thing", 1, TREE), lambda: storage.load(path, "thing", 1)):
+        with pytest.raises((TypeError, ValueError), match="path"):
+            call()
+
+
+def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(FileExistsError, match="is a file"):
+        save(file)
+    with pytest.raises(OSError, match="was not written"):
+        save(file / "below")
+    for bad, what in ((object(), "object"), ({1: 2}, "names"), ({"x": {3}}, "x is a set"), (1j, "complex")):
+        with pytest.raises(TypeError, match=what):
+            save(tmp_path / "new", {"at": bad})
+    assert [each.name for each in tmp_path.iterdir()] == ["file"] and file.read_text() == "mine"
+    save(tmp_path / "chain", kind="chain")
+    with pytest.raises(FileExistsError, match="holds 'chain', which 'thing' does not replace"):
+        save(tmp_path / "chain")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no curvops\.json: nothing was saved there"):
+        load(tmp_path)
+    save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="give the folder itself"):
+        load(tmp_path / "curvops.json")
+    with pytest.raises(ValueError, match="holds 'thing', expected 'chain'"):
+        load(tmp_path, "chain")
+
+
+def write(path: Path, **changes: Any) -> None:
+    (path / "curvops.json").write_text(json.dumps(contents(path) | changes))
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "newer tree": (lambda p: save(p, version=2), "version 2 .* reads up to 1: upgrade"),
+    "newer layout": (lambda p: write(p, layout=9), "layout 9 .* upgrade"),
+    "another tree": (lambda p: write(p, tree={}), "damaged: curvops.json"),
+    "an older version": (lambda p: write(p, version=0), "damaged: curvops.json"),
+    "another file": (lambda p: write(p, tensors={"file": "../secret", "sha256": ""}), "damaged: curvops.json"),
+    "no JSON": (lambda p: (p / "curvops.json").write_text('{"format": '), "damaged: curvops.json is no JSON"),
+    "binary": (lambda p: (p / "curvops.json").write_bytes(b"\xff\xfe\x00"), "damaged: curvops.json is no JSON"),
+    "other JSON": (lambda p: (p / "curvops.json").write_text("[1]"), "not a file of curvops"),
+    "truncated": (lambda p: os.truncate(tensors_of(p), tensors_of(p).stat().st_size - 1), "tensors-.* truncated"),
+    "empty": (lambda p: tensors_of(p).write_bytes(b""), "tensors-.* truncated"),
+    "missing": (lambda p: tensors_of(p).unlink(), "tensors-.* is missing"),
+}
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(tensors_of(path).read_bytes())
+    data[-1] ^= 1
+    tensors_of(path).write_bytes(data)
+
+
+DAMAGE["a bit"] = (flip_a_bit, "tensors-.* truncated, or changed")
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_and_the_next_save_replaces_it(name: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    damage, message = DAMAGE[name]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    save(tmp_path)
+    assert same(load(tmp_path), TREE)
+
+
+class Crash(BaseException):
+    """The process is gone: nothing is caught, nothing is tidied up."""
+
+
+BEFORE = ("mkdtemp", "save_file", "flush tensors", "flush tree", "replace tensors", "flush names", "replace tree")
+"""The steps that change the disk, up to the one that makes the new save the folder's."""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tidied", [True, False], ids=["error", "killed"])
+def test_a_crash_at_any_step_leaves_the_old_or_the_new(
+    tidied: bool, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that changes the disk fails in turn; where the process is killed, nothing is removed afterwards."""
+    new, outcomes = {"x": torch.ones(5)}, []
+    for step in range(20):
+        path = tmp_path / f"{step}"
+        if not first:
+            save(path)
+        left = step
+
+        def crashing(work: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise OSError(5, "I/O error") if tidied else Crash
+                return work(*args, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for module, name in (
+                *((storage.tempfile, "mkdtemp"), (storage, "save_file"), (storage, "_flush"), (storage.os, "replace")),
+                *(() if tidied else ((storage.shutil, "rmtree"), (Path, "unlink"), (Path, "rmdir"))),
+            ):
+                patch.setattr(module, name, crashing(getattr(module, name)))
+            try:
+                save(path, new)
+            except OSError as error:
+                assert tidied and "was not written (I/O error)" in str(error)
+            except Crash:
+                assert not tidied
+            else:
+                assert same(load(path), new)
+                break
+        if first and not (path / "curvops.json").exists():
+            outcomes.append("nothing")
+            with pytest.raises(FileNotFoundError):
+                load(path)
+            assert not (tidied and path.exists())
+        else:
+            outcomes.append("new" if same(load(path), new) else "old")
+            assert outcomes[-1] == "new" or same(load(path), TREE)
+            assert not tidied or len(list(path.iterdir())) == 2 or outcomes[-1] == "new"
+        save(path, new)  # what is left of the crash does no harm ...
+        assert same(load(path), new)
+        for each in path.iterdir():
+            os.utime(each, (0, 0))
+        save(path)  # ... and is removed once it is old
+        assert same(load(path), TREE) and len(list(path.iterdir())) == 2
+    assert outcomes[: len(BEFORE)] == ["nothing" if first else "old"] * len(BEFORE)
+    assert set(outcomes[len(BEFORE) :]) == (set() if tidied else {"new"})
+
+
+def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource  # of POSIX alone
+
+    save(tmp_path / "kept")
+    large = {"x": torch.zeros(10_000)}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 60, 40))  # type: ignore[attr-defined]
+        for path in (tmp_path / "kept", tmp_path / "new" / "deep"):
+            with pytest.raises(OSError, match="it takes 1,088,576 bytes, and 40 are free") as raised:
+                save(path, large)
+            assert raised.value.errno == 28
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # no file of this process may grow beyond
+    try:
+        for path in (tmp_path / "kept", tmp_path / "new" / "deep"):
+            with pytest.raises(OSError, match="was not written .* unchanged"):
+                save(path, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert same(load(tmp_path / "kept"), TREE) and len(list((tmp_path / "kept").iterdir())) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+
+
+def test_young_files_of_another_save_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path)
+    running, left = tmp_path / ".writing-x", tmp_path / f"tensors-{0:016x}.safetensors"
+    running.mkdir()
+    left.write_text("")
+    save(tmp_path, {})
+    assert running.exists() and left.exists()
+    past = time.time() - 2 * storage.STALE
+    for each in (running, left):
+        os.utime(each, (past, past))
+    save(tmp_path)
+    assert not running.exists() and not left.exists()
+
+
+def test_reading_while_the_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two files that a reader opens, another process saves anew."""
+    save(tmp_path)
+    work, new = storage._tensors, {"x": torch.ones(2)}
+
+    def late(*args: Any) -> Any:
+        monkeypatch.setattr(storage, "_tensors", work)
+        save(tmp_path, new)
+        return work(*args)
+
+    monkeypatch.setattr(storage, "_tensors", late)
+    assert same(load(tmp_path), new)
