@@ -1,0 +1,506 @@
+"""Saved posteriors: what comes back has the same bits, and what does not belong together is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Laplace as DoubleExponential
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvops as co
+from curvops import storage
+from tests.zoo import ZOO, call, points
+
+DOUBLE = torch.float64
+Gaussian = co.likelihoods.Gaussian
+
+
+def normal(*shape, dtype=DOUBLE, seed=1):
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def net(dtype=DOUBLE, outputs=3, activation=nn.Tanh, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), activation(), nn.Linear(3, outputs)).to(dtype)
+
+
+def data(dtype=DOUBLE):
+    return normal(12, 4, dtype=dtype), torch.arange(12) % 3
+
+
+def linearised(dtype=DOUBLE, likelihood="classification", **options):
+    model = net(dtype)
+    return model, co.linearize(model, data(dtype), likelihood, **options)
+
+
+def laplace(lin, *args, **options):
+    return co.laplace(lin, *args, check_mode=False, **options)
+
+
+def answers(post, x, evidence=True):
+    """What a posterior says, as tensors: the rest is made of it."""
+    found = [post.predict(x).mean, post.predict(x).covariance_matrix, post.mean, post.prior_mean]
+    found += [post.sample(2, torch.Generator().manual_seed(0))]
+    return [*found, post.log_evidence().value] if evidence else found
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.detach(), b)
+
+
+def round_trip(post, path, model, *args, **options):
+    post.save(path)
+    return co.load(path, copy.deepcopy(model), *args, **options)
+
+
+STRUCTURES = {
+    "kfac": co.KFAC,
+    "kfac, biases apart": lambda lin: co.KFAC(lin, bias="separate"),
+    "ekfac": co.EKFAC,
+    "diagonal": co.DiagonalGGN,
+    "low rank": lambda lin: co.low_rank(co.GGN(lin), 6, generator=torch.Generator().manual_seed(0)),
+    "low rank and diagonal": lambda lin: co.low_rank(co.GGN(lin), 6).with_diagonal(co.GGN(lin).diagonal()),
+    "dense": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense(), psd=True),
+    "blocks": co.BlockDiagonal,
+    "scaled": lambda lin: 0.5 * co.EKFAC(lin),
+    "sum": lambda lin: 0.5 * co.KFAC(lin) + 0.5 * co.low_rank(co.GGN(lin), 6),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, DOUBLE) for name in STRUCTURES]
+    + [(name, torch.float32) for name in ("kfac", "ekfac", "low rank", "blocks")],
+    ids=str,
+)
+def test_a_structure_comes_back_with_the_same_bits_and_without_data(name, dtype, tmp_path):
+    """Before and after its predictions were asked for: then the eigenbases are stored with the factors."""
+    model, lin = linearised(dtype)
+    x, evidence = normal(3, 4, dtype=dtype, seed=7), name != "scaled"  # which counts the data half
+    post = laplace(lin, STRUCTURES[name](lin), prior_precision=2.0, prior_mean=0.1, temperature=0.7)
+    fresh = round_trip(post, tmp_path / "p", model)
+    expected = answers(post, x, evidence)
+    for back in (fresh, round_trip(post, tmp_path / "p", model)):
+        assert type(back.curvature) is type(post.curvature) and back.temperature == 0.7
+        assert_same(expected, answers(back, x, evidence))
+
+
+def test_a_loaded_posterior_is_tuned_and_saved_like_any_other(tmp_path):
+    model, lin = linearised()
+    post, x = laplace(lin, co.KFAC), normal(3, 4, seed=7)
+    back = round_trip(post, tmp_path / "p", model)
+    first = back.curvature.blocks[0]
+    assert first.known_eigen is None  # it was not asked for before
+    expected = answers(post, x)
+    assert_same(expected, answers(back, x))
+    again = round_trip(back, tmp_path / "p", model)
+    kept = again.curvature.blocks[0].known_eigen
+    assert_same(first.known_eigen._args, kept._args)
+    assert kept is again.curvature.blocks[0].eigen()
+    assert_same(expected, answers(again, x))
+    assert_same(*([each.prior_precision] for each in map(co.evidence.maximize, (post, again))))
+
+
+def refusal(work, *args, **options):
+    with pytest.raises((ValueError, TypeError, OSError)) as raised:
+        work(*args, **options)
+    return str(raised.value)
+
+
+def earlier(lin):
+    """A posterior of other data, with its mean."""
+    return laplace(co.linearize(net(seed=3), (normal(8, 4, seed=9), torch.arange(8) % 3), "classification"), co.KFAC)
+
+
+PRIORS = {
+    "by layer": lambda lin: {"0.*": 1.0, "2.*": 4.0},
+    "by weight": lambda lin: torch.linspace(0.5, 2.0, lin.num_parameters, dtype=DOUBLE),
+    "operator": lambda lin: co.linalg.Dense(torch.eye(lin.num_parameters, dtype=DOUBLE) * 3, psd=True),
+    "compressed": lambda lin: co.low_rank(co.DiagonalGGN(lin), 4).detached_from_weights().add_diagonal(1.0),
+    "earlier posterior": earlier,
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_prior_comes_back(name, tmp_path):
+    model, lin = linearised()
+    curvature = co.KFAC if name in ("by layer", "earlier posterior") else co.DiagonalGGN
+    mean = {} if name == "earlier posterior" else {"prior_mean": normal(lin.num_parameters)}
+    post = laplace(lin, curvature, PRIORS[name](lin), **mean)
+    gap = post.mode_gap if name == "by weight" else None  # one gradient, which is kept where it is known
+    back, x = round_trip(post, tmp_path / "p", model), normal(3, 4, seed=7)
+    assert_same(answers(post, x), answers(back, x))
+    if gap is None:
+        assert "training points" in refusal(lambda: back.mode_gap)
+    else:
+        assert gap == back.mode_gap
+
+
+def test_the_next_task_takes_a_loaded_posterior_as_its_prior(tmp_path):
+    model, lin = linearised()
+    post = laplace(lin, co.KFAC)
+    back = round_trip(post, tmp_path / "p", model)
+    new = co.linearize(net(seed=5), (normal(9, 4, seed=4), torch.arange(9) % 3), "classification")
+    x = normal(3, 4, seed=7)
+    expected, found = (each.update(new, check_mode=False) for each in (post, back))
+    assert_same(answers(expected, x, False), answers(found, x, False))
+    assert "count twice" in refusal(back.update, lin)  # the same data
+    assert_same([post.penalty(post.mean + 1)], [back.penalty(post.mean + 1)])
+    again = round_trip(found, tmp_path / "q", net(seed=5))
+    assert_same(answers(expected, x, False), answers(again, x, False))
+
+
+OF_DATA = {
+    "ggn": co.GGN,
+    "sampled": lambda lin: co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+    "empirical": co.EmpiricalFisher,
+    "hessian": lambda lin: 0.5 * co.Hessian(lin) + 0.5 * co.GGN(lin),
+}
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+def test_an_operator_of_the_data_comes_back_with_the_data(name, tmp_path):
+    model, lin = linearised()
+    post, x, path = laplace(lin, OF_DATA[name](lin), prior_precision=30.0), normal(3, 4, seed=7), tmp_path / "p"
+    back = round_trip(post, path, model, data())
+    assert_same(answers(post, x), answers(back, x))
+    assert "walk over the 12 training points: pass them" in refusal(co.load, path, model)
+
+
+def test_what_holds_the_data_of_another_task_is_refused_at_saving(tmp_path):
+    _, lin = linearised()
+    other = co.linearize(net(seed=5), (normal(9, 4, seed=4), torch.arange(9) % 3), "classification")
+    message = refusal(laplace(lin).update(other, check_mode=False).save, tmp_path / "p")
+    assert "the prior precision holds co.GGN of other data" in message and "rank=" in message
+    second = co.linearize(net(), (normal(9, 4, seed=4), torch.arange(9) % 3), "classification")
+    message = refusal(laplace(lin, co.GGN(lin) + co.GGN(second)).save, tmp_path / "p")
+    assert "the curvature holds co.GGN of other data" in message
+
+    class Mine(co.linalg.Dense):
+        pass
+
+    message = refusal(laplace(lin, Mine(torch.eye(lin.num_parameters, dtype=DOUBLE), psd=True)).save, tmp_path / "p")
+    assert "holds Mine, an operator that cannot be saved" in message
+    assert not (tmp_path / "p").exists()
+
+
+# Data
+
+
+def test_data_are_those_that_they_were(tmp_path):
+    model, lin = linearised()
+    x, y = data()
+    path = tmp_path / "p"
+    laplace(lin, co.KFAC).save(path)
+    for same in ((x, y), TensorDataset(x, y), [(x, y)], DataLoader(TensorDataset(x, y), 12)):
+        back = co.load(path, model, same)
+        torch.testing.assert_close(back.lin.gradient(), lin.gradient(), rtol=1e-12, atol=1e-12)
+    assert "have 11 points, those of the saved posterior were 12" in refusal(co.load, path, model, (x[:11], y[:11]))
+    for other in ((x.flip(0), y.flip(0)), (x, (y + 1) % 3), [(x[:6], y[:6]), (x[6:], y[6:])]):
+        assert "other values, or come in another order or in other batches" in refusal(co.load, path, model, other)
+    assert "Pass a pair (inputs, targets)" in refusal(co.load, path, model, {"x": x})
+    laplace(co.linearize(model, [(x[:7], y[:7]), (x[7:], y[7:])], "classification")).save(path)
+    assert co.load(path, model, (x, y)).lin.data.sizes == (7, 5)  # tensors are divided as the batches were
+
+
+def test_sample_weights_are_asked_for_as_they_were(tmp_path):
+    model, (x, y) = net(), data()
+    weights = torch.linspace(0.5, 2, 12, dtype=DOUBLE)
+    lin = co.linearize(model, (x, y, weights), "classification", weights=True)
+    post = laplace(lin)
+    assert_same(answers(post, x), answers(round_trip(post, tmp_path / "p", model, (x, y, weights)), x))
+    assert "weights" in refusal(co.load, tmp_path / "p", model, (x, y))
+
+
+def test_without_data_every_method_that_needs_them_says_so(tmp_path):
+    model, lin = linearised()
+    back = round_trip(laplace(lin, co.KFAC), tmp_path / "p", model).lin
+    for work in (
+        *(back.outputs, back.log_likelihood, back.gradient, lambda: co.KFAC(back), lambda: co.DiagonalGGN(back)),
+        lambda: co.GGN(back) @ back.theta,
+        lambda: co.Hessian(back) @ back.theta,
+        lambda: back.jacobian() @ back.theta,
+        lambda: back.gradients() @ back.theta,
+        lambda: co.subsample(back, 3),
+        lambda: co.select(back, 3),
+        lambda: co.laplace(back, co.linalg.Diagonal(lin.theta.abs())),
+    ):
+        assert "needs the 12 training points, and the posterior was loaded without them" in refusal(work)
+    x = normal(3, 4, seed=7)
+    assert torch.equal(back.jacobian(x) @ back.theta, lin.jacobian(x) @ lin.theta)
+    twin = copy.deepcopy(back)
+    assert torch.equal(twin.jacobian(x) @ back.theta, back.jacobian(x) @ back.theta)
+    single = back.cast(torch.float32)
+    assert torch.equal(single.predict(x), lin.cast(torch.float32).predict(x)) and str(single.plan)
+
+
+def test_only_two_inputs_of_the_data_are_kept_or_those_given(tmp_path):
+    _, lin = linearised()
+    post, mine = laplace(lin, co.KFAC), normal(1, 4, seed=5)
+    for given, kept in ((None, data()[0][:2]), (mine, mine), (normal(9, 4), normal(9, 4)[:2])):
+        post.save(tmp_path / "p", inputs=given)
+        _, tree = storage.load(tmp_path / "p", "posterior", 1)
+        assert torch.equal(tree["linearization"]["tried"]["inputs"], kept)
+    assert "shape" in refusal(post.save, tmp_path / "p", inputs=normal(2, 3))
+
+
+# Models
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    model, lin = linearised()
+    path = tmp_path / "p"
+    laplace(lin, co.KFAC).save(path)
+
+    def changed(change):
+        twin = copy.deepcopy(model)
+        change(twin)
+        return refusal(co.load, path, twin)
+
+    def nudge(twin):
+        with torch.no_grad():
+            twin[2].bias[1] += 1e-14
+
+    assert "other values than when it was saved in 1 of 4 tensors: '2.bias'" in changed(nudge)
+    assert "in 4 of 4 tensors: '0.weight', '0.bias'" in refusal(co.load, path, net(seed=1))
+    assert "lacks '0.bias', and has nothing besides" in changed(lambda m: setattr(m[0], "bias", None))
+    assert "has 'more' besides" in changed(lambda m: m.register_buffer("more", torch.ones(1)))
+    assert "another shape of '2.weight', '2.bias' ('2.weight': (3, 3), here (2, 3))" in refusal(
+        co.load, path, net(outputs=2)
+    )
+    assert "another dtype of '0.weight'" in changed(lambda m: m.float())
+    assert "('0.weight': torch.float64, here torch.float32)" in changed(lambda m: m.float())
+    assert "computes something else" in refusal(co.load, path, renamed(net(activation=nn.ReLU), model))
+    assert "model must be an nn.Module or a pair" in refusal(co.load, path, model.state_dict())
+    dropped = nn.Sequential(model[0], nn.Tanh(), model[2], nn.Dropout())
+    assert "train mode" in refusal(co.load, path, dropped.train())
+    co.load(path, dropped.eval())  # computes the same
+
+
+def test_arguments_of_another_kind_are_refused(tmp_path, annotations_unchecked):
+    model, lin = linearised()
+    post, path = laplace(lin, co.KFAC), tmp_path / "p"
+    post.save(path)
+    assert "path must be that of a folder, a str or a Path, got Sequential" in refusal(co.load, model, path)
+    assert "path must be" in refusal(post.save, None)
+    assert "model must be an nn.Module or a pair" in refusal(co.load, path, str(path))
+    assert "No likelihood for" in refusal(co.load, path, model, likelihood=3)
+    assert "memory_budget=-1" in refusal(co.load, path, model, memory_budget=-1)
+    assert "progress must be" in refusal(co.load, path, model, progress="yes")
+    assert "cannot be read" in refusal(co.load, path, model, 3)
+
+
+def renamed(other, model):
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_weights_that_were_trained_further_are_kept_beside_the_posterior(tmp_path):
+    from safetensors.torch import load_file
+
+    model, lin = linearised()
+    post, x = laplace(lin, co.KFAC), normal(3, 4, seed=7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    post.save(tmp_path / "p")
+    message = refusal(co.load, tmp_path / "p", model)
+    prefix = "linearization.weights."
+    assert prefix + "NAME" in message
+    (file,) = (tmp_path / "p").glob("*.safetensors")
+    kept = {name.removeprefix(prefix): t for name, t in load_file(file).items() if name.startswith(prefix)}
+    model.load_state_dict(kept)
+    assert_same(answers(post, x), answers(co.load(tmp_path / "p", model), x))
+
+
+def test_frozen_weights_and_buffers_are_compared_too(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 3).double(), nn.Linear(3, 3).double()
+            self.register_buffer("scale", torch.ones(3, dtype=DOUBLE))
+            self.register_buffer("table", torch.arange(3), persistent=False)
+
+        def forward(self, x):
+            return self.head((self.body(x) * self.scale).tanh())
+
+    model = Scaled().eval()
+    path, x = tmp_path / "p", normal(3, 4, seed=7)
+    post = laplace(co.linearize(model, data(), "classification", parameters="head.*"), co.KFAC)
+    post.save(path)
+    with torch.no_grad():
+        twin = copy.deepcopy(model)
+        twin.table += 1  # the model computes it itself, and no file of weights restores it
+        assert_same(answers(post, x), answers(co.load(path, twin), x))
+        twin.scale += 1
+        assert "'scale'" in refusal(co.load, path, twin)
+        twin = copy.deepcopy(model)
+        twin.body.weight += 1
+        assert "'body.weight'" in refusal(co.load, path, twin)
+
+
+SELECTIONS = {"glob": "2.*", "last_layer": "last_layer", "index": torch.tensor([24, 3, 17, 8]), "predicate": None}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_comes_back(name, tmp_path):
+    chosen = (lambda n, t: "weight" in n) if name == "predicate" else SELECTIONS[name]
+    model, lin = linearised(parameters=chosen)
+    curvature = co.DiagonalGGN if name == "index" else co.KFAC
+    post, x = laplace(lin, curvature), normal(3, 4, seed=7)
+    model.requires_grad_(False)  # what requires a gradient at loading does not matter
+    back = round_trip(post, tmp_path / "p", model)
+    assert_same(answers(post, x), answers(back, x))
+    with_data = laplace(co.load(tmp_path / "p", model, data()).lin)
+    assert_same([laplace(lin).predict(x).variance], [with_data.predict(x).variance])
+
+
+def test_a_subnetwork_block_of_the_whole_network_comes_back(tmp_path):
+    model, whole = linearised()
+    index = torch.tensor([2, 5, 20])
+    post = laplace(co.linearize(model, data(), "classification", parameters=index), co.Subnetwork(co.GGN(whole), index))
+    x = normal(3, 4, seed=7)
+    assert_same(answers(post, x), answers(round_trip(post, tmp_path / "p", model), x))
+
+
+@pytest.mark.parametrize(
+    "name", ["mapping_inputs", "tuple_inputs", "function_pair", "tied_embedding", "resnet_batchnorm"]
+)
+def test_models_of_every_kind(name, tmp_path):
+    model, inputs = ZOO[name].build()
+    targets = call(model, inputs).detach() + 0.1
+    post = laplace(co.linearize(model, (inputs, targets), Gaussian(0.3)), co.EKFAC)
+    twin, _ = ZOO[name].build()
+    if isinstance(twin, tuple):
+        twin = twin[0], dict(reversed(twin[1].items()))  # names, not their order, are what counts
+    post.save(tmp_path / "p")
+    for back in (co.load(tmp_path / "p", twin), co.load(tmp_path / "p", twin, (inputs, targets))):
+        x = points(inputs, slice(1, 4))
+        assert_same(answers(post, x), answers(back, x))
+
+
+def test_a_linearisation_that_was_cast(tmp_path):
+    """The data's fingerprint is that of the dtype they came in."""
+    model, lin = linearised(torch.float32)
+    lin, x = lin.cast(DOUBLE), normal(3, 4, seed=7)
+    post = laplace(lin)
+    back = round_trip(post, tmp_path / "p", copy.deepcopy(model).double(), data(torch.float32))
+    assert_same(answers(post, x), answers(back, x))
+    assert "torch.float64, here torch.float32" in refusal(co.load, tmp_path / "p", model, data(torch.float32))
+
+
+# Likelihoods
+
+CLASSES = torch.arange(12) % 3
+LIKELIHOODS = {
+    "gaussian": (Gaussian(torch.tensor([0.1, 0.2, 0.3])), normal(12, 3)),
+    "bernoulli": (co.likelihoods.Bernoulli(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(0.5)), (normal(12, 3) > 0)),
+    "categorical": (co.likelihoods.Categorical(torch.tensor([1.0, 2.0, 3.0]), 2, 0.1), CLASSES),
+    "poisson": (co.likelihoods.Poisson(), CLASSES.unsqueeze(1).expand(12, 3)),
+    "cross-entropy": (nn.CrossEntropyLoss(ignore_index=1), CLASSES),
+    "squares": (nn.MSELoss(), normal(12, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_likelihood_comes_back(name, tmp_path):
+    likelihood, y = LIKELIHOODS[name]
+    model, x = net(), data()[0]
+    post = laplace(co.linearize(model, (x, y), likelihood), co.KFAC)
+    back, test = round_trip(post, tmp_path / "p", model), normal(3, 4, seed=7)
+    assert_same(answers(post, test), answers(back, test))
+    assert repr(back.lin.likelihood) == repr(post.lin.likelihood) and back.lin.source == post.lin.source
+    scores = [
+        each.log_likelihood(test, y[:3], generator=torch.Generator().manual_seed(0)).value for each in (post, back)
+    ]
+    assert_same(scores[:1], scores[1:])
+    assert co.load(tmp_path / "p", model, (x, y), likelihood).lin.source == post.lin.source
+    assert "leave it out" in refusal(
+        co.load, tmp_path / "p", model, likelihood=co.likelihoods.HeteroscedasticGaussian()
+    )
+
+
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_sequences_come_back(of_torch, tmp_path):
+    """Torch's cross-entropy has the classes at dimension 1, our likelihoods have them last."""
+    model = nn.Conv1d(2, 3, 2).double()
+    x, y = normal(4, 2, 5), torch.arange(16).view(4, 4) % 3
+    model = model if of_torch else nn.Sequential(model, Last())
+    lin = co.linearize(model, (x, y), nn.CrossEntropyLoss() if of_torch else "classification")
+    post, test = laplace(lin, co.KFAC), normal(2, 2, 5, seed=7)
+    post.save(tmp_path / "p")
+    for back in (co.load(tmp_path / "p", model), co.load(tmp_path / "p", model, (x, y))):
+        assert_same(answers(post, test), answers(back, test))
+        assert back.lin.output_shape == (4, 3)
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+def double_exponential(f):
+    return DoubleExponential(f, 1.0)
+
+
+def test_a_likelihood_of_ones_own_is_given_again(tmp_path):
+    model, x, y = net(), data()[0], normal(12, 3)
+    post = laplace(co.linearize(model, (x, y), double_exponential), co.EmpiricalFisher)
+    post = laplace(post.lin, co.linalg.Diagonal(post.curvature.diagonal()))
+    path, test = tmp_path / "p", normal(3, 4, seed=7)
+    post.save(path)
+    back = co.load(path, model, likelihood=double_exponential)
+    assert torch.equal(back.predict(test).variance, post.predict(test).variance)
+    assert back.log_evidence().value == post.log_evidence().value
+    assert "FromDistribution(double_exponential), holds a function, which is not saved" in refusal(co.load, path, model)
+    wider = lambda f: DoubleExponential(f, 2.0)  # noqa: E731
+    assert "another than that of the saved posterior" in refusal(co.load, path, model, likelihood=wider)
+
+
+def test_a_noise_and_a_prior_that_are_learned_come_back_as_values(tmp_path):
+    model, (x, _) = net(), data()
+    noise, prior = torch.tensor(0.3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    post = laplace(co.linearize(model, (x, normal(12, 3)), Gaussian(noise)), co.GGN, prior)
+    back = round_trip(post, tmp_path / "p", model, (x, normal(12, 3)))
+    assert post.log_evidence().value.item() == back.log_evidence().value.item()
+    assert not back.log_evidence().value.requires_grad
+    expected = post.predict(x, noise=True).variance.detach()  # by other products, which record a graph
+    torch.testing.assert_close(back.predict(x, noise=True).variance, expected, rtol=1e-7, atol=0)
+
+
+# Files
+
+
+def test_a_newer_or_a_damaged_file_is_named(tmp_path):
+    model, lin = linearised()
+    path = tmp_path / "p"
+    laplace(lin, co.KFAC).save(path)
+    file = path / "curvops.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | {"version": 2}))
+    assert "version 2 of its format" in refusal(co.load, path, model)
+    file.write_text(json.dumps(whole)[:-5])
+    assert "damaged" in refusal(co.load, path, model)
+    assert "there is no folder" in refusal(co.load, tmp_path / "q", model)
+
+
+def test_a_posterior_saved_by_the_first_version_is_read(tmp_path):
+    """The folder beside this file was written when the format was new; later versions read it, too."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(((torch.arange(p.numel()) + i) % 7 - 3).view_as(p) / 8)
+    x, y = torch.arange(12.0).view(6, 2) / 8, torch.arange(6) % 2
+    path = pathlib.Path(__file__).parent / "saved_by_version_1"
+    post = laplace(co.linearize(model, (x, y), "classification"), co.KFAC, {"0.*": 1.0, "2.*": 2.0}, temperature=0.5)
+    for back in (co.load(path, model), co.load(path, model, (x, y))):
+        torch.testing.assert_close(back.predict(x).variance, post.predict(x).variance)
+        torch.testing.assert_close(back.log_evidence().value, post.log_evidence().value)
+        assert back.temperature == 0.5 and back.mode_gap == pytest.approx(post.mode_gap, rel=1e-4)
