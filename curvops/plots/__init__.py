@@ -14,6 +14,7 @@ from curvops.plots.density import spectral_density
 from curvops.plots.estimates import estimates
 from curvops.plots.evidence import evidence
 from curvops.plots.heatmap import covariance
+from curvops.plots.ray import ray
 from curvops.plots.regression import regression
 from curvops.plots.reliability import reliability
 from curvops.plots.rotation import rotation
@@ -25,6 +26,7 @@ __all__ = [
     "covariance",
     "estimates",
     "evidence",
+    "ray",
     "regression",
     "reliability",
     "rotation",

@@ -11,20 +11,26 @@ from matplotlib.lines import Line2D
 
 from curvops.plots import style
 
+PANELS_A_ROW = 3
+
 
 def reliability(
     curves: Mapping[str, tuple[Real[np.ndarray, " bins"], Real[np.ndarray, " bins"], Real[np.ndarray, " bins"]]],
     title: str = "Reliability",
     ece: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Reliability diagrams side by side, after Guo et al. 2017, figure 1.
+    """Reliability diagrams, three in a row, after Guo et al. 2017, figure 1.
 
     `curves` maps a panel's name to (confidence, accuracy, share), each of shape (bins,) and between 0 and 1: mean
     confidence and fraction correct in each of equally wide bins of (0, 1], and the fraction of all points in it. NaN
     marks a bin without points. `ece` maps the same names to expected calibration errors in [0, 1], shown beside them.
     """
-    figure = style.blank(3.7 * len(curves) + 0.7, 5.4, title)
-    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    rows = -(-len(curves) // PANELS_A_ROW)
+    columns = -(-len(curves) // rows)
+    figure = style.blank(3.7 * columns + 0.7, 4.4 * rows + 1, title)
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for unused in panels[len(curves) :]:
+        unused.remove()
     for axes, (name, look), (confidence, accuracy, share) in zip(panels, style.looks(curves).items(), curves.values()):
         bins = len(share)
         axes.bar(
@@ -49,7 +55,8 @@ def reliability(
         # Below the curve in drawing order: where they meet, the data stay readable.
         axes.text(0.6, 0.1, "too sure", ha="center", zorder=1, color=style.GREY, fontsize=style.SMALL, style="italic")
         axes.text(0.05, 0.92, "too cautious", zorder=1, color=style.GREY, fontsize=style.SMALL, style="italic")
-    panels[0].set_ylabel("fraction of points", fontsize=style.LABEL, color=style.INK)
+    for first in panels[::columns]:
+        first.set_ylabel("fraction of points", fontsize=style.LABEL, color=style.INK)
     handles, labels = panels[0].get_legend_handles_labels()
     # Panels differ in colour and marker: the common legend shows the curve in neither.
     handles[labels.index("accuracy in the bin")] = Line2D([], [], color=style.INK, linewidth=1.8)

@@ -72,6 +72,12 @@ def regression() -> Figure:
     return plots.regression(x_train, y_train, x, np.sin(2 * x), 0.04 + 0.6 * distance**1.5 / (1 + distance), 0.1)
 
 
+def ray() -> Figure:
+    distances = np.logspace(-1, 4, 50)
+    confidence = {"MAP": 1 / (1 + np.exp(-distances)), "Laplace": 1 / (1 + np.exp(-distances / (1 + distances)))}
+    return plots.ray(distances, confidence, {"Laplace": 0.731}, radius=2.0)
+
+
 def covariance() -> Figure:
     rng = np.random.default_rng(2)
     factor = rng.standard_normal((40, 15)) * np.repeat([0.5, 1.0, 1.5, 1.0], 10)[:, None]
@@ -113,6 +119,7 @@ FIGURES = [
     (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),
     (estimates, 2, 3 * (5 + 1 + 1), ["products with single vectors (budget)", "relative error"]),
     (regression, 1, 2 + 2, ["input x", "target y", "arbitrary units"]),
+    (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
     (covariance, 2, 2 * 3, ["outputs 0 … 9", "squared logits"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
 ]
@@ -151,6 +158,14 @@ def test_the_sketch_is_drawn_as_a_run_up():
 def test_bins_without_points_leave_no_marker():
     curve = reliability().axes[0].lines[1]
     assert len(curve.get_xdata()) == 13
+
+
+def test_reliability_has_three_panels_a_row():
+    bins = np.array([0.25, 0.75])
+    figure = plots.reliability({name: (bins, bins, np.array([0.5, 0.5])) for name in "abcde"})
+    assert len(figure.axes) == 5
+    assert [axes.get_subplotspec().rowspan.start for axes in figure.axes] == [0, 0, 0, 1, 1]
+    assert [bool(axes.get_ylabel()) for axes in figure.axes] == [True, False, False, True, False]
 
 
 def test_covariance_with_a_wrong_number_of_labels():
