@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from curvops.plots import style
 
-COLOURS = (*style.COLOURS, style.INK, "#882255", "#999933")  # with Tol's wine and olive
+COLOURS = (*style.COLOURS, style.INK, "#999933")  # with Tol's olive
 ResidualTrail = tuple[Real[np.ndarray, " p"], Real[np.ndarray, " p"], Real[np.ndarray, " p"]]
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours: told apart by every common kind of colour vision. Line styles and markers repeat the
-# difference, for print without colour.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours, and Tol's wine: told apart by every common kind of colour vision. Line styles and markers
+# repeat the difference, for print without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
     "-",
     "--",
@@ -20,7 +20,7 @@ DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
     (0, (5, 1, 1, 1, 1, 1)),
     (0, (8, 2)),
 )
-MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 BAND = 0.25
 LIGHT = "#D9D9D9"
 GREY = "#6E6E6E"

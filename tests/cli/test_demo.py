@@ -35,13 +35,24 @@ def tiny(monkeypatch):
 def test_table_numbers_and_figures(tiny, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])
     assert result.exit_code == int("FAIL" in result.stdout), result.output
-    for name in (demo.MAP, demo.SCALED, demo.LAPLACE, "GB as a dense float64", "6 and 9", "log evidence"):
+    for name in (
+        demo.MAP,
+        demo.SCALED,
+        demo.LAPLACE,
+        demo.SUBNETWORK,
+        "epistemic, turned",
+        "GB as a dense float64",
+        "6 and 9",
+        "log evidence",
+    ):
         assert name in result.stdout
     numbers = json.loads((tmp_path / "results.json").read_text())
     found = {check["name"]: check for check in numbers["checks"]}
     assert found["exact variances"]["numbers"]["worst_relative_error"] <= 1e-3
     assert numbers["summary"][demo.MAP]["auroc_epistemic"] is None
     assert set(numbers["seeds"][0]["rows"][demo.LAPLACE]["by_angle"]) == {"0", "15", "30", "45", "60", "75", "90"}
+    row = numbers["seeds"][0]["rows"][demo.SUBNETWORK]["by_angle"]["45"]
+    assert row["aleatoric"] > 0 and row["epistemic"] >= 0
     for figure in FIGURES:
         assert (tmp_path / f"{figure}.png").stat().st_size > 5000
     assert (tmp_path / "network-0.safetensors").exists()

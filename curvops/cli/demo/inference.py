@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import curvops as co
@@ -21,7 +21,7 @@ EVIDENCE_RTOL = 0.02
 
 
 def posterior(
-    model: nn.Module, train: Images, prior_precision: float, curvature: Any = co.GGN, parameters: str | None = None
+    model: nn.Module, train: Images, prior_precision: float, curvature: Any = co.GGN, parameters: Any = None
 ) -> co.Laplace:
     """The posterior around the network's weights: with the full GGN, which is never formed, or a cheaper curvature."""
     lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
@@ -49,15 +49,9 @@ def evidence(post: co.Laplace, generator: torch.Generator) -> Evidence:
     )
 
 
-def predictions(post: co.Laplace, draws: Float[Tensor, "k D"], x: Float[Tensor, "N 1 8 8"]) -> Float[Tensor, "k N C"]:
-    """Class probabilities of the linearised network at every draw.
-
-    Their mean over the draws is `post.probabilities(x, link="mc", samples=draws)`; their disagreement is the epistemic
-    uncertainty. Costs k products with the Jacobian at x.
-    """
-    mean = post.lin.predict(x)
-    change = post.lin.jacobian(x) @ (draws - post.mean).mT
-    return (mean + change.unflatten(0, mean.shape).movedim(-1, 0)).softmax(-1)
+def subnetwork(post: co.Laplace, size: int, x: Float[Tensor, "N 1 8 8"]) -> Int[Tensor, " size"]:
+    """The weights whose uncertainty moves the predictions at x most, by a diagonal posterior."""
+    return co.select(post.lin, size, "predictive", prior_precision=float(post.prior_precision), x=x)
 
 
 def exact_variances(post: co.Laplace, x: Float[Tensor, "N 1 8 8"]) -> Float[Tensor, "N C"]:

@@ -25,7 +25,7 @@ PRETRAINING_DECAY = 0.01
 """Prior precision around zero while pretraining: weak, as in everyday training."""
 
 BATCH = 100
-POLISH = 400
+POLISH = 150
 """Most L-BFGS iterations after Adam: a Laplace posterior needs weights that are a mode."""
 
 
@@ -106,7 +106,12 @@ def fit_mode(network: nn.Sequential, data: Images, prior_precision: float, epoch
     network = corrected(network)
     _adam(network, data, prior_precision, epochs, 3e-4, "fitting the mode")
     optimizer = torch.optim.LBFGS(
-        _trained(network), max_iter=POLISH, history_size=50, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
+        _trained(network),
+        max_iter=POLISH,
+        history_size=50,
+        tolerance_grad=1e-5,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
     )
     with tqdm(total=None, desc="polishing the mode", unit=" gradients", disable=None, leave=False) as bar:
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from curvops.cli.demo.scores import SCORES, Row, mean_and_error
+from curvops.cli.demo.scores import PARTS, SCORES, Row, mean_and_error
 
 HEADINGS = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
+TURNS = (("0°", "0"), ("turned", "rotated"))
 
 
 def summary(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, tuple[float, float | None] | None]]:
@@ -25,17 +26,20 @@ def summary(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, tuple[floa
 
 
 def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None] | None]]) -> str:
-    """Three blocks, for a terminal of 100 columns: upright, rotated, telling one from the other."""
+    """Four blocks for a terminal of 100 columns: upright, rotated, uncertainty in parts, telling one from the other."""
     blocks = [
         ("upright (0°)", [(HEADINGS[s], f"{s}_0") for s in SCORES]),
         ("mean over 15–90°", [(HEADINGS[s], f"{s}_rotated") for s in SCORES]),
+        ("uncertainty (nats)", [(f"{part}, {where}", f"{part}_{key}") for where, key in TURNS for part in PARTS]),
         ("AUROC rotated", [("total", "auroc_total"), ("epistemic", "auroc_epistemic")]),
     ]
     lines = []
     for title, columns in blocks:
         lines.append(f"{title:<20}" + "".join(f"{heading:>18}" for heading, _ in columns))
         for name, values in summaries.items():
-            lines.append(f"{name:<20}" + "".join(f"{_cell(values[column]):>18}" for _, column in columns))
+            cells = [_cell(values.get(column)) for _, column in columns]
+            if set(cells) != {"-"}:
+                lines.append(f"{name:<20}" + "".join(f"{cell:>18}" for cell in cells))
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -49,9 +53,9 @@ def _cell(value: tuple[float, float | None] | None) -> str:
 
 def stages(timings: Iterable[tuple[str, float, int]]) -> str:
     """Seconds and products of each stage. A product is one vector through the GGN or the Jacobian."""
-    lines = [f"{'stage':<34}{'seconds':>9}{'products':>10}"]
+    lines = [f"{'stage':<44}{'seconds':>9}{'products':>10}"]
     lines += [
-        f"{name:<34}{seconds:>9.1f}{(str(products) if products else '-'):>10}" for name, seconds, products in timings
+        f"{name:<44}{seconds:>9.1f}{(str(products) if products else '-'):>10}" for name, seconds, products in timings
     ]
     return "\n".join(lines)
 

@@ -18,10 +18,12 @@ from curvops.cli.demo.stages import Stages
 from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
+SUBNETWORK = "Laplace (subnetwork)"
 CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the posteriors that are compared with it
     "Laplace (KFAC)": (co.KFAC, None),
     "Laplace (diagonal)": (co.DiagonalGGN, None),
     "Laplace (last layer)": (co.GGN, "8.correction.*"),
+    SUBNETWORK: (co.GGN, None),  # of the weights that `inference.subnetwork` chooses
 }
 
 
@@ -41,6 +43,7 @@ class DemoSize:
     checked: int = 20
     grid: int = 9
     columns: int = 8
+    subnetwork: int = 500
 
 
 FULL = DemoSize(train=1000, seeds=3)
@@ -116,10 +119,12 @@ def _network(
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
         predicted, upright = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
-    with stages.stage("KFAC, diagonal, last layer: all"):
+    with stages.stage("KFAC, diagonal, last layer, subnetwork: all"):
+        chosen = inference.subnetwork(start, settings.subnetwork, data.validation.x)
         for name, (curvature, parameters) in CHEAPER.items():
+            selected = chosen if name == SUBNETWORK else parameters
             other = inference.tune(
-                inference.posterior(model, second, settings.prior_precision, curvature, parameters), generator
+                inference.posterior(model, second, settings.prior_precision, curvature, selected), generator
             )
             of_other = other.sample(settings.samples, generator)
             by_angle, alone = _by_angle(test, partial(_predict_alone, name, other, of_other))
@@ -141,18 +146,17 @@ def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: fl
     return {
         MAP: scores.Predicted(of.y, logits.softmax(-1), None),
         SCALED: scores.Predicted(of.y, (logits / temperature).softmax(-1), None),
-        LAPLACE: _laplace(post, draws, of),
+        LAPLACE: _of_posterior(post, draws, of),
     }
 
 
 def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Images) -> dict[str, scores.Predicted]:
-    return {name: _laplace(post, draws, of)}
+    return {name: _of_posterior(post, draws, of)}
 
 
-def _laplace(post: co.Laplace, draws: Tensor, of: digits.Images) -> scores.Predicted:
-    by_draw = inference.predictions(post, draws, of.x)
+def _of_posterior(post: co.Laplace, draws: Tensor, of: digits.Images) -> scores.Predicted:
     probabilities = post.probabilities(of.x, link="probit", samples=draws)
-    return scores.Predicted(of.y, probabilities, metrics.mutual_information(by_draw))
+    return scores.Predicted(of.y, probabilities, post.uncertainty(of.x, samples=draws))
 
 
 def _checks(

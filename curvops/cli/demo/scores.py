@@ -9,18 +9,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops import Uncertainty
 from curvops.posterior import metrics
 
 SCORES = ("accuracy", "nll", "brier", "ece")
+PARTS = ("aleatoric", "epistemic")
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """Predictions of one method at one angle; `epistemic` is None for a method with a single network."""
+    """Predictions of one method at one angle; `uncertainty` is None for a method with a single network."""
 
     labels: Int[Tensor, " N"]
     probabilities: Float[Tensor, "N C"]
-    epistemic: Float[Tensor, " N"] | None
+    uncertainty: Uncertainty | None
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class Row:
     auroc_epistemic: float | None
 
     def values(self) -> dict[str, float | None]:
-        """The columns of the table: upright, mean over the rotations, detection."""
+        """The columns of the table: upright, mean over the rotations, uncertainty in parts, detection."""
         turned = [angle for angle in self.by_angle if angle]
-        upright = {f"{score}_0": self.by_angle[0][score] for score in SCORES}
-        rotated = {f"{score}_rotated": _mean([self.by_angle[a][score] for a in turned]) for score in SCORES}
+        named = [name for name in (*SCORES, *PARTS) if name in self.by_angle[0]]
+        upright = {f"{name}_0": self.by_angle[0][name] for name in named}
+        rotated = {f"{name}_rotated": _mean([self.by_angle[a][name] for a in turned]) for name in named}
         return {**upright, **rotated, "auroc_total": self.auroc_total, "auroc_epistemic": self.auroc_epistemic}
 
 
@@ -48,7 +51,7 @@ def row(predicted: Mapping[int, Predicted], upright: Predicted) -> Row:
     turned = [value for angle, value in predicted.items() if angle]
     positive = torch.cat([torch.zeros(len(upright.labels)), *(torch.ones(len(p.labels)) for p in turned)]).bool()
     total = torch.cat([metrics.predictive_entropy(p.probabilities) for p in [upright, *turned]])
-    epistemic = [p.epistemic for p in [upright, *turned] if p.epistemic is not None]
+    epistemic = [p.uncertainty.epistemic for p in [upright, *turned] if p.uncertainty is not None]
     return Row(
         {angle: _scores(p) for angle, p in predicted.items()},
         float(metrics.auroc(total, positive)),
@@ -59,8 +62,8 @@ def row(predicted: Mapping[int, Predicted], upright: Predicted) -> Row:
 def _scores(p: Predicted) -> dict[str, float]:
     found = {name: float(getattr(metrics, name)(p.probabilities, p.labels)) for name in SCORES}
     found["confidence"] = float(p.probabilities.max(-1).values.mean())
-    if p.epistemic is not None:
-        found["epistemic"] = float(p.epistemic.mean())
+    if p.uncertainty is not None:
+        found |= {part: float(getattr(p.uncertainty, part).mean()) for part in PARTS}
     return found
 
 
