@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.cache import recorded
 from curvops.network.data.batches import Batch
 from curvops.network.engines.plan import Plan
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -16,6 +17,7 @@ from curvops.network.walks.passes import BatchMap, Passes
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.row_squares import curvature_diagonal
 
 
 class Curvature(OfLinearization, NetworkOperator):
@@ -75,6 +77,12 @@ class Curvature(OfLinearization, NetworkOperator):
             return J.pull(output.product(J.outputs, pushed, batch))
 
         return self.lin.sum_over_batches(term, block.shape[1])
+
+    def _diagonal(self) -> Float[Tensor, " D"]:
+        """From the rows of Lᵀ J; by products, which have gradients, where one for a hyperparameter is recorded."""
+        if recorded(self._args[1:]):
+            return super()._diagonal()
+        return curvature_diagonal(self.lin, self.output)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw. Equal seeds need equal batches."""
