@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Dense, DirectSum
+from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.dense import in_parts
@@ -18,20 +18,24 @@ from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.network.model.parameters import matching
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
+from curvops.operators.moments import mirrored
 from curvops.operators.reading import OfLinearization, Stored, made_of, require_no_gradient
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
 ROWS = 256
 """Rows of a block that are summed at a time."""
+COLUMNS_A_ROW = 2
+"""A row of LᵀJ is made for every parameter, in the time of so many pushes of a unit vector or less."""
 
 
 class Subnetwork(Dense):
     """The principal block A[S, S] of an operator for a set S of weights, as a dense matrix (S, S).
 
     `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build: for a
-    GGN or Fisher one push of J for each index, Σ_n (J_n E_S)ᵀ H_n (J_n E_S), and never a row of J; for other operators
-    a product for each index. A product is S² operations. Memory: S² and S·N·C of a batch at a time. Choose it for exact
+    GGN or Fisher the S columns of LᵀJ (H = L Lᵀ), by a backward pass for each column of L where S is at least twice as
+    many, else by a push of J for each index, and S² N·C operations; for other operators a product for each index. A
+    product is S² operations. Memory: some S² numbers in float64, and some points' rows. Choose it for exact
     inference over up to a few thousand weights. `parameters=indices` in `co.linearize` is the same block as an operator
     that is never formed. Raises ValueError for indices out of range, repeated, or none.
     """
@@ -115,7 +119,11 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
 
 @torch.no_grad()
 def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """A[S, S] from one product (for a curvature: one push of J) for each index."""
+    """A[S, S], in float64 for a curvature (see `fisher_block`), else from one product for each index."""
+    if isinstance(operator, Damped):
+        block = principal_block(operator.base, indices)
+        block.diagonal().add_(operator.shift if operator.shift.ndim == 0 else operator.shift[indices])
+        return block
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
     return torch.cat([operator._matmul(_units(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
@@ -123,19 +131,64 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
 
 @torch.no_grad()
 def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S) in float64: pushes alone, S of them for each batch.
+    """Σ_n (J_n E_S)ᵀ H_n (J_n E_S), summed in float64.
 
-    The sums, not the pushes, are what single precision has too few digits for: with it, eigenvalues below 1e-7 of the
-    largest would be rounding.
+    From the rows of LᵀJ, one backward pass for each column of H = L Lᵀ, where these are few beside S; else from a push
+    of J for each index. The sums, not the rows, are what single precision has too few digits for: with it, eigenvalues
+    below 1e-7 of the largest would be rounding.
     """
     total = lin.theta.new_zeros(len(indices), len(indices), dtype=torch.float64)
-    for batch, J in lin.passes.each(len(indices)):
-        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
-        flat, outputs = pushed.flatten(1), J.outputs.double()
+    places = _places(lin, indices)
+    columns = output.num_columns(lin.num_outputs)
+    by_rows = COLUMNS_A_ROW * columns <= len(indices) and not places.keys() & lin.plan.others.keys()
+    for left, right in _of_rows(lin, output, places) if by_rows else _of_pushes(lin, output, indices):
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
-            total[part, start:] += output.product(outputs, pushed[part], batch).flatten(1) @ flat[start:].mT
-    return total.triu() + total.triu(1).mT
+            total[part, start:].addmm_(left[:, part].mT, right[:, start:])
+    return mirrored(total.unsqueeze(0))[0]
+
+
+Factors = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
+"""Left and right factors of a sum of products leftᵀ right."""
+
+
+def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Factors:
+    for batch, J in lin.passes.each(len(indices)):
+        pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
+        weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
+        yield torch.cat(weighted).mT, pushed.flatten(1).mT
+
+
+def _of_rows(lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]) -> Factors:
+    """The selected columns of LᵀJ, some points at a time."""
+    size = sum(len(local) for local, _ in places.values())
+    for groups in lin.passes.root_blocks(output, places):
+        columns, points = (groups[0].num_columns, max(g.start + g.num_points for g in groups)) if groups else (0, 0)
+        own = [group for group in groups if places.keys() & set(group.names)]
+        largest = max(lin.model.selection.size_of(group.names) for group in own) if own else 0
+        step = max(1, lin.passes.chunk_bytes // max(1, 8 * columns * max(size, largest)))
+        for start in range(0, points if own else 0, step):
+            block = lin.theta.new_zeros(min(step, points - start), columns, size, dtype=torch.float64)
+            for group in own:
+                first = max(start, group.start)
+                rows = group.rows(slice(first - group.start, max(first, start + step) - group.start))
+                for name in places.keys() & rows.keys():
+                    local, taken = places[name]
+                    found = rows[name].flatten(2)[:, :, local]
+                    block[first - start : first - start + len(found), :, taken] = found.double()
+            yield block.flatten(0, 1), block.flatten(0, 1)
+
+
+def _places(lin: Linearization, indices: Int[Tensor, " S"]) -> dict[str, tuple[Tensor, Tensor]]:
+    """By parameter name which of its entries are selected, and where each stands in the selection."""
+    order = torch.full((lin.num_parameters,), -1).index_copy(0, indices.cpu(), torch.arange(len(indices)))
+    found = {}
+    for name, positions in lin.model.selection.positions().items():
+        taken = torch.where(positions >= 0, order[positions.clamp_min(0)], -1).flatten()
+        local = (taken >= 0).nonzero().squeeze(1)
+        if len(local):
+            found[name] = local.to(indices.device), taken[local].to(indices.device)
+    return found
 
 
 def _units(indices: Tensor, like: LinearOperator | Tensor) -> Float[Tensor, "D S"]:

@@ -22,7 +22,7 @@ from curvops.linalg import Damped, Estimate, diagonal, trace
 from curvops.linalg.core.limits import check_generator
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
-from curvops.operators.diagonal_ggn import squared_columns
+from curvops.operators.row_squares import squared_columns
 from curvops.operators.subnetwork import checked_indices, principal_block
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.laplace import Laplace, check_posterior
@@ -211,7 +211,7 @@ def wasserstein(
     Returns:
         The squared distance in the units of the weights squared; its error bar is that of tr P⁻¹.
 
-    Memory: S² numbers, and 64 columns at a time.
+    Memory: four matrices of S² numbers in float64, and 64 columns at a time: 3.2 GB at S = 10,000.
 
     Raises:
         TypeError, ValueError: not a posterior, an unknown method, indices out of range or repeated.
@@ -226,13 +226,13 @@ def wasserstein(
         if method == "diagonal":
             variances = P.diagonal().double().reciprocal()
             return Estimate.exact(T * (variances.sum() - variances[chosen].sum()))
-        part, inverse = (principal_block(operator, chosen).double() for operator in (P, P.inverse()))
-        part, inverse = (part + part.mT) / 2, (inverse + inverse.mT) / 2
-        factor = torch.linalg.cholesky(part)
-        whitened = torch.linalg.solve_triangular(factor, inverse, upper=False)
-        whitened = torch.linalg.solve_triangular(factor, whitened.mT, upper=False)
-        cross = torch.linalg.eigvalsh((whitened + whitened.mT) / 2).clamp_min(0).sqrt().sum()
-        known = torch.cholesky_inverse(factor).trace() - 2 * cross
+        factor = torch.linalg.cholesky(principal_block(P, chosen).double())
+        own = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False).square().sum()
+        whitened = principal_block(P.inverse(), chosen).double()
+        for _ in range(2):  # one matrix at a time beside the factor: they may be large
+            whitened = torch.linalg.solve_triangular(factor, whitened, upper=False).mT
+        cross = torch.linalg.eigvalsh((whitened + whitened.mT).div_(2)).clamp_min(0).sqrt().sum()
+        known = own - 2 * cross
         return (_trace_of_inverse(P, rtol, generator) + known) * T
 
 

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.dense_sizes import DENSE_BLOCK
-from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
 from curvops.linalg.operators.base import Operator
@@ -32,7 +32,7 @@ class OfDense(ClosedForm):
         rest = self.base.rest if isinstance(self.base, Dense) else None
         if rest is not None or n <= DENSE_BLOCK:
             dense = dense.double() if rest is None else dense.double() + rest
-        return dense + torch.diag_embed(self.shift.to(dense.dtype).expand(n))
+        return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
 
     @cached_property
     def chol(self) -> Tensor:
@@ -151,6 +151,11 @@ class Dense(Operator):
 
     def _diagonal(self) -> Tensor:
         return self.tensor.diagonal(dim1=-2, dim2=-1)
+
+    def _times(self, factor: Tensor) -> LinearOperator:
+        rest = None if self.rest is None else self.rest * factor
+        psd, sources = self.psd and bool(factor >= 0), scaled(self.sources, factor)
+        return Dense(self.tensor * factor, psd=psd, space=self.spaces[0], rest=rest, sources=sources)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return Dense(self.tensor[(*batch_indices, row_index, slice(None))][..., col_index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -207,6 +207,16 @@ class Passes:
                     columns, chunk = 1, min(chunk, COLUMN_BYTES)
                 for _, part, label in self._pieces(inputs, batch, columns):
                     yield from each_group(self.model, label, part, fisher, owners, others, chunk)
+                    steps.advance(label.num_points)
+
+    def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
+        """The rows of `root_rows` with all columns of some points together; without layer rules, of `names` alone."""
+        with self._steps("rows of the curvature's root") as steps:
+            for inputs, batch in self._source:
+                owners, others = self.engines.checked_owners(inputs)
+                columns, wanted = fisher.num_columns(self.engines.plan.num_outputs), [n for n in others if n in names]
+                for _, part, label in self._pieces(inputs, batch, columns):
+                    yield list(each_group(self.model, label, part, fisher, owners, wanted, sys.maxsize))
                     steps.advance(label.num_points)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
