@@ -11,7 +11,7 @@ from torch import Tensor
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
-from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import OfDirectSum
@@ -59,6 +59,10 @@ class LayerBlocks(DirectSum):
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The parameters of each block."""
         return self._kwargs["names"]
+
+    def _times(self, factor: Tensor) -> LinearOperator:
+        blocks, sources = (block._mul_constant(factor) for block in self.blocks), scaled(self.sources, factor)
+        return LayerBlocks(*blocks, positions=self.partition, space=self.spaces[0], names=self.names, sources=sources)
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:

@@ -62,7 +62,7 @@ class Block:
         With a layer to be separated, one for its weight and one for its bias. It ends the sums: call it once.
         """
         if self.exact is not None:
-            exact = Diagonal(self.exact) if self.exact.ndim == 1 else _dense(self.exact, self.dtype)
+            exact = Diagonal(self.exact) if self.exact.ndim == 1 else exact_block(self.exact, self.dtype)
             yield KroneckerBlock(self.names, self.positions.flatten(), exact)
             return
         divisor = max(1, self.count)
@@ -80,7 +80,8 @@ class Block:
             yield KroneckerBlock((separate.names[local],), self.positions[..., part].flatten(), own)
 
 
-def _dense(total: Tensor, dtype: torch.dtype) -> Dense:
+def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
+    """A sum in float64 as the block of a layer without factors, in this dtype with what that does not hold."""
     tensor, rest = in_parts(total, dtype)
     return Dense(tensor, psd=True, rest=rest)
 

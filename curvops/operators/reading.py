@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
@@ -21,12 +23,14 @@ class OfLinearization(LinearOperator):
 
     A subclass reads the linearisation in `_read`, whose signature is the public one (positions, names and defaults),
     and returns the tensors and keywords that the next class in line stores. `STORED` is a keyword that every stored
-    form has: it distinguishes a rebuild from a user's call.
+    form has: it distinguishes a rebuild from a user's call, which alone knows its `options`.
     """
 
     STORED: str = ""
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
+    options: Mapping[str, Any] | None = None
+    """What the user's call said beside the linearisation and the source of draws; None for a rebuild of its result."""
     _read: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -35,9 +39,24 @@ class OfLinearization(LinearOperator):
             cls.__signature__ = inspect.signature(cls._read)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = None
         if not self._is_stored(args, kwargs):
-            args, kwargs = self._read_checked(args, kwargs)
+            bound = self._bound(args, kwargs)
+            stored: Stored = self._read(*bound.args, **bound.kwargs)
+            args, kwargs = stored
+            options = {key: value for key, value in bound.arguments.items() if key not in ("lin", "generator")}
         super().__init__(*args, **kwargs)
+        self.options = options
+
+    def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
+        """The same kind of operator with the same options, of another linearisation; None where they are not known.
+
+        What it draws comes from `generator`.
+        """
+        if self.options is None:
+            return None
+        takes = {"generator": generator} if "generator" in inspect.signature(type(self)).parameters else {}
+        return type(self)(lin, **self.options, **takes)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -45,7 +64,8 @@ class OfLinearization(LinearOperator):
         return stored and cls.STORED in kwargs
 
     @classmethod
-    def _read_checked(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stored:
+    def _bound(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """The arguments of a user's call by name, checked as far as all classes share them."""
         signature = inspect.signature(cls)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -60,8 +80,7 @@ class OfLinearization(LinearOperator):
             )
         if not cls.CARRIED:
             require_no_gradient(source.likelihood, cls.__name__)
-        stored: Stored = cls._read(*bound.args, **bound.kwargs)
-        return stored
+        return bound
 
 
 def made_of(lin: Linearization) -> dict[str, Any]:

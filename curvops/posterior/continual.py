@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,15 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, low_rank
+from curvops.linalg import Damped, Estimate, low_rank
 from curvops.linalg.core.sources import sources_of
+from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
+from curvops.operators.kfac_sum import has_kronecker_blocks
+from curvops.operators.reading import OfLinearization
+
+FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
+"""In which an earlier posterior may be kept."""
 
 
 def quadratic(precision: LinearOperator, gap: Float[Tensor, " D"]) -> Float[Tensor, ""]:
@@ -42,9 +49,9 @@ def flat(lin: Linearization, params: Any) -> Float[Tensor, " D"]:
     return params
 
 
-def require_new_data(lin: Linearization, curvature: LinearOperator) -> None:
-    """Raise ValueError where the curvature of an earlier posterior is of the same data: they would count twice."""
-    known = sources_of(curvature)
+def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
+    """Raise ValueError where an earlier posterior is of the same data, by its prior too: they would count twice."""
+    known = sources_of(precision)
     if known is not None and lin.source in known.counts:
         raise ValueError(
             "the earlier posterior is of the data of this linearisation, which would count twice: linearise at the "
@@ -52,13 +59,49 @@ def require_new_data(lin: Linearization, curvature: LinearOperator) -> None:
         )
 
 
-def compressed(precision: LinearOperator, rank: int | None, generator: torch.Generator | None) -> LinearOperator:
-    """P with its curvature replaced by one of low rank, whose `error` says how close it is; P itself without a rank."""
-    if rank is None:
-        return precision
+def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None) -> LinearOperator:
+    """The curvature of `lin` that an earlier posterior's own class and options make; ValueError where not known."""
+    found = curvature.of(lin, generator) if isinstance(curvature, OfLinearization) else None
+    if found is None:
+        raise ValueError(
+            f"curvature= is needed: that of the earlier posterior is a {type(curvature).__name__}, which does not say "
+            "how it was made of its linearisation; pass the new one, curvature=co.KFAC(lin, ...), say."
+        )
+    return found
+
+
+def check_form(form: Any, rank: Any) -> str | None:
+    """The form in which an earlier posterior is to be kept, "low_rank" where a rank alone is given."""
+    if form is not None and form not in FORMS:
+        raise ValueError(f"form={form!r}; expected one of {', '.join(map(repr, FORMS))}, or None to keep it as it is.")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, numbers.Integral)):
+        raise TypeError(f"rank must be a whole number, got {rank!r}.")
+    if rank is not None and form == "kronecker":
+        raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
+    return "low_rank" if form is None and rank is not None else form
+
+
+def kept_as(
+    form: str | None, precision: LinearOperator, rank: int | None, generator: torch.Generator | None
+) -> tuple[LinearOperator, Estimate | None]:
+    """P in the form asked for, and ‖C − Ĉ‖_F / ‖C‖_F of its curvature; as it is, without an error, for None."""
+    if form is None:
+        return precision, None
     if not isinstance(precision, Damped):
         raise ValueError(
-            f"rank={rank} compresses a curvature plus a number or a vector; this precision is a "
-            f"{type(precision).__name__}: compress the prior operator with co.low_rank, or leave rank out."
+            f"form={form!r} is of a curvature plus a number or a vector; this precision is a "
+            f"{type(precision).__name__}: compress the prior operator with co.low_rank, or keep it as it is."
         )
-    return low_rank(precision.base, rank, generator=generator).add_diagonal(precision.shift)
+    curvature = precision.base
+    if form == "kronecker":
+        if not has_kronecker_blocks(curvature):
+            raise ValueError(
+                f"form='kronecker' keeps KFACs, alone or added up by this form; this curvature is a "
+                f"{type(curvature).__name__}: start with curvature=co.KFAC, or take form='low_rank'."
+            )
+        return precision, None
+    found = low_rank(curvature, rank, generator=generator)
+    if form == "low_rank":
+        return found.add_diagonal(precision.shift), found.error
+    kept = found.with_diagonal(curvature.diagonal())
+    return kept.add_diagonal(precision.shift), relative_distance(curvature, kept, generator)

@@ -34,7 +34,7 @@ from curvops.posterior.arguments import (
 from curvops.posterior.covariance import Blocks, PointCovariance
 from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
 from curvops.posterior.predictive import Predictive
-from curvops.posterior.priors import Prior, read_prior, read_temperature
+from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
 
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
@@ -54,6 +54,17 @@ class Laplace(Predictive):
     prior: Prior
     spectrum: Spectrum = field(repr=False)
     temperature: float = 1.0
+    prior_error: Estimate | None = field(default=None, repr=False)
+
+    @property
+    def compression(self) -> Estimate | None:
+        """‖C − Ĉ‖_F / ‖C‖_F of what `update` kept in a form Ĉ; None where everything was kept as it is.
+
+        C is the earlier posterior's curvature, for form="kronecker" the sum of that with the new one (exact, to the
+        square root of rounding). Errors of earlier updates are not in it.
+        """
+        of_sum = self.prior.error_of_sum(self.curvature)
+        return self.prior_error if of_sum is None else of_sum
 
     @property
     def prior_precision(self) -> Tensor | LinearOperator:
@@ -98,7 +109,7 @@ class Laplace(Predictive):
             prior_mean = 0.0 if isinstance(prior_precision, Laplace) else self.prior_mean
         prior = _prior(prior_precision, prior_mean, self.lin)
         self.spectrum.require_usable(prior)
-        return dataclasses.replace(self, prior=prior)
+        return dataclasses.replace(self, prior=prior, prior_error=None)
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Draw k weight vectors from the posterior, θ* + √T P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.
@@ -208,6 +219,8 @@ class Laplace(Predictive):
         rank: int | None = None,
         generator: torch.Generator | None = None,
         check_mode: bool = True,
+        *,
+        form: str | None = None,
     ) -> Laplace:
         """The posterior after further data, with this one as its prior: online Laplace (Ritter et al. 2018).
 
@@ -216,20 +229,32 @@ class Laplace(Predictive):
 
         Args:
             lin: the network linearised at its new weights on the new data, the same parameters selected.
-            curvature: an operator class or operator, as `co.laplace` takes it; None takes the class of this one.
-            rank: keep this posterior's curvature as one of this low rank; the new posterior's
-                `prior_precision.base.error` says how close that is. None keeps it as it is: a GGN then keeps its data,
-                too, and each product walks over the data of all tasks.
-            generator: source of the sketch.
+            curvature: an operator class or operator, as `co.laplace` takes it; None makes it as this one was, with the
+                same options.
+            rank: of a low-rank form; None lets it grow to an error of 1 %. A rank alone means form="low_rank".
+            generator: source of the sketch, and of what a curvature made as this one was draws.
             check_mode: as in `co.laplace`.
+            form: in which this posterior is kept. None keeps it as it is: a GGN then keeps its data, too, and each
+                product walks over the data of all tasks. "low_rank" keeps its curvature as U diag(s) Uᵀ, plus the
+                prior's diagonal; "low_rank_diagonal" adds the exact diagonal of what that leaves out. "kronecker", of
+                KFACs, keeps their *sum* in each layer as the Kronecker product nearest to it (Van Loan & Pitsianis
+                1993), plus the prior's diagonal: the new posterior then has a closed form, as KFAC under a number has.
+
+        Returns:
+            The new posterior, of temperature 1; its `compression` is the error of the form.
 
         Raises:
-            ValueError: the same data once more, other parameters selected, or a precision that has no low-rank form is
-                to be compressed.
+            ValueError: data that this posterior has seen, other parameters selected, a curvature that does not say how
+                it was made and none given, another form, or one that this posterior does not have.
         """
         check_linearization(lin)
-        chosen = type(self.curvature) if curvature is None else curvature
-        return laplace(lin, chosen, self._as_prior(lin, rank, generator), self.mean, check_mode=check_mode)
+        form = continual.check_form(form, rank)
+        chosen = continual.made_alike(self.curvature, lin, generator) if curvature is None else curvature
+        kept, error = self._as_prior(lin, form, rank, generator)
+        prior = read_prior(kept, self.mean, lin)
+        if form == "kronecker":
+            prior = KroneckerPrior(prior.precision, prior.mean)
+        return _posterior(lin, chosen, prior, 1.0, check_mode, error)
 
     def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
         """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
@@ -258,12 +283,16 @@ class Laplace(Predictive):
         storage.save(path, KIND, VERSION, record)
 
     def _as_prior(
-        self, lin: Linearization, rank: int | None = None, generator: torch.Generator | None = None
-    ) -> LinearOperator:
-        """This precision, its temperature included, as that of a prior for other data."""
-        continual.require_new_data(lin, self.curvature)
-        known = continual.compressed(self.precision.detached_from_weights(), rank, generator)
-        return known if self.temperature == 1 else known * (1 / self.temperature)
+        self,
+        lin: Linearization,
+        form: str | None = None,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[LinearOperator, Estimate | None]:
+        """This precision, its temperature included, as that of a prior for other data, and the error of its form."""
+        continual.require_new_data(lin, self.precision)
+        kept, error = continual.kept_as(form, self.precision.detached_from_weights(), rank, generator)
+        return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
 
 def laplace(
@@ -306,10 +335,23 @@ def laplace(
     curvatures cost nothing here.
     """
     check_linearization(lin)
+    prior = _prior(prior_precision, prior_mean, lin)
+    return _posterior(lin, curvature, prior, read_temperature(temperature), check_mode)
+
+
+def _posterior(
+    lin: Linearization,
+    curvature: Any,
+    prior: Prior,
+    temperature: float,
+    check_mode: bool,
+    prior_error: Estimate | None = None,
+) -> Laplace:
+    """What `laplace` and `update` return, checked."""
     check_flag("check_mode", check_mode)
     operator = checked_curvature(curvature, lin)
-    prior, spectrum = _prior(prior_precision, prior_mean, lin), Spectrum(lin, operator)
-    posterior = Laplace(lin, operator, prior, spectrum, read_temperature(temperature))
+    spectrum = Spectrum(lin, operator)
+    posterior = Laplace(lin, operator, prior, spectrum, temperature, prior_error)
     spectrum.require_usable(prior)
     gradient = posterior.spectrum.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
@@ -324,7 +366,7 @@ def laplace(
             "precision / N on a mean loss, or choose the prior precision that training used (check_mode=False skips "
             "this).",
             NotAMode,
-            stacklevel=2,
+            stacklevel=3,
         )
     return posterior
 
@@ -338,7 +380,8 @@ def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
-    return read_prior(prior_precision._as_prior(lin), prior_precision.mean, lin)
+    kept, _ = prior_precision._as_prior(lin)
+    return read_prior(kept, prior_precision.mean, lin)
 
 
 def check_posterior(post: Any, function: str) -> None:

@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Operator
+from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.model.parameters import matching
 from curvops.operators import Linearization
+from curvops.operators.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.arguments import check_operator
+
+
+class WithCurvature(NamedTuple):
+    """P = G + A as an operator, and the error of the form that its curvature is kept in."""
+
+    precision: Any
+    error: Estimate | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +35,7 @@ class Prior:
 
     precision: Tensor | LinearOperator
     mean: Float[Tensor, ""] | Float[Tensor, " D"]
+    _last: list[tuple[LinearOperator, WithCurvature]] = field(default_factory=list, init=False, repr=False)
 
     @property
     def diagonal(self) -> Tensor | None:
@@ -35,9 +44,22 @@ class Prior:
 
     def plus(self, curvature: LinearOperator) -> Any:
         """P = G + A, with A's own shift on the outside."""
+        return self._sum_with(curvature).precision
+
+    def error_of_sum(self, curvature: LinearOperator) -> Estimate | None:
+        """‖C − Ĉ‖_F / ‖C‖_F where `plus` keeps the curvature C of the sum as Ĉ; None where it keeps it as it is."""
+        return self._sum_with(curvature).error
+
+    def _sum_with(self, curvature: LinearOperator) -> WithCurvature:
+        """Made once for a curvature: all that a posterior answers shares its factorisation."""
+        if not self._last or self._last[0][0] is not curvature:
+            self._last[:] = [(curvature, self._added(curvature))]
+        return self._last[0][1]
+
+    def _added(self, curvature: LinearOperator) -> WithCurvature:
         if self.diagonal is not None:
-            return curvature.add_diagonal(self.diagonal)
-        return curvature + self.precision
+            return WithCurvature(curvature.add_diagonal(self.diagonal))
+        return WithCurvature(curvature + self.precision)
 
     def product(self, vector: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
         """A v."""
@@ -57,6 +79,19 @@ class Prior:
         """A (θ − m), of the negative log density."""
         with torch.no_grad():
             return self.product(theta - self.mean)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerPrior(Prior):
+    """Kronecker blocks plus a diagonal: with a KFAC's added it stays such, by the products nearest to their sums."""
+
+    def _added(self, curvature: LinearOperator) -> WithCurvature:
+        """G + A with its curvature as blocks of one Kronecker product, for any other curvature than KFACs as it is."""
+        if not has_kronecker_blocks(curvature):
+            return super()._added(curvature)
+        assert isinstance(self.precision, Damped)
+        blocks, error = kfac_sum(self.precision.base, curvature)
+        return WithCurvature(blocks.add_diagonal(self.precision.shift), error)
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:

@@ -180,10 +180,9 @@ class Spectrum:
         with self._naming_the_ggn():
             if prior.diagonal is None:
                 return self._logdet_beside(prior, rtol, generator)
-            return self._logdet_above(prior.diagonal, rtol, generator)
+            return self._logdet_above(prior.plus(self._curvature), prior.diagonal, rtol, generator)
 
-    def _logdet_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
-        precision = self._curvature.add_diagonal(prior)
+    def _logdet_above(self, precision: Any, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
         reference = prior.double().log().expand(len(self._lin.theta)).sum()
         if precision._closed_form() is None:  # what is kept for other priors comes first
             spectrum = self._whole_spectrum(prior)

@@ -226,7 +226,7 @@ class Kronecker(_Grouped):
 
         def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
             if dtype == torch.float64 and factor.ndim == 3:
-                return change(_in_double(factor, known)), Details(None, known.map(change, change).root, known.rounding)
+                return change(in_double(factor, known)), Details(None, known.map(change, change).root, known.rounding)
             return change(factor), known.map(change, change)
 
         (left, of_left), (right, of_right) = map(converted, (self.left, self.right), self.details)
@@ -399,7 +399,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     elif details.root is not None and details.root.shape[1] < m:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = _in_double(factor, details)
+        matrix = in_double(factor, details)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors, noise = values.double(), vectors.to(factor.dtype), max(noise, details.rounding)
     largest = values.detach().abs().amax(1, keepdim=True)
@@ -411,7 +411,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     return torch.where(values.detach() > noise * largest, values, values - values.detach()), vectors
 
 
-def _in_double(factor: Tensor, details: Details) -> Tensor:
+def in_double(factor: Tensor, details: Details) -> Tensor:
     """The factor with what its dtype does not hold."""
     if details.root is not None:
         rows = details.root.double()

@@ -1,0 +1,38 @@
+"""How far an approximation is from a matrix, both known by their products."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from curvops.linalg.core.memory import working
+from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.vectors import Matrix, apart, describe, norm, product, random_block, unit_block
+
+PROBES = 16
+"""Products with each: for an error that is one eigenvalue, the standard error is √½/√16 = 18 %."""
+LEAST_VECTORS = 3 * PROBES
+
+
+def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = None) -> Estimate:
+    """‖A − B‖_F / ‖A‖_F from the same 16 random vectors for both norms, with the standard error of the ratio.
+
+    Exact, from all unit vectors, where A has no more than 16 columns. Cost: as many products with each.
+    """
+    facts = describe(A)
+    n, exact = facts.columns, facts.columns <= PROBES
+    with torch.no_grad(), working(A, None, LEAST_VECTORS) as (multiply, _):
+        if exact:
+            probes = unit_block(n, 0, n, dtype=facts.dtype, device=facts.device)
+        else:
+            probes = random_block(facts, PROBES, generator=apart(generator))
+        images = multiply(probes)
+        sizes, errors = norm(images).square(), norm(images - product(B)(probes)).square()
+    size = sizes.sum() if exact else sizes.mean()
+    ratio = (errors.sum() if exact else errors.mean()) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    if exact:
+        return Estimate.exact(ratio.sqrt(), n)
+    spread = (errors - ratio * sizes).std() / (size.clamp_min(torch.finfo(size.dtype).tiny) * math.sqrt(PROBES))
+    stderr = spread / (2 * ratio.sqrt()) if bool(ratio > 0) else spread
+    return Estimate(ratio.sqrt(), stderr, PROBES, PROBES)
