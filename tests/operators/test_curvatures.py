@@ -181,6 +181,25 @@ def test_equals_its_dense_definition(
     torch.testing.assert_close(kernel @ torch.eye(len(J), dtype=torch.float64), (J / prior) @ J.mT, **TIGHT)
 
 
+@pytest.mark.parametrize("selection", [None, "some"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_diagonals_and_dense_blocks_are_those_of_the_products(name: str, selection: str | None) -> None:
+    """By rows for blocks of many weights beside the columns of H, by pushes for few; weights outside a subnetwork."""
+    likelihood, y, w = _weighted_classes(call(*ZOO[name].build()).shape[1])
+    D = reference(name).shape[1]
+    lin = linearized(name, likelihood, y, w, (3, 2), None if selection is None else torch.arange(0, D, 2))
+    D = lin.num_parameters
+    for A in (co.GGN(lin), co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(1))):
+        dense = A @ torch.eye(D, dtype=torch.float64)
+        torch.testing.assert_close(A.diagonal(), dense.diagonal(), **TIGHT)
+        for index in (torch.arange(D - 1, -1, -2), torch.tensor([D - 1, 0])):
+            P = A.add_diagonal(torch.linspace(1, 2, D, dtype=torch.float64))
+            expected = dense[index][:, index]
+            torch.testing.assert_close(co.Subnetwork(A, index).to_dense(), expected, **TIGHT)
+            expected = expected + torch.diag(P.shift[index])
+            torch.testing.assert_close(co.Subnetwork(P, index).to_dense(), expected, **TIGHT)
+
+
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", NETWORKS)

@@ -96,3 +96,14 @@ def test_a_prior_that_splits_a_kronecker_block_names_the_alternatives(lin):
     post = co.laplace(lin, co.KFAC, prior_precision=by_layer, check_mode=False)
     P = post.curvature.to_dense() + torch.diag(by_layer)
     torch.testing.assert_close(post.precision.logdet(), torch.logdet(P), **TIGHT)
+
+
+def test_all_answers_share_one_factorisation(lin):
+    with patch.object(torch.linalg, "cholesky_ex", wraps=torch.linalg.cholesky_ex) as factorised:
+        everything = co.Subnetwork(co.GGN(lin), torch.arange(lin.num_parameters))
+        post = co.laplace(lin, everything, 1.3, check_mode=False)
+        post.log_evidence()
+        post.effective_parameters()
+        post.sample(2, generator())
+        _ = post.predict(torch.ones(2, 4, dtype=torch.float64)).variance
+        assert factorised.call_count == 1
