@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import math
+import numbers
 import os
 import re
 import shutil
@@ -127,10 +128,12 @@ def _folder(path: Any) -> Path:
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The JSON of a value, its tensors collected by name."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor):
         return _named(value, name, tensors)
     if isinstance(value, list | tuple):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
     tree = {
         **TREE,
         "": {"$x": 1, "$tensor": "no tensor", "$float": 2},
+        "numpy": [np.int64(-3).item(), np.float32(0.5).item()],
         "infinite": [float("inf"), -float("inf")],
         "a": {"b.c": torch.ones(1)},
         "a.b": {"c": torch.zeros(1)},  # both are a.b.c
@@ -62,7 +64,7 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
         "leaf": torch.randn(2).requires_grad_(),
     }
     save(tmp_path / "new" / "deep")
-    save(tmp_path / "new" / "deep", tree)
+    save(tmp_path / "new" / "deep", tree | {"numpy": [np.int64(-3), np.float32(0.5)]})
     found = load(tmp_path / "new" / "deep")
     tree["leaf"] = tree["leaf"].detach()
     assert same(found, tree)

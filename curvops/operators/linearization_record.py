@@ -43,7 +43,7 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
         "names": list(model.selection.names),
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
-        "tried": {"inputs": few, "outputs": outputs},
+        "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
         "likelihood": record_of_likelihood(lin.likelihood) or _described(lin.likelihood, outputs),
         "token": lin.token,
         "engine": lin.engine,
@@ -73,8 +73,9 @@ def recorded_linearization(
     check_budget(memory_budget)
     held = tensors_of(model)
     require_same_network(record["tensors"], held)
-    names = record["names"]
-    network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), record["index"]))
+    names, index = record["names"], record["index"]
+    index = None if index is None else index.to(held[names[0]].device)
+    network = Model(model, Selection(tuple(names), tuple(held[name].shape for name in names), index))
     theta, known = network.theta, record["data"]
     tried = as_inputs(record["tried"]["inputs"], theta.device)
     if data is not None:
@@ -102,7 +103,9 @@ def _tried(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
     known = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         found = network(network.values, few)
-    slack = network.eps**0.5 * (1 + known.abs().max())
+    # Another kind of device may round its products to half of the digits (TF32).
+    digits = 0.5 if record["tried"]["device"] == known.device.type else 0.25
+    slack = network.eps**digits * (1 + known.abs().max())
     if layout.shape != shape or not bool(((found - known).abs() <= slack).all()):
         raise ValueError(
             "the model holds the weights that were saved, but computes something else: its outputs at the saved inputs "

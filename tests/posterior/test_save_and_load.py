@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pathlib
 
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops import storage
+from curvops.network import likelihoods
+from curvops.network.likelihoods import likelihood_record
+from curvops.operators import operator_record
 from tests.zoo import ZOO, call, points
 
 DOUBLE = torch.float64
@@ -473,6 +477,24 @@ def test_a_noise_and_a_prior_that_are_learned_come_back_as_values(tmp_path):
     assert not back.log_evidence().value.requires_grad
     expected = post.predict(x, noise=True).variance.detach()  # by other products, which record a graph
     torch.testing.assert_close(back.predict(x, noise=True).variance, expected, rtol=1e-7, atol=0)
+
+
+def test_what_the_library_has_can_be_saved():
+    """A field, likelihood or operator that is added must be added to the records, too, or be known not to be one."""
+    assert {field.name for field in dataclasses.fields(co.Laplace)} == {
+        *("lin", "curvature", "prior", "spectrum", "temperature")
+    }
+    given_again = {"FromDistribution", "Likelihood"}
+    kinds = {name for name in likelihoods.__all__ if isinstance(getattr(likelihoods, name), type)}
+    assert kinds == set(likelihood_record.STORED) | given_again
+    not_of_weights = {"Gradients", "Jacobian", "TangentKernel", "Operator"}
+    for room in (co, co.linalg):
+        operators = {name for name in room.__all__ if is_operator(getattr(room, name))}
+        assert operators <= operator_record.MADE_OF_TENSORS.keys() | operator_record.OF_DATA.keys() | not_of_weights
+
+
+def is_operator(thing):
+    return isinstance(thing, type) and issubclass(thing, co.linalg.Operator)
 
 
 # Files
