@@ -30,7 +30,7 @@ from curvops.operators.diagonal_ggn import DiagonalGGN
 from curvops.operators.fisher import EmpiricalFisher
 from curvops.operators.ggn import GGN
 from curvops.operators.hessian import Hessian
-from curvops.operators.kfac import EKFAC, KFAC
+from curvops.operators.kfac import EKFAC, KFAC, LayerBlocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
@@ -40,7 +40,7 @@ MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
     for kind in (
         *(Dense, Diagonal, LowRank, Kronecker, EigenKronecker, DirectSum),
         *(Damped, Inverse, Product, Scaled, Sliced, Sum, Transposed),
-        *(BlockDiagonal, DiagonalGGN, EKFAC, KFAC, Subnetwork),
+        *(BlockDiagonal, DiagonalGGN, EKFAC, KFAC, LayerBlocks, Subnetwork),
     )
 }
 OF_DATA: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}

@@ -23,13 +23,13 @@ class OfLinearization(LinearOperator):
 
     A subclass reads the linearisation in `_read`, whose signature is the public one (positions, names and defaults),
     and returns the tensors and keywords that the next class in line stores. `STORED` is a keyword that every stored
-    form has: it distinguishes a rebuild from a user's call, which alone knows its `options`.
+    form has: it distinguishes a rebuild from a user's call, which alone knows its `asked`.
     """
 
     STORED: str = ""
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
-    options: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] | None = None
     """What the user's call said beside the linearisation and the source of draws; None for a rebuild of its result."""
     _read: Any
 
@@ -39,24 +39,24 @@ class OfLinearization(LinearOperator):
             cls.__signature__ = inspect.signature(cls._read)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        options = None
+        asked = None
         if not self._is_stored(args, kwargs):
             bound = self._bound(args, kwargs)
             stored: Stored = self._read(*bound.args, **bound.kwargs)
             args, kwargs = stored
-            options = {key: value for key, value in bound.arguments.items() if key not in ("lin", "generator")}
+            asked = {key: value for key, value in bound.arguments.items() if key not in ("lin", "generator")}
         super().__init__(*args, **kwargs)
-        self.options = options
+        self.asked = asked
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
         """The same kind of operator with the same options, of another linearisation; None where they are not known.
 
         What it draws comes from `generator`.
         """
-        if self.options is None:
+        if self.asked is None:
             return None
         takes = {"generator": generator} if "generator" in inspect.signature(type(self)).parameters else {}
-        return type(self)(lin, **self.options, **takes)
+        return type(self)(lin, **self.asked, **takes)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -279,7 +279,9 @@ class Laplace(Predictive):
         Gradients of the prior precision and of hyperparameters are not kept. Cost: the files, of as many numbers as the
         factors have; a pass over the data where the log-likelihood was not known before.
         """
-        record = record_of_posterior(self.lin, self.curvature, self.prior, self.spectrum, self.temperature, inputs)
+        record = record_of_posterior(
+            self.lin, self.curvature, self.prior, self.spectrum, self.temperature, self.prior_error, inputs
+        )
         storage.save(path, KIND, VERSION, record)
 
     def _as_prior(

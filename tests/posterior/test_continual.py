@@ -170,7 +170,7 @@ def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(
         shift = shift * scale
         eye = torch.eye(lin.num_parameters, dtype=DOUBLE)
         P = post.precision.to_dense()
-        assert post.curvature.options == {"bias": bias}
+        assert post.curvature.asked == {"bias": bias}
         true = (P - exact).norm() / (exact - shift * eye).norm()
         torch.testing.assert_close(post.compression.value, true, rtol=1e-7, atol=1e-8)
         assert post.compression.stderr == 0 and 0 < true < 0.5
@@ -208,6 +208,23 @@ def test_a_kronecker_posterior_of_equal_inputs_is_exact():
     assert float(post.compression.value) < 1e-7
 
 
+@pytest.mark.parametrize("options", [{"form": "kronecker"}, {"rank": 5}, {"rank": 5, "form": "low_rank_diagonal"}])
+def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
+    """After one update, and after two, when the prior itself is in that form."""
+    models = [Heads(t).double() for t in range(3)]
+    x = normal(9, 4, seed=30)
+    data = [(x + t, (x[:, 0] > 0).long()) for t in range(3)]
+    lins = [co.linearize(model, each, "classification") for model, each in zip(models, data)]
+    post = co.laplace(lins[0], co.KFAC if options.get("form") == "kronecker" else co.GGN, check_mode=False)
+    for t in (1, 2):
+        post = post.update(lins[t], generator=torch.Generator().manual_seed(0), check_mode=False, **options)
+        post.save(tmp_path / str(t))
+        back = co.load(tmp_path / str(t), models[t], data[t])
+        assert torch.equal(back.precision.to_dense(), post.precision.to_dense())
+        assert torch.equal(back.predict(x[:2]).variance, post.predict(x[:2]).variance)
+        assert back.compression.value == post.compression.value and back.compression.stderr == post.compression.stderr
+
+
 # The curvature of the next task
 
 
@@ -229,7 +246,7 @@ def test_the_next_curvature_is_made_as_the_last_one_was(first, kind):
     model, x, y = problem(n=20)
     lin = co.linearize(model, (x, y), "classification")
     found = post.update(lin, generator=torch.Generator().manual_seed(0), check_mode=False).curvature
-    assert type(found) is type(post.curvature) and found.options == post.curvature.options
+    assert type(found) is type(post.curvature) and found.asked == post.curvature.asked
     if kind in ("mc", "kfac", "blocks", "tokens", "class"):
         torch.testing.assert_close(found.to_dense(), own(lin).to_dense(), **TIGHT)
 
@@ -252,7 +269,7 @@ def test_a_curvature_that_does_not_say_how_it_was_made_has_to_be_given(first, ki
     lin = co.linearize(model, (x, y), "classification")
     with pytest.raises(ValueError, match="curvature= is needed"):
         post.update(lin, check_mode=False)
-    assert post.update(lin, co.KFAC, check_mode=False).curvature.options == {}
+    assert post.update(lin, co.KFAC, check_mode=False).curvature.asked == {}
 
 
 def test_data_of_an_earlier_task_are_refused_too(first):
