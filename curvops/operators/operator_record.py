@@ -33,6 +33,7 @@ from curvops.operators.hessian import Hessian
 from curvops.operators.kfac import EKFAC, KFAC, LayerBlocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.reading import OfLinearization
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
 MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
@@ -51,6 +52,13 @@ DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, S
 
 def record_of_operator(operator: LinearOperator, lin: Linearization, what: str = "the curvature") -> dict[str, Any]:
     """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
+    record = _record(operator, lin, what)
+    if isinstance(operator, OfLinearization) and operator.asked is not None:
+        record["asked"] = {key: _plain(value, lin, what) for key, value in operator.asked.items()}
+    return record
+
+
+def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str, Any]:
     name = type(operator).__name__
     if OF_DATA.get(name) is type(operator):
         return _of_data(operator, lin, what)
@@ -72,6 +80,13 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
 
 def recorded_operator(record: Mapping[str, Any], lin: Linearization) -> Any:
     """The operator of a record; raises ValueError where it needs data that `lin` does not have."""
+    made = _recorded(record, lin)
+    if "asked" in record:
+        made.asked = {key: _made(value, lin) for key, value in record["asked"].items()}
+    return made
+
+
+def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
     name = record["class"]
     if name in OF_DATA:
         if isinstance(lin.data, AbsentBatches):

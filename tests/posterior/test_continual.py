@@ -222,6 +222,7 @@ def test_a_posterior_in_a_form_is_saved_and_loaded_with_it(options, tmp_path):
         back = co.load(tmp_path / str(t), models[t], data[t])
         assert torch.equal(back.precision.to_dense(), post.precision.to_dense())
         assert torch.equal(back.predict(x[:2]).variance, post.predict(x[:2]).variance)
+        assert back.curvature.asked == post.curvature.asked == {}
         assert back.compression.value == post.compression.value and back.compression.stderr == post.compression.stderr
 
 
