@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 CONTENTS = "curvops.json"
@@ -153,6 +155,9 @@ def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, A
 
     The layout is kept because products of another layout round otherwise.
     """
+    if tensor.layout != torch.strided or tensor.is_meta or not _is_storable(tensor.dtype):
+        what = "without values" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
+        raise TypeError(f"{name} is a tensor {what}, which cannot be stored.")
     while name in tensors:  # names may have dots themselves
         name += "_"
     strides = tensor.stride()
@@ -164,6 +169,16 @@ def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, A
     own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())
     tensors[name] = turned.cpu().contiguous() if own else turned.cpu().clone(memory_format=torch.contiguous_format)
     return {"$tensor": name} | ({} if order == sorted(order) else {"order": order})
+
+
+@lru_cache
+def _is_storable(dtype: torch.dtype) -> bool:
+    """Whether safetensors has a name for it."""
+    try:
+        serialized({"": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return False
+    return True
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
@@ -217,7 +232,7 @@ def _write(
         _flush(folder)
         os.replace(text, folder / CONTENTS)
     except BaseException:
-        if target.name != predecessor:
+        if target.name != _file_of(_present(folder)):
             target.unlink(missing_ok=True)
         raise
     with contextlib.suppress(OSError):  # while it is not sure which JSON a power failure leaves, both files stay

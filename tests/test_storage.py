@@ -96,7 +96,14 @@ def test_what_is_refused_before_anything_is_written(tmp_path: Path) -> None:
         save(file)
     with pytest.raises(OSError, match="was not written"):
         save(file / "below")
-    for bad, what in ((object(), "object"), ({1: 2}, "names"), ({"x": {3}}, "x is a set"), (1j, "complex")):
+    complex_, sparse, nowhere = (
+        torch.ones(2).to(torch.complex128),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+    )
+    bad_ones = [(object(), "object"), ({1: 2}, "names"), ({"x": {3}}, "at.x is a set"), (1j, "at is a complex")]
+    bad_ones += [(complex_, "complex128"), (sparse, "sparse"), (nowhere, "at is a tensor without values")]
+    for bad, what in bad_ones:
         with pytest.raises(TypeError, match=what):
             save(tmp_path / "new", {"at": bad})
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and file.read_text() == "mine"

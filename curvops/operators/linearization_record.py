@@ -161,8 +161,8 @@ def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: 
         return at_positions(stored, layout)
     if named is None:
         raise ValueError(
-            f"the likelihood of this posterior, {known['given']}, holds a function, which is not saved: give it again, "
-            "co.load(path, model, likelihood=...)."
+            f"the likelihood of this posterior, {known['given']}, is none that is saved: it holds a function, or is of "
+            "a class of your own. Give it again, co.load(path, model, likelihood=...)."
         )
     likelihood, layout = at_positions(named, layout)
     drawn, scores = known["drawn"], known["scores"]

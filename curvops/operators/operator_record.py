@@ -54,7 +54,7 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
     """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
     record = _record(operator, lin, what)
     if isinstance(operator, OfLinearization) and operator.asked is not None:
-        record["asked"] = {key: _plain(value, lin, what) for key, value in operator.asked.items()}
+        record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.asked.items()}
     return record
 
 
@@ -70,8 +70,8 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
     kwargs = {key: value for key, value in operator._kwargs.items() if not isinstance(value, Cache)}
     record = {
         "class": name,
-        "args": [_plain(arg, lin, what) for arg in operator._args],
-        "kwargs": {key: _plain(value, lin, what) for key, value in kwargs.items()},
+        "args": [record_of_value(arg, lin, what) for arg in operator._args],
+        "kwargs": {key: record_of_value(value, lin, what) for key, value in kwargs.items()},
     }
     if isinstance(operator, Kronecker) and operator.known_eigen is not None:
         record["eigen"] = record_of_operator(operator.known_eigen, lin)
@@ -82,7 +82,7 @@ def recorded_operator(record: Mapping[str, Any], lin: Linearization) -> Any:
     """The operator of a record; raises ValueError where it needs data that `lin` does not have."""
     made = _recorded(record, lin)
     if "asked" in record:
-        made.asked = {key: _made(value, lin) for key, value in record["asked"].items()}
+        made.asked = {key: recorded_value(value, lin) for key, value in record["asked"].items()}
     return made
 
 
@@ -94,13 +94,14 @@ def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
                 f"the posterior holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
                 "pass them, co.load(path, model, data)."
             )
-        options = {key: _made(value, lin) for key, value in record["options"].items()}
-        operator = OF_DATA[name].made_at(lin, [_made(tensor, lin) for tensor in record["hyperparameters"]], **options)
+        options = {key: recorded_value(value, lin) for key, value in record["options"].items()}
+        hyperparameters = [recorded_value(tensor, lin) for tensor in record["hyperparameters"]]
+        operator = OF_DATA[name].made_at(lin, hyperparameters, **options)
         return operator.detached_from_weights() if record["detached"] else operator
-    kwargs = {key: _made(value, lin) for key, value in record["kwargs"].items()}
+    kwargs = {key: recorded_value(value, lin) for key, value in record["kwargs"].items()}
     if name not in MADE_OF_TENSORS:
         raise ValueError(f"it holds an operator {name}, which this version does not know; upgrade curvops.")
-    made = MADE_OF_TENSORS[name](*(_made(arg, lin) for arg in record["args"]), **kwargs)
+    made = MADE_OF_TENSORS[name](*(recorded_value(arg, lin) for arg in record["args"]), **kwargs)
     if "eigen" in record:
         made.keep_eigen(recorded_operator(record["eigen"], lin))
     return made
@@ -117,17 +118,20 @@ def _of_data(operator: Any, lin: Linearization, what: str) -> dict[str, Any]:
     return {
         "class": type(operator).__name__,
         "hyperparameters": [tensor.detach() for tensor in operator._args[1:]],
-        "options": {key: _plain(value, lin, what) for key, value in operator.options.items()},
+        "options": {key: record_of_value(value, lin, what) for key, value in operator.options.items()},
         "detached": operator._kwargs.get("space") is not None,
     }
 
 
-# Arguments as plain values: a mapping with one entry, which says what it stands for.
+# Values: plain ones as they are, others as a mapping that says what it stands for.
 
 
-def _plain(value: Any, lin: Linearization, what: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str | Tensor):
+def record_of_value(value: Any, lin: Linearization, what: str = "the posterior") -> Any:
+    """The record of an argument of an operator; ValueError for one that has none."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Tensor):
+        return value.detach()
     if isinstance(value, Source) and value == lin.source:
         return {"own": "source"}
     if isinstance(value, TangentSpace) and value.is_at(lin.tangent_space):
@@ -137,35 +141,37 @@ def _plain(value: Any, lin: Linearization, what: str) -> Any:
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, tuple | list):
-        return {"tuple": [_plain(part, lin, what) for part in value]}
+        return {"tuple": [record_of_value(part, lin, what) for part in value]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop]}
     if isinstance(value, Reason):
         return {"reason": value.name}
     if isinstance(value, Mapping):
-        return {"mapping": [[_plain(key, lin, what), _plain(part, lin, what)] for key, part in value.items()]}
+        return {"mapping": [[record_of_value(each, lin, what) for each in pair] for pair in value.items()]}
     if type(value).__name__ in DESCRIPTIONS:
-        fields = {field.name: _plain(getattr(value, field.name), lin, what) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {name: record_of_value(getattr(value, name), lin, what) for name in names}
         return {"of": type(value).__name__, "fields": fields}
     raise ValueError(f"{what} holds a {type(value).__name__}, which cannot be saved.")
 
 
-def _made(value: Any, lin: Linearization) -> Any:
+def recorded_value(value: Any, lin: Linearization) -> Any:
+    """The value of a record, its tensors where the weights are."""
     if isinstance(value, Tensor):
         return value.to(lin.theta.device)
     if not isinstance(value, dict):
         return value
     if "of" in value:
-        return DESCRIPTIONS[value["of"]](**{name: _made(part, lin) for name, part in value["fields"].items()})
+        return DESCRIPTIONS[value["of"]](**{name: recorded_value(part, lin) for name, part in value["fields"].items()})
     ((kind, part),) = value.items()
     if kind == "own":
         return lin.source if part == "source" else lin.tangent_space
     if kind == "operator":
         return recorded_operator(part, lin)
     if kind == "mapping":
-        return {_made(key, lin): _made(each, lin) for key, each in part}
+        return {recorded_value(key, lin): recorded_value(each, lin) for key, each in part}
     if kind == "tuple":
-        return tuple(_made(each, lin) for each in part)
+        return tuple(recorded_value(each, lin) for each in part)
     if kind == "range":
         return range(*part)
     return torch.Size(part) if kind == "size" else Reason[part]
