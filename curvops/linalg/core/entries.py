@@ -15,7 +15,7 @@ from curvops.progress import as_step
 
 @singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map index -> A[index, :], dense (b, n); for other storage (`vectors`), what knows ``@`` and ``diagonal()``.
+    """The map index -> A[index, :], dense (b, n); of other `vectors` an object with ``@`` and ``diagonal()``.
 
     A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
     one transposed product each.

@@ -1,8 +1,8 @@
 """How many bytes the vectors of an algorithm may take: what its caller gives, or what the networks behind A have left.
 
-An operator says in `memories` whose budgets its products are made within; operators that know no network say nothing,
-and without a `memory_budget` nothing limits an algorithm on them. What an operator says never refuses what was asked
-for: an algorithm takes what it needs at least, and less of what it could do without.
+`memories` of an operator are the budgets that products with it draw on. Operators that are not made from a network have
+none, and without a `memory_budget` nothing limits an algorithm on them. A network's budget never makes an algorithm
+fail: the least that it needs is always allowed, and only what it can do without is cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which data an operator sums over, and how many times it counts them: what its numbers do not say."""
+"""Which data an operator sums over, and how many times it counts them, which its entries do not show."""
 
 from __future__ import annotations
 

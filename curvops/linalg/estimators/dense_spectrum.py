@@ -36,7 +36,7 @@ class DenseSpectrum:
         values, n = self.values, len(self.values)
         lowest, size = float(values[0]), float(values.abs().amax())
         delta = max(ROUNDING_UNITS * self.eps * size, 0.0)
-        # With a shift, an eigenvalue within rounding of zero counts as zero; without one nothing can vouch for it.
+        # With a shift, an eigenvalue within rounding of zero counts as zero; without one it cannot be told from zero.
         if mu > 0 and lowest >= -n * self.eps * size:
             delta, values = max(delta, -lowest), values.clamp_min(0)
         elif lowest + mu <= n * self.eps * size:

@@ -187,7 +187,7 @@ class Shifted(NamedTuple):
 
 @runtime_checkable
 class Split(Protocol):
-    """A matrix that may know itself as a positive semidefinite one plus a positive diagonal."""
+    """A matrix that may be stored as a positive semidefinite one plus a positive diagonal."""
 
     def shifted_form(self) -> Shifted | None:
         """The parts, or None."""
@@ -359,6 +359,6 @@ def _preconditioner(
         return None, size, pilot.matvecs
     if pilot.tail == 0 or most <= PILOT_RANK:
         return pilot.preconditioner(mu), size, pilot.matvecs
-    # Depth and variance both fall with the rank until the tail is well below μ: as many right-hand sides as one likes.
+    # Depth and variance both fall with the rank until the tail is well below μ: the rank grows as for 1e12 columns.
     full = grow(excess, facts, None, most, 0.1 * mu, 1e12, generator)
     return full.preconditioner(mu), size, full.matvecs + pilot.matvecs

@@ -171,8 +171,8 @@ class Sampler:
     def sketch_rank(self) -> int:
         """The rank that lowers the expected products, by the spectrum that the first probes saw; 0 if none does.
 
-        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². The probes' own spread is the rival: random
-        signs do better than that bound where the diagonal dominates, and a sketch then has nothing to save.
+        A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own
+        spread: random signs do better than that bound where the diagonal dominates, and a sketch then saves nothing.
         """
         upper, lower = self.bounds()
         middle = (upper + lower) / 2

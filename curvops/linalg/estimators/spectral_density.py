@@ -288,7 +288,7 @@ class _Probes:
         try:
             x, width = view.grid(*now)
         except ValueError:
-            return False  # what is wrong with the grid is said at the end
+            return False  # an error of the grid is raised at the end
         x = x[:: max(1, int(width / float(x[1] - x[0])))]  # nothing is finer than the bandwidth
         each = view.density(*now, x, width)
         change = (each.mean(0) - view.density(*before, x, width).mean(0)).abs().sum()

@@ -205,7 +205,7 @@ class FunctionRun:
         return X
 
     def _note_underflow(self, X: Vectors) -> None:
-        """Entries below the smallest normal number may be anything: that can be all there is of a tiny product."""
+        """Entries below the smallest normal number may be anything: a tiny product may have no others."""
         lengths = norm(X).cpu()
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]

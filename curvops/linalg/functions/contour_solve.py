@@ -47,7 +47,7 @@ from curvops.progress import at_work, remark
 PILOT_DEPTH = 12
 CHECK_EVERY = 4
 GRADIENT_FACTOR = 1e-3
-# A shift whose residual is this much smaller than b's has no more to add, were the condition number 1/eps.
+# Below this share of b's residual, a shift adds nothing that the sum could show, even at a condition number of 1/eps.
 NEGLIGIBLE = 1e-24
 
 
@@ -82,7 +82,7 @@ def contour(
     check(facts, B, rtol, maxiter, None, memory_budget, max_matvecs)
     most = iterations_allowed(facts.rows, maxiter)
     budget = math.inf if max_matvecs is None else max_matvecs
-    # What a gradient multiplies with each other has to be known better than its sum.
+    # A gradient multiplies the shifted solutions with each other: each must be more accurate than their sum need be.
     aim = GRADIENT_FACTOR * rtol if keep else float(rtol)
     with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
         usable = UsableColumns.of(as_columns(B))
@@ -243,7 +243,7 @@ class _Part:
         return self.bound or max(low - residual, 0.0), max(high, self.rule.low)
 
     def _estimates(self) -> tuple[Tensor, Tensor]:
-        """What the residuals of the shifts and what the quadrature may leave out, relative to the value."""
+        """Errors relative to the value: bounds from the residuals of the shifts, and from the quadrature."""
         run, rule = self.run, self.rule
         truncation, quadrature = torch.zeros(2, self.B.shape[1], dtype=torch.float64)
         sizes = norm(run.weighted if self.inverse else self._image()).cpu()
@@ -268,7 +268,7 @@ class _Part:
         drift, sizes = norm(image - self._image()).cpu(), norm(run.weighted).cpu()
         self.value = run.weighted if self.inverse else image
         added = torch.zeros_like(drift) if self.inverse else drift / norm(image).cpu()
-        # The drift of the residual is a change of A by as much, in norm; A^½ b = A (A^-½ b) has it as it is.
+        # The drift acts as a change of A of the same norm; of A^½ b = A (A^-½ b) it is an error as well.
         for k in range(len(drift)):
             level = max(ROUNDING * self.eps * self._bounds(k)[1], float(drift[k] / sizes[k]))
             sound = math.isfinite(level) and not bool(run.failed[k])

@@ -28,11 +28,11 @@ ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
 # Products in a dtype are those of a matrix this many eps ‖A‖ away.
 ROUNDING = 4.0
 POINTS_BELOW = 24
-# f is looked at so often between the Ritz values before an error counts as small, at least so often in each gap.
+# Points between the Ritz values at which f is evaluated before an error counts as small, and the fewest in each gap.
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
 AT_ONCE = 1024
-# Fewer steps have seen too little of the spectrum for any estimate.
+# With fewer steps too little of the spectrum is known for any estimate.
 LEAST_DEPTH = 3
 # Numbers this close, relative to the largest, are one.
 SAME = 1e-15
@@ -72,7 +72,7 @@ class SpectralFunction:
         self.f, self.lower_bound, self.eps = f, lower_bound, eps
 
     def quietly(self, x: Tensor) -> Tensor:
-        """f(x) whatever it is, above the lower bound."""
+        """f(x) above the lower bound, finite or not."""
         flat = x.flatten() if self.lower_bound is None else x.flatten().clamp_min(self.lower_bound)
         y = self.f(flat.clone())
         if not isinstance(y, Tensor) or y.shape != flat.shape or y.is_complex():
@@ -190,8 +190,8 @@ def _points_between(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Fl
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
     """‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Both signs, since at the edge of its domain f may answer to one of them alone; E of random signs, and a multiple of
-    I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value could as well be zero, and f
+    Both signs, since at the edge of its domain f may be finite for one of them alone; E of random signs, and a multiple
+    of I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value could as well be zero, and f
     has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size

@@ -345,7 +345,7 @@ class Operator(SolverContract, LinearOperator):
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` of the same products, on NumPy arrays (copied through the CPU)."""
 
-        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import, for those who ask
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import, which few calls need
 
         def wrap(matmul: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             return lambda x: matmul(torch.as_tensor(x, dtype=self.dtype, device=self.device)).detach().cpu().numpy()

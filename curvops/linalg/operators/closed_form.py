@@ -25,7 +25,7 @@ ROUNDING_SEEN = 1e-3
 
 
 class ClosedForm(ABC):
-    """What every closed form answers about P = A + diag(d); blocks are (n, K)."""
+    """What every closed form computes for P = A + diag(d); blocks are (n, K)."""
 
     def __init__(self, base: Any, shift: Tensor) -> None:
         self.base, self.shift = base, shift

@@ -199,7 +199,7 @@ class Kronecker(_Grouped):
     def _product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(self.left, self.right, _to_groups(block, self.sizes)))
 
-    # Transposed factors have the same product, but their gradient tells an entry from its mirror image.
+    # Transposed factors have the same product, but their gradient differs between an entry and its mirror image.
 
     def _transposed_product(self, block: Tensor) -> Tensor:
         return _from_groups(_both(_mirrored(self.left), _mirrored(self.right), _to_groups(block, self.sizes)))

@@ -230,7 +230,7 @@ def _grow(
 
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Entries that the columns and the diagonal both know must agree."""
+    """Entries given by both the columns and the diagonal must agree."""
     if not bool(torch.isfinite(core).all()):
         raise ValueError("a column of A holds NaN or Inf; check the parameters and the data.")
     gap = (core.diagonal() - expected).abs().amax()

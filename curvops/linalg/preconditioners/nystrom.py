@@ -168,7 +168,7 @@ def negligible(eps: float, known_psd: bool) -> float:
     """The size of a negative eigenvalue, relative to the matrix, that is rounding.
 
     The products of an operator that is positive semidefinite by construction may round by far more than their own
-    size (a softmax that is sure multiplies large derivatives by the small 1 − p): there, the root of the precision.
+    size (near p = 1 a softmax multiplies large derivatives by the small 1 − p): there, the root of the precision.
     """
     return math.sqrt(eps) if known_psd else 100 * eps
 

@@ -147,7 +147,7 @@ class DualDescent:
         return self.plain(V) + self.options.noise * V
 
     def solve(self) -> None:
-        """Epochs until every column has converged, nothing moves any more, or the limit."""
+        """Epochs until every column has converged, the answers no longer change, or the limit is reached."""
         records, k = self.records, self.B.shape[1]
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():

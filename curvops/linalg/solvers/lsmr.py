@@ -252,7 +252,7 @@ class Bidiagonalisation:
             return set(), broken
         a, b, images = packet
         self.norm_A = max(self.norm_A, float(np.maximum(images, np.hypot(a, b)).max()))
-        with np.errstate(all="ignore"):  # true residuals tell
+        with np.errstate(all="ignore"):  # decided by true residuals
             weights = self.scalars.advance(a, b)
         in_hbar, in_x, in_h = torch.from_numpy(weights).to(self.B.device)
         self.hbar = plus(self.h, self.hbar, -in_hbar)
@@ -329,7 +329,7 @@ class Bidiagonalisation:
     def null(self, column: int) -> bool:
         """Whether r is a null vector of Aᵀ: flat, and by half the digits at least.
 
-        A residual in directions of small singular values is flat long before it is all that can be reached.
+        A residual in directions of small singular values is flat long before the least residual is reached.
         """
         return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
 

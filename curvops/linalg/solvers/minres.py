@@ -250,7 +250,7 @@ class MinimalResiduals:
         if watching:
             self.watch(reflected, beta, height * before)
         self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.begun), betan).max()))
-        with np.errstate(all="ignore"):  # true residuals tell
+        with np.errstate(all="ignore"):  # decided by true residuals
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
         c = torch.from_numpy(coefficients).to(self.B.device, self.B.dtype)
         V.turn(v, c)

@@ -26,7 +26,7 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
 
-# What float32 can give of a well-conditioned system, and what it can nearly always give.
+# Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
 CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Callback | None], Solution]
 

@@ -60,7 +60,7 @@ MOST_COLUMNS = 128
 
 
 class Promises(NamedTuple):
-    """What an operator vouches for. ``definite``: to be solved by CG, for which negative curvature is an error."""
+    """What is known of an operator. ``definite``: to be solved by CG, for which negative curvature is an error."""
 
     symmetric: bool
     definite: bool
@@ -72,7 +72,7 @@ class Informed(Protocol):
     """An operator that declares its own properties."""
 
     def promises(self) -> Promises:
-        """What it vouches for."""
+        """What is known of it."""
 
     def exact_solver(self) -> Callable[..., Tensor] | None:
         """The function (block, rtol) -> A⁻¹ block where there is a closed form."""

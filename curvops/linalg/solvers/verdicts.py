@@ -57,7 +57,7 @@ class Verdict(Enum):
 class Records:
     """The best answers so far and what is known of them, a number per column on the host.
 
-    A recurrence that is at its end is begun anew from the true residual as long as that gains a factor of two: what is
+    A recurrence that is at its end is begun anew from the true residual as long as that gains a factor of two, which is
     iterative refinement in the vectors' own precision. ``X`` holds the best answers by true residuals, which are
     ``best``; ``current`` are those of the recurrence, the next row of ``history``. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN
     where they are not known.

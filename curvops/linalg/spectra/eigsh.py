@@ -39,10 +39,10 @@ from curvops.linalg.spectra.shift_invert import Solver, shift_inverted
 from curvops.linalg.spectra.thick_restart import Search, Which
 from curvops.progress import Progress, at_work
 
-# A basis of up to so many bytes and columns is used without asking: more room means fewer products.
+# By default a basis takes up to so many bytes and columns: more room means fewer products.
 FREE_BYTES = 1 << 26
 MOST_COLUMNS = 512
-# A true residual of so many units of rounding is all that the dtype gives.
+# A true residual of so many units of rounding is the best that the dtype allows.
 ROUNDING = 20
 
 

@@ -18,7 +18,7 @@ from curvops.linalg.spectra.projection import CountedProduct
 
 Solver: TypeAlias = Callable[..., Solution]
 
-# The solves are so much more accurate than the pairs asked for.
+# Solves are more accurate than the pairs asked for by this factor.
 INNER = 0.1
 
 
