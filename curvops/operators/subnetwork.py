@@ -126,7 +126,11 @@ def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Flo
         return block
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
-    return torch.cat([operator._matmul(_units(part, operator))[indices] for part in indices.split(COLUMNS)], 1)
+    block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)
+    for start in range(0, len(indices), COLUMNS):
+        part = slice(start, start + COLUMNS)
+        block[:, part] = operator._matmul(_units(indices[part], operator))[indices]
+    return block
 
 
 @torch.no_grad()
