@@ -14,16 +14,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.limits import check_flag
 from curvops.linalg.core.sources import Sources
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batch, Batches
-from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
+from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, replaced, take
 from curvops.network.engines.plan import Choice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.walks.budget import Budget
+from curvops.network.walks.input_graphs import outputs_at, require_input_gradients
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes
 from curvops.network.walks.source import Source, source_of
@@ -108,43 +110,64 @@ class Linearization:
         """What serves the products and why: engine per layer, bytes, expected gradients per product."""
         return self.passes.plan
 
-    def jacobian(self, x: Any = None) -> Jacobian:
+    def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
         """J as an operator (n·C, D), rows point by point (n·C + c); at the training inputs where x is None.
 
-        Raises as `linearize` does for inputs that are empty, not finite or of another form.
+        With `differentiable` its products, and what posteriors make of them, have gradients in those of the inputs that
+        require one (never in θ): first derivatives, by differentiating backward passes.
+
+        Raises as `linearize` does for inputs that are empty, not finite or of another form, and ValueError for inputs
+        that require a gradient which is not asked for or which J does not have (a custom `autograd.Function`, an
+        operation without a second derivative).
         """
+        check_flag("differentiable", differentiable)
         if x is None:
+            if differentiable:
+                raise ValueError("differentiable=True is for inputs that are given: pass x.")
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
-        inputs = copy(self.admitted(x))  # it is lazy: a later change of x must not change half of a predictive
-        step = max(self.data.sizes)
+        # Copies: it is lazy, and a later change of x must not change half of a predictive.
+        given, walk = copy(self.admitted(x, differentiable)), self.passes
+        wanted = dict(self._differentiated(given))
+        if wanted:
+            require_input_gradients(walk.engines, given)
+        inputs, step = replaced(given, {}), max(self.data.sizes)
         parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
-        walk = self.passes
         passes = Passes(self.model, parts, self.engine, self.memory, walk.engines, progress=walk.progress)
-        return Jacobian(self.theta, passes=passes, rows=num_points(inputs) * self.num_outputs)
+        rows = num_points(inputs) * self.num_outputs
+        if not wanted:
+            return Jacobian(self.theta, passes=passes, rows=rows)
+        return Jacobian(self.theta, *wanted.values(), passes=passes, rows=rows, inputs=inputs, names=tuple(wanted))
 
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
         """f(x, θ*), the network's outputs at its snapshot, sequences as rows (n, T·C). One forward pass.
 
         With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
-        their values. Raises as `jacobian` does, and ValueError unless the weights are one vector (D,).
+        their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
+        weights are one vector (D,).
         """
-        inputs, step = self.admitted(x), max(self.data.sizes)
+        inputs, step = self.admitted(x, differentiable=True), max(self.data.sizes)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
+        if any(True for _ in self._differentiated(inputs)):
+            return outputs_at(self.model, copy(inputs), {name: value.detach() for name, value in values.items()})
         with torch.no_grad():
             parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
         return torch.cat(parts)
 
-    def admitted(self, x: Any) -> Inputs:
+    def admitted(self, x: Any, differentiable: bool = False) -> Inputs:
         """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
         inputs = as_inputs(x, self.theta.device, self.theta.dtype)
-        for name, tensor in components(inputs):
-            if recorded((tensor,)):
-                raise ValueError(
-                    f"{name} requires a gradient, but predictions, Jacobians and kernels have none in their inputs, "
-                    "and it would be taken for zero: pass x.detach(), or call this under torch.no_grad()."
-                )
+        for name, _ in () if differentiable else self._differentiated(inputs):
+            raise ValueError(
+                f"{name} requires a gradient, which is not asked for here and would be taken for zero: use "
+                "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
+                "or call this under torch.no_grad()."
+            )
         self.model.admit(inputs)
         return inputs
+
+    def _differentiated(self, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+        """Those of the inputs in which a gradient is asked for."""
+        return ((name, tensor) for name, tensor in components(inputs) if recorded((tensor,)))
 
     def outputs(self) -> Float[Tensor, "N C"]:
         """f(θ*) at the training inputs. One forward pass."""

@@ -1,14 +1,19 @@
 """J P⁻¹ Jᵀ of each point from each layer's a and δ, where P has a structure: no row of J is formed and solved for.
 
 Under KFAC and EKFAC a and δ are rotated into the eigenbases; under a diagonal P they are weighted as they are; low rank
-plus a diagonal is the latter less what Woodbury's identity takes away, r products with J; each of several dense blocks
-takes the rows of its layer.
+plus a diagonal is the latter less what Woodbury's identity takes away, which needs J U; each of several dense blocks
+takes the rows of its layer, and one dense P all rows of the selected weights. Of a last layer, whose δ is the identity,
+everything comes from its inputs.
+
+What is added to is the blocks (m, C, C) of m points, or their diagonals (m, C): of thousands of outputs the blocks
+would be more numbers than everything else.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +23,19 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Inverse
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.operators.dense import OfDense
 from curvops.linalg.operators.diagonal_matrix import OfDiagonal
 from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfEigenKronecker
 from curvops.linalg.operators.low_rank import OfLowRank
+from curvops.network.engines.layerwise import Features
+from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes
-from curvops.operators.jacobian import Jacobian
+from curvops.network.walks.layer_roots import Group, JacobianRows
+from curvops.operators.jacobian import Jacobian, selected_rows
 from curvops.operators.kfac import LayerBlocks
-from curvops.operators.kfac_factors import Sides, kept_entries, members, rotate
+from curvops.operators.kfac_factors import PARTS, Sides, kept_entries, members, rotate
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.moments import block_bytes, row_blocks
 
@@ -35,101 +43,186 @@ LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The share of a variance under D alone that Woodbury's difference must leave: of its digits so many are lost."""
 
 
+Target = Tensor
+"""Blocks (m, C, C), or their diagonals (m, C)."""
+
+
+class OfLayer(NamedTuple):
+    """P⁻¹ on a layer's matrix: its inverse eigenvalues (g, p, q) and eigenvectors (none: the unit vectors)."""
+
+    weights: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
 class Metric(ABC):
     """P⁻¹ as far as the rows of one group of layers see it."""
 
     @abstractmethod
-    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
+    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
+        """The last layer's blocks with what of its inputs (m, q) each takes; None where P has another structure."""
+        return None
 
-@torch.no_grad()
-def point_covariances(jacobian: LinearOperator, inverse: LinearOperator, outputs: int) -> Float[Tensor, "m C C"] | None:
+
+def point_covariances(
+    jacobian: LinearOperator,
+    inverse: LinearOperator,
+    outputs: int,
+    diagonals: bool = False,
+    rows: JacobianRows | None = None,
+) -> Target | None:
     """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G.
 
-    A forward pass, C backward passes and, for each layer, two rotations (none for a diagonal P); where it is applied at
-    one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at few the same for each pair of them, elsewhere the layer's own
-    Jacobian, in chunks. Low rank adds r products with J. None for other operators, where parameters have no layer rule,
-    and where Woodbury's difference would cancel too many digits.
+    With `diagonals` their diagonals alone. A forward pass, C backward passes (of a last layer none) and, for each
+    layer, two rotations (none for a diagonal P); where it is applied at one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at
+    few the same for each pair of them, elsewhere the layer's own Jacobian, in chunks. Low rank adds J U from the same a
+    and δ. None for other operators, where parameters have no layer rule, and where Woodbury's difference would cancel
+    too many digits. `rows` with a graph take the place of those of the Jacobian's walk, and give the result one.
     """
     precision = inverse.base if isinstance(inverse, Inverse) else None
     if not isinstance(precision, Damped) or not isinstance(jacobian, Jacobian):
         return None
-    if jacobian.passes.engines.plan.others:
-        return None
-    form = precision._closed_form()
-    if isinstance(form, OfLowRank):
-        return _of_low_rank(jacobian, form, outputs)
-    metric = _metric(jacobian.passes, precision, form)
-    return None if metric is None else _summed(jacobian, metric, outputs)
+    shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
+    with torch.no_grad() if rows is None else nullcontext():
+        walk = jacobian.passes if rows is None else rows
+        form = precision._closed_form()
+        if isinstance(form, OfDense):
+            return _of_dense(walk, form, shape)
+        if jacobian.passes.engines.plan.others:
+            return None
+        if isinstance(form, OfLowRank):
+            return _of_low_rank(walk, form, shape)
+        metric = _metric(walk.model, precision, form)
+        return None if metric is None else _summed(walk, metric, shape)
 
 
-def _metric(passes: Passes, precision: Damped, form: Any) -> Metric | None:
+def _metric(model: Model, precision: Damped, form: Any) -> Metric | None:
     if isinstance(form, OfDiagonal):
-        return Elementwise(passes, form.inverse_diagonal())
+        return Elementwise(model, form.inverse_diagonal())
     if isinstance(form, OfDirectSum) and isinstance(precision.base, LayerBlocks):
-        return InEigenbases(passes, dict(zip(precision.base.names, form.forms)))
-    return InDenseBlocks(passes, form) if isinstance(form, OfDirectSum) else None
+        return InEigenbases(model, dict(zip(precision.base.names, form.forms)))
+    return InDenseBlocks(model, form) if isinstance(form, OfDirectSum) else None
 
 
-def _summed(jacobian: Jacobian, metric: Metric, outputs: int) -> Float[Tensor, "m C C"] | None:
-    passes = jacobian.passes
-    total = jacobian.theta.new_zeros(jacobian.shape[0] // outputs, outputs, outputs)
-    for first, groups in passes.jacobian_rows():
+def _summed(
+    walk: JacobianRows,
+    metric: Metric,
+    shape: tuple[int, ...],
+    tangents: Blocks | None = None,
+    pushed: Tensor | None = None,
+) -> Target | None:
+    """The sum over layers; with tangents V, J V is added to `pushed` (N·C, K) from the same a and δ."""
+    total, outputs = walk.model.theta.new_zeros(shape), shape[1]
+    last = walk.features()
+    if last is not None and _sum_of_last(total, last, metric):
+        if tangents is not None and pushed is not None:
+            pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
+        return total
+    for first, _, groups in walk.jacobian_rows():
         for group in groups:
             start, count = (first + group.first_row) // outputs, group.num_rows // outputs
-            if not metric.add(total[start : start + count], group, passes.chunk_bytes):
+            if not metric.add(total[start : start + count], group, walk.chunk_bytes):
                 return None
+            if tangents is not None and pushed is not None:
+                part = pushed[first + group.first_row :][: group.num_rows]
+                part += group.push(tangents).flatten(1).mT
     return total
 
 
-def _of_low_rank(jacobian: Jacobian, form: OfLowRank, outputs: int) -> Float[Tensor, "m C C"] | None:
+def _sum_of_last(total: Target, last: list[Features], metric: Metric) -> bool:
+    """Add what the last layer's inputs give, where P has a structure on its matrix."""
+    start = 0
+    for features in last:
+        terms = metric.of_last(features)
+        if terms is None:
+            return False
+        count = features.kept.flatten(0, -2).shape[0]
+        for layer, inputs in terms:
+            _add_last(total[start : start + count], layer, inputs)
+        start += count
+    return True
+
+
+def _add_last(target: Target, layer: OfLayer, inputs: Float[Tensor, "m q"]) -> None:
+    """target += U diag(k) Uᵀ with k_i = Σ_j ã_j² / p_ij: δ is the identity at every point."""
+    rotated = inputs if layer.right is None else rotate(inputs[:, None, None], layer.right)[:, 0, 0]
+    kernel = rotated.square() @ layer.weights[0].mT
+    if layer.left is None or layer.left.ndim == 2:
+        (target if target.ndim == 2 else target.diagonal(dim1=1, dim2=2)).add_(kernel)
+    elif target.ndim == 2:
+        target.addmm_(kernel, layer.left[0].square().mT)
+    else:
+        target.add_((layer.left[0] * kernel.unsqueeze(1)) @ layer.left[0].mT)
+
+
+def _of_dense(walk: JacobianRows, form: OfDense, shape: tuple[int, ...]) -> Target:
+    """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
+    total, start = walk.model.theta.new_zeros(shape), 0
+    for rows in selected_rows(walk):
+        half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
+        part = half.unflatten(0, (-1, shape[1]))
+        _add_products(total[start : start + len(part)], part, part)
+        start += len(part)
+    return total
+
+
+def _of_low_rank(walk: JacobianRows, form: OfLowRank, shape: tuple[int, ...]) -> Target | None:
     """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
     base, shift = form.base, form.shift
-    total = _summed(jacobian, Elementwise(jacobian.passes, shift.reciprocal().expand(base.shape[-1])), outputs)
-    roots = base.values.sqrt()
-    if total is None or not bool((roots > 0).any()):
-        return total
-    if shift.ndim:
-        pushed = jacobian._matmul(form.scaled)
-    else:
-        pushed = form.inverse_shift * jacobian._matmul(base.vectors)
-    kept = roots > 0
-    roots, capacitance = roots[kept], form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
+    kept = base.values > 0
+    metric = Elementwise(walk.model, shift.reciprocal().expand(base.shape[-1]))
+    if not bool(kept.any()):
+        return _summed(walk, metric, shape)
+    pushed = walk.model.theta.new_zeros(shape[0] * shape[1], len(base.values))
+    vectors = form.scaled if shift.ndim else base.vectors
+    total = _summed(walk, metric, shape, walk.model.selection.split(vectors), pushed)
+    if total is None:
+        return None
+    scaled = pushed if shift.ndim else pushed * form.inverse_shift
+    roots, capacitance = base.values[kept].sqrt(), form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
     factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
-    pushed = torch.linalg.solve_triangular(factor, (pushed[:, kept] * roots).mT, upper=False).mT
-    scaled = pushed.unflatten(0, (-1, outputs))
-    found = torch.baddbmm(total, scaled, scaled.mT, alpha=-1)
-    left = found.diagonal(dim1=1, dim2=2) / total.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(total.dtype).tiny)
-    return found if bool((left > LEAST_LEFT[total.dtype]).all()) else None
+    taken = torch.linalg.solve_triangular(factor, (scaled[:, kept] * roots).mT, upper=False).mT
+    taken = taken.unflatten(0, (-1, shape[1]))
+    found = total.clone()
+    _add_products(found, -taken, taken)
+    left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
+    enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
+    return found if bool(enough.all()) else None
 
 
 class Elementwise(Metric):
     """A diagonal P⁻¹ = diag(w)."""
 
-    def __init__(self, passes: Passes, weights: Float[Tensor, " D"]) -> None:
-        self.weights: Blocks = passes.model.selection.unflatten(weights)
+    def __init__(self, model: Model, weights: Float[Tensor, " D"]) -> None:
+        self.weights: Blocks = model.selection.unflatten(weights)
 
-    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Of entries outside a subnetwork the weight is zero."""
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None
-            _add(target, matrices, as_matrix(group.layer, self.weights), None, most_bytes)
+            _add(target, matrices, OfLayer(as_matrix(group.layer, self.weights)), most_bytes)
             return True
         weights = torch.cat([self.weights[name].flatten() for name in group.names])
         for part, rows in _rows(target, group, most_bytes):
             _add_products(part, rows * weights, rows)
         return True
 
+    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
+        inputs = features.inputs()
+        return None if inputs is None else [(OfLayer(as_matrix(features.layer, self.weights)), inputs)]
+
 
 class InEigenbases(Metric):
     """KFAC or EKFAC plus a prior: by name, the form of each block."""
 
-    def __init__(self, passes: Passes, forms: Mapping[tuple[str, ...], Any]) -> None:
-        self.forms, self.positions = forms, passes.model.selection.positions()
+    def __init__(self, model: Model, forms: Mapping[tuple[str, ...], Any]) -> None:
+        self.forms, self.positions = forms, model.selection.positions()
 
-    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the layers were found otherwise when the curvature was built."""
         whole, parts = self.forms.get(group.names), members(group, self.forms)
         if whole is not None and not isinstance(whole, OfEigenKronecker):
@@ -138,25 +231,39 @@ class InEigenbases(Metric):
                 _add_solved(part, rows[..., kept], whole)
             return True
         for names, matrices in parts:
-            form = self.forms[names]
-            assert isinstance(form, OfEigenKronecker)
-            base = form.eigen
-            weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
-            _add(target, matrices, weights, Bases(base.left_vectors, base.right_vectors), most_bytes)
+            _add(target, matrices, self._of_layer(names), most_bytes)
         return bool(parts)
+
+    def _of_layer(self, names: tuple[str, ...]) -> OfLayer:
+        form = self.forms[names]
+        assert isinstance(form, OfEigenKronecker)
+        base = form.eigen
+        weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
+        return OfLayer(weights, base.left_vectors, base.right_vectors)
+
+    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
+        inputs, names = features.inputs(), features.layer.names
+        if inputs is None:
+            return None
+        whole = tuple(sorted(names.values()))
+        if isinstance(self.forms.get(whole), OfEigenKronecker):
+            return [(self._of_layer(whole), inputs)]
+        if not all((name,) in self.forms for name in names.values()) or len(names) == 1:
+            return None
+        return [(self._of_layer((names[local],)), inputs[:, part]) for local, part in PARTS.items()]
 
 
 class InDenseBlocks(Metric):
     """Blocks of whole layers plus a prior."""
 
-    def __init__(self, passes: Passes, form: OfDirectSum) -> None:
-        self.positions = passes.model.selection.positions()
+    def __init__(self, model: Model, form: OfDirectSum) -> None:
+        self.positions = model.selection.positions()
         self.forms = {}
         for part, own in zip(form.base.partition.parts, form.forms):
             index = torch.arange(part.start, part.stop) if isinstance(part, range) else part.cpu()
             self.forms[int(index.min())] = index, own
 
-    def add(self, target: Float[Tensor, "m C C"], group: Group, most_bytes: int) -> bool:
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the group's weights are not those of one block."""
         entries = torch.cat([self.positions[name].flatten() for name in group.names])
         kept = (entries >= 0).nonzero().squeeze(1)
@@ -169,41 +276,29 @@ class InDenseBlocks(Metric):
         return True
 
 
-class Bases(NamedTuple):
-    """Eigenvectors of a layer's two sides."""
-
-    left: Tensor
-    right: Tensor
-
-
-def _add(
-    target: Float[Tensor, "m C C"],
-    matrices: list[Sides],
-    weights: Float[Tensor, "g p q"],
-    bases: Bases | None,
-    most_bytes: int,
-) -> None:
-    """target += the blocks of one layer, or of layers that share weights, in these bases (None: as they are)."""
-    sides = [(left if bases is None else rotate(left, bases.left), right) for left, right in matrices]
+def _add(target: Target, matrices: list[Sides], layer: OfLayer, most_bytes: int) -> None:
+    """target += the blocks of one layer, or of layers that share weights."""
+    sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
     if len(sides) == 1 and not sides[0][1].is_floating_point():
-        _add_embedded(target, *sides[0], weights)
+        _add_embedded(target, *sides[0], layer.weights)
         return
     # Calls that share weights add up their rows: to a sum over the positions of all of them.
     left = torch.cat([left for left, _ in sides], 3)
-    right = torch.cat([_rotated(right, weights, bases).to(left.dtype) for _, right in sides], 2)
+    right = torch.cat([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
     if positions * (positions + 1) // 2 <= columns * (positions + outputs):
-        _add_pairs(target, left, right, weights, most_bytes)
+        _add_pairs(target, left, right, layer.weights, most_bytes)
     else:
-        _add_rows(target, left, right, weights.sqrt(), block_bytes(most_bytes, left))
+        _add_rows(target, left, right, layer.weights.sqrt(), block_bytes(most_bytes, left))
 
 
-def _rotated(right: Tensor, weights: Float[Tensor, "g p q"], bases: Bases | None) -> Tensor:
+def _rotated(right: Tensor, layer: OfLayer) -> Tensor:
+    weights = layer.weights
     right = right if right.is_floating_point() else F.one_hot(right, weights.shape[2]).to(weights.dtype)
-    return right if bases is None else rotate(right, bases.right)
+    return right if layer.right is None else rotate(right, layer.right)
 
 
-def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
+def _add_embedded(target: Target, left: Tensor, indices: Tensor, weights: Float[Tensor, "1 E V"]) -> None:
     """δ̃ (n, R, 1, t, E) and tokens (n, 1, t): positions of one token add up before they are multiplied."""
     tokens, delta = indices[:, 0], left[:, :, 0]
     same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(delta.dtype)
@@ -212,7 +307,7 @@ def _add_embedded(target: Tensor, left: Tensor, indices: Tensor, weights: Float[
 
 
 def _add_pairs(
-    target: Tensor,
+    target: Target,
     left: Float[Tensor, "n R g t p"],
     right: Float[Tensor, "n g t q"],
     weights: Float[Tensor, "g p q"],
@@ -238,7 +333,7 @@ def _add_pairs(
 
 
 def _add_rows(
-    target: Tensor,
+    target: Target,
     left: Float[Tensor, "n R g t p"],
     right: Float[Tensor, "n g t q"],
     roots: Float[Tensor, "g p q"],
@@ -247,14 +342,17 @@ def _add_rows(
     """The layer's own Jacobian in the eigenbasis, divided by √p: few lines of it at a time, which stay in a cache."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
+    if recorded((left, right)):  # each block below is written over by the next
+        _add_products(target, *[(torch.einsum("nrgtp,ngtq->nrgpq", left, right) * roots).flatten(2)] * 2)
+        return
     for points, lines, rows in row_blocks([(left, right)], most_bytes):
         rows.mul_(roots[:, lines].unsqueeze(1))
         flat = rows.flatten(3).unflatten(2, (blocks, outputs)).flatten(0, 2)
-        products = (flat @ flat.mT).unflatten(0, (-1, roots.shape[0], blocks)).sum(1)
-        target.unflatten(0, (n, blocks))[points] += products
+        products = flat @ flat.mT if target.ndim == 3 else flat.square().sum(-1)
+        target.unflatten(0, (n, blocks))[points] += products.unflatten(0, (-1, roots.shape[0], blocks)).sum(1)
 
 
-def _rows(target: Tensor, group: Group, most_bytes: int) -> Iterator[tuple[Tensor, Float[Tensor, "n R p"]]]:
+def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
     """The group's rows of some points at a time, its tensors one after the other, with their part of the target."""
     start = 0
     for rows in group.pieces(most_bytes):
@@ -264,12 +362,15 @@ def _rows(target: Tensor, group: Group, most_bytes: int) -> Iterator[tuple[Tenso
         start += count
 
 
-def _add_solved(target: Tensor, rows: Float[Tensor, "n R p"], form: Any) -> None:
+def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None:
     """The rows and their solves with their own block."""
     _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
 
 
-def _add_products(target: Float[Tensor, "m C C"], one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"]) -> None:
-    """target += one otherᵀ within each point; of sequences, within each position."""
-    m, outputs, _ = target.shape
-    target.baddbmm_(one.reshape(m, outputs, -1), other.reshape(m, outputs, -1).mT)
+def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"]) -> None:
+    """target += one otherᵀ within each point, or its diagonal; of sequences, within each position."""
+    one, other = (rows.reshape(*target.shape[:2], -1) for rows in (one, other))
+    if target.ndim == 3:
+        target.baddbmm_(one, other.mT)
+    else:
+        target.add_((one * other).sum(-1))

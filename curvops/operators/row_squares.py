@@ -28,7 +28,7 @@ def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor
 def squared_columns(jacobian: Jacobian) -> Float[Tensor, " D"]:
     """Σ_n Σ_c J[n·C + c, d]² for each weight d: the diagonal of JᵀJ."""
     passes = jacobian.passes
-    groups = (group for _, groups in passes.jacobian_rows() for group in groups)
+    groups = (group for *_, groups in passes.jacobian_rows() for group in groups)
     return _summed(passes.model, groups, passes.chunk_bytes)
 
 

@@ -112,9 +112,9 @@ def gram(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC
     scales = _scales(left.passes.model.selection.positions(), prior)
     result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
     same = left.passes is right.passes
-    for start, groups in left.passes.jacobian_rows():
+    for start, _, groups in left.passes.jacobian_rows():
         others = right.passes.jacobian_rows(start + 1 if same else 0)
-        for other, partners in chain([(start, groups)] if same else [], others):
+        for other, _, partners in chain([(start, 0, groups)] if same else [], others):
             for group, partner in product(groups, partners):
                 if group.names == partner.names:
                     first, second = start + group.first_row, other + partner.first_row

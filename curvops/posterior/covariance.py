@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,40 +16,159 @@ from curvops.linalg import Dense, Operator
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import holding, solved_at_a_time
 from curvops.linalg.core.vectors import unit_block
-from curvops.operators.jacobian import Jacobian
+from curvops.linalg.operators.algebra import Product
+from curvops.network.data.inputs import Inputs
+from curvops.network.walks.budget import LEAST_ROOM
+from curvops.network.walks.input_graphs import GraphRows, through_inputs
+from curvops.operators.jacobian import Jacobian, selected_rows
 from curvops.operators.point_covariance import point_covariances
 
 # Rows of J solved for at a time, where memory has room for them.
 BLOCK = 128
 
 
-@dataclass(eq=False)
-class Blocks:
-    """Where a `PointCovariance` keeps its blocks once they are computed. Dropped by pickling and copying."""
-
-    value: Tensor | None = None
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __reduce__(self) -> tuple[type[Blocks], tuple[()]]:
-        return Blocks, ()
+FEW = 64
+"""Outputs of a point up to which blocks serve for their diagonals too: they cost little more."""
 
 
-class PointCovariance(Operator):
-    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
+class PointBlocks(Operator):
+    """A C × C covariance for each of N points, (N, C, C), and nothing between points.
 
-    The first use solves N·C systems with P, in blocks (for structured P none, see `operators.point_covariance`); the
-    result takes N·C² numbers and is kept, unless a gradient for the prior precision or the likelihood's
-    hyperparameters is asked for.
+    Variances are known without the blocks, which are formed where entries off the diagonal are asked for.
     """
 
-    def __init__(
-        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, blocks: Blocks, temperature: float = 1.0
-    ) -> None:
-        super().__init__(jacobian, inverse, outputs=outputs, blocks=blocks, temperature=temperature)
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """All blocks."""
+        raise NotImplementedError
+
+    def _require_room(self, memory_budget: int) -> None:
+        """ValueError where the blocks take more than the budget."""
+        needed = self.shape.numel() * self.dtype.itemsize
+        if needed > max(memory_budget, LEAST_ROOM):
+            n, c = self.shape[:2]
+            raise ValueError(
+                f"the {c:,} × {c:,} covariances of {n:,} points take {needed:,} bytes, the memory budget is "
+                f"{memory_budget:,}. Variances do not need them (.variance, .stddev, link='probit'); link='mc', "
+                "uncertainty and log_likelihood take draws of the weights instead, samples=post.sample(k). Or take "
+                "fewer points at a time, or a larger memory_budget of co.linearize."
+            )
 
     @property
     def psd(self) -> bool:
         return True
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.blocks() @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.blocks() @ rhs
+
+    def to_dense(self) -> Tensor:
+        """All blocks."""
+        return self.blocks()
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return Dense(self.blocks())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.blocks()[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
+        return Dense(self.blocks())._expand_batch(batch_shape)
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return Dense(self.blocks())._unsqueeze_batch(dim)
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return Dense(self.blocks())._permute_batch(*dims)
+
+
+class SampledCovariance(PointBlocks):
+    """mean_k of (J z_k)(J z_k)ᵀ within each point, from what k draws give, (N, C, k)."""
+
+    def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int) -> None:
+        super().__init__(pushed, memory_budget=memory_budget)
+
+    @property
+    def pushed(self) -> Tensor:
+        """J z_k, (N, C, k)."""
+        return self._args[0]
+
+    def _size(self) -> torch.Size:
+        n, c, _ = self.pushed.shape
+        return torch.Size((n, c, c))
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        self._require_room(self._kwargs["memory_budget"])
+        return self.pushed @ self.pushed.mT / self.pushed.shape[-1]
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._matmul(rhs)
+
+    def _diagonal(self) -> Tensor:
+        return self.pushed.square().mean(-1)
+
+
+@dataclass(eq=False)
+class Kept:
+    """Where a `PointCovariance` keeps what it has computed. Dropped by pickling and copying."""
+
+    blocks: Tensor | None = None
+    variances: Tensor | None = None
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def with_graph(
+    jacobian: Jacobian,
+    by_structure: Callable[[GraphRows], Tensor | None],
+    by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
+) -> Tensor:
+    """A covariance with its gradient in the inputs: of the structure of P, else of J's rows and their solves."""
+    passes = jacobian.passes
+
+    def compute(inputs: Inputs) -> Tensor:
+        rows = GraphRows(passes.engines, inputs, passes.chunk_bytes)
+        found = by_structure(rows)
+        return by_solves(torch.cat(list(selected_rows(rows)))) if found is None else found
+
+    return through_inputs(passes.model, jacobian.inputs, compute)
+
+
+@torch.no_grad()
+def solved(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
+    """P⁻¹ of the rows, which are taken as constants."""
+    width, beside = solved_at_a_time(jacobian, min(BLOCK, len(rows)))
+    with holding(jacobian, beside):
+        return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
+
+
+def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"], diagonals: bool = False) -> Tensor:
+    """J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
+    found = (rows * solutions).sum(-1) if diagonals else rows @ solutions.mT
+    return found + (found if diagonals else found.mT) - found.detach()
+
+
+class PointCovariance(PointBlocks):
+    """The C × C diagonal blocks of T J P⁻¹ Jᵀ, one a point: (N, C, C); points are treated as independent.
+
+    The first use solves N·C systems with P, in blocks (for structured P none, see `operators.point_covariance`); the
+    result takes N·C² numbers, the variances alone N·C, and is kept, unless a gradient for the prior precision or the
+    likelihood's hyperparameters is asked for.
+    """
+
+    def __init__(
+        self, jacobian: Jacobian, inverse: LinearOperator, outputs: int, kept: Kept, temperature: float = 1.0
+    ) -> None:
+        super().__init__(jacobian, inverse, outputs=outputs, kept=kept, temperature=temperature)
 
     def _size(self) -> torch.Size:
         c: int = self._kwargs["outputs"]
@@ -56,25 +176,46 @@ class PointCovariance(Operator):
 
     def blocks(self) -> Float[Tensor, "N C C"]:
         """All blocks, solved for on the first call."""
+        self._require_room(self._args[0].passes.memory_budget)
         if recorded(self.representation()):
-            return self._solve_blocks()
-        store: Blocks = self._kwargs["blocks"]
-        with store.lock:
-            if store.value is None:
-                store.value = self._solve_blocks()
-            return store.value
+            return self._computed()
+        kept: Kept = self._kwargs["kept"]
+        with kept.lock:
+            if kept.blocks is None:
+                kept.blocks = self._computed()
+            return kept.blocks
 
-    def _solve_blocks(self) -> Tensor:
-        blocks = self._untempered()
-        return (blocks + blocks.mT) * (self._kwargs["temperature"] / 2)
+    def _diagonal(self) -> Tensor:
+        kept: Kept = self._kwargs["kept"]
+        if self.shape[-1] <= FEW or kept.blocks is not None:
+            return self.blocks().diagonal(dim1=-2, dim2=-1)
+        if recorded(self.representation()):
+            return self._computed(diagonals=True)
+        with kept.lock:
+            if kept.variances is None:
+                kept.variances = self._computed(diagonals=True)
+            return kept.variances
 
-    def _untempered(self) -> Tensor:
+    def _computed(self, diagonals: bool = False) -> Tensor:
+        found = self._untempered(diagonals)
+        return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
+
+    def _untempered(self, diagonals: bool) -> Tensor:
         jacobian, inverse = self._args
         c = self.shape[-1]
-        of_layers = None if recorded(self.representation()) else point_covariances(jacobian, inverse, c)
+        if jacobian.is_recorded:
+            return with_graph(
+                jacobian,
+                lambda rows: point_covariances(jacobian, inverse, c, diagonals, rows),
+                lambda R: quadratic(
+                    R.unflatten(0, (-1, c)), solved(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
+                ),
+            )
+        of_layers = None if recorded(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
         if of_layers is not None:
             return of_layers
-        return torch.cat([self._solve_points(part) for part in jacobian.by_points(self._points_at_a_time())])
+        parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time()))
+        return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
 
     def _points_at_a_time(self) -> int:
         """As many as have `BLOCK` rows, fewer where memory is short; one at least."""
@@ -104,33 +245,24 @@ class PointCovariance(Operator):
         block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
         return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
 
-    def _transpose_nonbatch(self) -> LinearOperator:
-        return self
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.blocks() @ rhs
-
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.blocks() @ rhs
+class JointCovariance(Product):
+    """J W Jᵀ over all outputs of all points together, lazily: (N·C, N·C)."""
 
     def to_dense(self) -> Tensor:
-        """All blocks."""
-        return self.blocks()
+        """The matrix; ValueError where it takes more than the memory budget."""
+        jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
+        if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
+            raise ValueError(
+                f"the joint covariance of {self.shape[-1]:,} outputs takes {needed:,} bytes, the memory budget is "
+                f"{jacobian.passes.memory_budget:,}. Take joint draws, post.functions(x, k), the lazy low rank of "
+                "samples=post.sample(k), points as independent ones (joint=False), fewer points, or a larger "
+                "memory_budget of co.linearize."
+            )
+        if jacobian.is_recorded:
+            weighted = self.factors[1]
+            return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solved(jacobian, weighted, R)))
+        return super().to_dense()
 
     def _diagonal(self) -> Tensor:
-        return self.blocks().diagonal(dim1=-2, dim2=-1)
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return Dense(self.blocks())._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        return self.blocks()[(*batch_indices, row_index, col_index)]
-
-    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return Dense(self.blocks())._expand_batch(batch_shape)
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return Dense(self.blocks())._unsqueeze_batch(dim)
-
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return Dense(self.blocks())._permute_batch(*dims)
+        return self.to_dense().diagonal() if self.factors[0].is_recorded else super()._diagonal()

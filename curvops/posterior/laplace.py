@@ -21,9 +21,11 @@ from torch import Tensor
 
 from curvops import storage
 from curvops.linalg import Damped, Estimate, draw
+from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
 from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
+from curvops.operators.jacobian import Jacobian
 from curvops.posterior import continual
 from curvops.posterior.arguments import (
     check_accuracy,
@@ -31,7 +33,7 @@ from curvops.posterior.arguments import (
     checked_count,
     checked_curvature,
 )
-from curvops.posterior.covariance import Blocks, PointCovariance
+from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
 from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
@@ -138,12 +140,17 @@ class Laplace(Predictive):
             draws *= math.sqrt(self.temperature)
         return accumulate(draws, self.mean)
 
-    def _covariance(self, x: Any, joint: bool, rtol: float | None) -> LinearOperator:
-        J, inverse = self.lin.jacobian(x), self.precision.inverse(rtol)
-        if not joint:
-            return PointCovariance(J, inverse, self.lin.output_shape[-1], Blocks(), self.temperature)
-        covariance = J @ inverse @ J.mT
-        return covariance if self.temperature == 1 else covariance * self.temperature
+    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+        inverse = self.precision.inverse(rtol)
+        if jacobian.is_recorded and recorded(inverse.representation()):
+            raise ValueError(
+                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
+                "one in either, not in both. Detach one of them."
+            )
+        if joint:
+            weighted = inverse if self.temperature == 1 else inverse * self.temperature
+            return JointCovariance(jacobian, weighted, jacobian.mT)
+        return PointCovariance(jacobian, inverse, self.lin.output_shape[-1], Kept(), self.temperature)
 
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()

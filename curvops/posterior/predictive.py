@@ -17,14 +17,16 @@ from linear_operator.operators import LinearOperator
 from scipy.special import chdtri
 from torch import Tensor
 
-from curvops.linalg import Dense, Estimate, LowRank
+from curvops.linalg import Estimate, LowRank
 from curvops.linalg.core.limits import check_flag, check_generator
 from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
+from curvops.operators.jacobian import Jacobian
 from curvops.posterior import held_out, links, uncertainty
 from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
+from curvops.posterior.covariance import SampledCovariance
 from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
 
 # Draws of the outputs of each point, where averages over them are asked for and no samples are given.
@@ -73,8 +75,8 @@ class Predictive(ABC):
         """Draws of the weights as rows."""
 
     @abstractmethod
-    def _covariance(self, x: Any, joint: bool, rtol: float | None) -> LinearOperator:
-        """Of the linearised outputs at x: (N·C, N·C) where joint, else (N, C, C)."""
+    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+        """Of the linearised outputs at the Jacobian's points: (N·C, N·C) where joint, else (N, C, C)."""
 
     def _require_gradients(self) -> None:  # noqa: B027 - most carry none
         """Raise ValueError where a gradient is asked for that predictions do not have."""
@@ -100,11 +102,17 @@ class Predictive(ABC):
             noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
 
         Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Those of independent points
-        under a structured curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers) come from each layer's
-        inputs and sensitivities instead, at C backward passes and a few matrix products.
+        under a structured curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected
+        weights) come from each layer's inputs and sensitivities instead, at C backward passes and a few matrix
+        products; of a last layer from its inputs, without a further pass. Variances need no C × C block.
+
+        Where x requires a gradient, the mean and the covariance have it (first derivatives, never in θ), for 2 to 3
+        times the cost of the covariance; exact solves are not repeated for it.
 
         Raises:
-            ValueError: noise=True with another likelihood, draws of another size, or unfit inputs (see `jacobian`).
+            ValueError: noise=True with another likelihood, draws of another size, unfit inputs (see `jacobian`), x and
+                the prior precision or the noise with a gradient at once; and, when they are used, covariances that
+                exceed the memory budget.
         """
         check_flag("joint", joint)
         check_flag("noise", noise)
@@ -113,12 +121,13 @@ class Predictive(ABC):
         samples = None if samples is None else checked_draws(samples, self.mean)
         added = self._noise() if noise else None
         self._require_gradients()
-        mean = self._outputs(x)
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        mean = self._by_position(jacobian.outputs())
         if samples is None:
-            covariance = self._covariance(x, joint, rtol)
+            covariance = self._covariance(jacobian, joint, rtol)
         else:
-            pushed = self._pushed(x, samples).movedim(0, -1)
-            covariance = _second_moment(pushed, joint)
+            pushed = self._pushed(jacobian, samples).movedim(0, -1)
+            covariance = _of_draws(pushed) if joint else SampledCovariance(pushed, self.lin.memory_budget)
         if added is not None:
             noise_of_each = added.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(noise_of_each.repeat(len(mean)) if joint else noise_of_each)
@@ -152,7 +161,7 @@ class Predictive(ABC):
         if len(samples) != k:
             raise ValueError(f"k is {k}, but there are {len(samples)} samples; pass k=len(samples).")
         self._require_gradients()
-        return self._outputs(x) + self._pushed(x, samples)
+        return self._functions(x, samples)
 
     def probabilities(
         self,
@@ -300,15 +309,17 @@ class Predictive(ABC):
             )
         return likelihood.noise
 
-    def _outputs(self, x: Any) -> Float[Tensor, "N C"]:
-        return self._by_position(self.lin.predict(x))
-
     def _by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
         return outputs.reshape(-1, self.lin.output_shape[-1])
 
-    def _pushed(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-        """J(x)(θ_k − θ*)."""
-        pushed = self.lin.jacobian(x)._matmul((samples - self.mean).mT)
+    def _functions(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
+        """f(x) + J(x)(θ_k − θ*)."""
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        return self._by_position(jacobian.outputs()) + self._pushed(jacobian, samples)
+
+    def _pushed(self, jacobian: Jacobian, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
+        """J(θ_k − θ*)."""
+        pushed = jacobian._matmul((samples - self.mean).mT)
         return pushed.mT.unflatten(1, (-1, self.lin.output_shape[-1]))
 
     def _drawn_outputs(
@@ -327,7 +338,7 @@ class Predictive(ABC):
             yield torch.stack([self._by_position(self.lin.predict(x, weights)) for weights in samples])
         elif samples is not None:
             self._require_gradients()
-            yield self._outputs(x) + self._pushed(x, samples)
+            yield self._functions(x, samples)
         else:
             predicted = self.predict(x)
             covariance = predicted.lazy_covariance_matrix.to_dense()
@@ -336,10 +347,7 @@ class Predictive(ABC):
                 yield links.gaussian_draws(mean, own, OUTPUT_DRAWS, generator)
 
 
-def _second_moment(pushed: Float[Tensor, "N C k"], joint: bool) -> LinearOperator:
-    """mean_k of the outer products of J z_k."""
-    k = pushed.shape[-1]
-    if not joint:
-        return Dense(pushed @ pushed.mT / k)
+def _of_draws(pushed: Float[Tensor, "N C k"]) -> LowRank:
+    """mean_k of the outer products of J z_k over all outputs together."""
     root = pushed.flatten(0, 1)
-    return LowRank(root, root.new_full((k,), 1 / k))
+    return LowRank(root, root.new_full((pushed.shape[-1],), 1 / pushed.shape[-1]))

@@ -7,6 +7,7 @@ import torch
 
 import curvops as co
 from curvops.operators import point_covariance
+from curvops.operators.jacobian import selected_rows
 from curvops.operators.point_covariance import point_covariances
 from tests.zoo import ZOO, batches, call
 
@@ -81,6 +82,69 @@ def test_selections_and_subnetworks(structure, parameters):
     lin, inputs = linearized("mlp", parameters=parameters)
     inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(inputs)
     torch.testing.assert_close(point_covariances(J, inverse, 3), by_solves(J, inverse, 3), **TIGHT)
+
+
+SELECTED = {
+    **STRUCTURES,
+    "KFAC": lambda lin: co.KFAC(lin).add_diagonal(0.7),
+    "KFAC, biases apart": lambda lin: co.KFAC(lin, bias="separate").add_diagonal(0.7),
+    "EKFAC": lambda lin: co.EKFAC(lin).add_diagonal(0.7),
+    "Dense": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense(), psd=True).add_diagonal(0.7),
+}
+
+
+@pytest.mark.parametrize("structure", SELECTED)
+@pytest.mark.parametrize("name", ["mlp", "sequence_layernorm"])
+def test_a_last_layer_takes_its_inputs_alone(name, structure):
+    """No backward pass, and one forward pass for outputs, covariances and products; of sequences by position."""
+    lin, inputs = linearized(name, parameters="last_layer")
+    assert lin.plan.is_last_layer
+    C, inverse, J = lin.output_shape[-1], SELECTED[structure](lin).inverse(), lin.jacobian(inputs)
+    expected = by_solves(linearized(name, parameters="last_layer", engine="autodiff")[0].jacobian(inputs), inverse, C)
+    with (
+        patch.object(type(lin.model), "__call__", autospec=True, side_effect=type(lin.model).__call__) as passes,
+        patch("curvops.network.engines.layerwise.sensitivities", side_effect=AssertionError),
+    ):
+        torch.testing.assert_close(J.outputs(), lin.predict(inputs), **TIGHT)
+        before = passes.call_count
+        found = point_covariances(J, inverse, C)
+        torch.testing.assert_close(found, expected, **TIGHT)
+        variances = point_covariances(J, inverse, C, diagonals=True)
+        torch.testing.assert_close(variances, expected.diagonal(dim1=1, dim2=2), **TIGHT)
+        torch.testing.assert_close(J.to_dense() @ J.to_dense().mT, (J @ J.mT).to_dense(), **TIGHT)
+        assert passes.call_count == before
+
+
+@pytest.mark.parametrize("structure", SELECTED)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "sequence_layernorm", "embedding_few_rows"])
+def test_variances_alone_are_the_diagonals(name, structure):
+    lin, inputs = linearized(name)
+    inverse, J, C = SELECTED[structure](lin).inverse(), lin.jacobian(inputs), lin.output_shape[-1]
+    blocks = point_covariances(J, inverse, C)
+    found = point_covariances(J, inverse, C, diagonals=True)
+    torch.testing.assert_close(found, blocks.diagonal(dim1=1, dim2=2), **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "norms_1d", "tied_embedding", "dead_branch", "own_parameters"])
+def test_the_rows_of_a_subnetwork_are_its_columns(name):
+    """Few entries of a layer are gathered, many cut out of its rows; what no output depends on is zero."""
+    whole, inputs = linearized(name)
+    dense = whole.jacobian(inputs).to_dense()
+    for step in (1, 2, 17):
+        index = torch.arange(whole.num_parameters - 1, -1, -step)
+        J = linearized(name, parameters=index)[0].jacobian(inputs)
+        torch.testing.assert_close(torch.cat(list(selected_rows(J.passes))), dense[:, index], **TIGHT)
+        torch.testing.assert_close(J.formed(), dense[:, index].mT, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_a_dense_block_of_few_weights_is_not_solved_iteratively(name):
+    whole, inputs = linearized(name)
+    index = torch.arange(0, whole.num_parameters, 7)
+    lin, _ = linearized(name, parameters=index)
+    inverse, J = co.Subnetwork(co.GGN(whole), index).add_diagonal(0.7).inverse(), lin.jacobian(inputs)
+    found = point_covariances(J, inverse, lin.output_shape[-1])
+    torch.testing.assert_close(found, by_solves(J, inverse, lin.output_shape[-1]), **TIGHT)
 
 
 def test_low_rank_far_above_its_prior_goes_by_solves():

@@ -269,7 +269,44 @@ def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
     assert float(certain.stderr.max()) < 1e-12  # equal draws
 
 
+# Thousands of outputs
+
+
+def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
+    """200 classes at 70 points: 22 MB of covariances in float64, which exceed a budget below the least room."""
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4).double(), torch.arange(20) * 10
+    lin = co.linearize(nn.Linear(4, 200).double(), (x, y), "classification", memory_budget=1000)
+    post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(70, 4).double()
+    draws, match = post.sample(3, generator()), r"200 × 200 covariances of 70 points take 22,400,000 bytes.*samples="
+    exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(7)])
+    torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
+    expected = links.probit(lin.predict(points), exact.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(post.probabilities(points), expected, **TIGHT)
+    of_draws = post.predict(points, samples=draws)
+    pushed = post.functions(points, 3, samples=draws) - lin.predict(points)
+    torch.testing.assert_close(of_draws.variance, pushed.square().mean(0), **TIGHT)
+    product = of_draws.lazy_covariance_matrix @ points.new_ones(70, 200, 1)
+    torch.testing.assert_close(product.squeeze(-1), torch.einsum("knc,kn->nc", pushed, pushed.sum(-1)) / 3, **TIGHT)
+    for call in (
+        lambda: post.predict(points).covariance_matrix,
+        lambda: of_draws.covariance_matrix,
+        lambda: post.probabilities(points, "bridge"),
+        lambda: post.probabilities(points, "mc"),
+        lambda: post.uncertainty(points),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert post.probabilities(points, "mc", samples=draws).shape == (70, 200)
+    assert post.uncertainty(points, samples=draws).total.shape == (70,)
+    with pytest.raises(ValueError, match=r"joint covariance of 2,000 outputs takes 32,000,000 bytes.*functions"):
+        post.predict(points[:10], joint=True).covariance_matrix  # noqa: B018
+
+
 WRONG = {
+    "another shape": (lambda post: post.predict(torch.zeros(2, 7)), ValueError, r"failed on inputs \(2, 7\)"),
+    "integers": (lambda post: post.predict(torch.zeros(2, 4).long()), ValueError, "integer dtype|floating"),
+    "an array": (lambda post: post.predict(np.zeros((2, 4))), TypeError, "from_numpy"),
     "one target too many": (lambda post: post.log_likelihood(X, torch.zeros(6).long()), ValueError, "5 inputs.*6"),
     "a class too high": (lambda post: post.log_likelihood(X, torch.full((5,), 3)), ValueError, "3"),
     "targets in a list": (lambda post: post.log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),

@@ -78,6 +78,14 @@ def copy(inputs: Inputs) -> Inputs:
     return _each(inputs, torch.clone)
 
 
+def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
+    """The inputs with other tensors in the place of those named, and the rest without a graph."""
+    found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
+    if isinstance(inputs, Tensor):
+        return found[0]
+    return tuple(found) if isinstance(inputs, tuple) else dict(zip(inputs, found))
+
+
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
     """The inputs on a device, with floating tensors (and no others) cast to ``dtype``. None leaves as it is."""
     return _each(inputs, lambda tensor: move_tensor(tensor, device, dtype))

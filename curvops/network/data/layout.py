@@ -46,7 +46,9 @@ class Layout:
         """Outputs (n, *shape), or numbers in their place, as rows (n, T·C)."""
         if not self.shape:
             return outputs.unsqueeze(1)
-        return outputs.movedim(self.class_dim, -1).flatten(1)
+        # Of one position, or with the classes last, nothing moves: in the graph a view alone follows the last layer.
+        moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
+        return moved.flatten(1)
 
     def targets(self, y: Tensor) -> Tensor:
         """Targets (n, *positions, ...) as (n, T, ...); with the classes at dimension 1, rows (n, C, *positions) too.

@@ -55,6 +55,7 @@ class Engines:
         self._verified = self._columns_verified = self._rows_verified = False
         self._routes: dict[tuple[str, ...], Routes] = {}
         self._recorded_verified: set[tuple[str, ...]] = set()
+        self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
         self._all_routes = find_routes(model, self._few, model.selection.names, keep=False)
         with torch.no_grad():
             self._num_outputs = model(model.values, self._few).shape[1]

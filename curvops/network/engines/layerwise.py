@@ -2,7 +2,8 @@
 
 One forward pass records a; one backward pass per output records δ. Row (n, c) of J restricted to a layer is
 Σ_t δ[n,c,t] ⊗ a[n,t], so that a product is a few matrix products per layer and the Jacobian is never formed. Where
-the layer's own rows are fewer numbers than a and δ (early convolutions, norms) they are kept instead.
+the layer's own rows are fewer numbers than a and δ (early convolutions, norms) they are kept instead. The layer whose
+output is the model's has the identity for δ: a alone is kept, and no backward pass is taken.
 
 In place of J's C rows a point it serves any R of them, Lᵀ J: the cotangents are then the columns of L, not units. Of a
 Fisher from residuals R is one a sample, whatever C.
@@ -12,21 +13,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
 from curvops.network.engines.layers import Local, Rule, rule_for, rule_of
 from curvops.network.engines.reduced import Reduced
+from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -36,11 +40,16 @@ COLUMN_BYTES = 2**22
 """Bytes of δ of one cotangent from which on a CPU each has a backward pass of its own: batching rules copy."""
 # On a CPU a larger tensor is new memory each time, page by page, which costs more than to read δ again.
 MAPPED_BYTES = 2**25 - 1
+# What gives numbers another shape, and leaves their order.
+RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "Clone", "ToCopy")
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer with its rule, the parameters it owns of the selection, and the shape of its output."""
+    """One layer with its rule, the parameters it owns of the selection, and the shape of its output.
+
+    `is_last`: its outputs are the model's, position by position.
+    """
 
     path: str
     module: Any
@@ -49,6 +58,7 @@ class Layer:
     output: torch.Size
     inputs: int  # kept of its input per point, in numbers of the parameters' size
     multiply_adds: int
+    is_last: bool = False
 
     @property
     def size(self) -> int:
@@ -106,16 +116,22 @@ class Factors:
         return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
 
     def _parts(self, columns: int) -> list[slice]:
-        """The vectors of a block, as many at a time as have outputs of this layer in memory that is used again."""
-        size = columns * self.layer.output.numel() * self.delta.element_size()
-        if self.delta.is_cuda or size <= MAPPED_BYTES:
-            return [slice(0, columns)]
-        width = math.ceil(columns / math.ceil(size / MAPPED_BYTES))
-        return [slice(start, start + width) for start in range(0, columns, width)]
+        return in_parts(columns, self.layer.output.numel() * self.delta.element_size(), self.delta.is_cuda)
+
+    def at(self, points: slice) -> Factors:
+        return replace(self, kept=self.kept[points], delta=self.delta[points])
 
     @property
     def nbytes(self) -> int:
         return self.delta.nbytes + self.kept.nbytes
+
+
+def in_parts(columns: int, column_bytes: int, is_cuda: bool) -> list[slice]:
+    """The vectors of a block, as many at a time as have so many bytes each in memory that is used again."""
+    if is_cuda or columns * column_bytes <= MAPPED_BYTES:
+        return [slice(0, columns)]
+    width = math.ceil(columns / math.ceil(columns * column_bytes / MAPPED_BYTES))
+    return [slice(start, start + width) for start in range(0, columns, width)]
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
@@ -139,9 +155,56 @@ class Rows:
         parts = flat.split([shape.numel() for shape in shapes], 1)
         return {local: part.unflatten(1, shape) for local, part, shape in zip(self.layer.names, parts, shapes)}
 
+    def at(self, points: slice) -> Rows:
+        return replace(self, jacobian=self.jacobian[points])
+
     @property
     def nbytes(self) -> int:
         return self.jacobian.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The layer whose outputs are the model's, kept as its input a: its δ is the identity, whatever C."""
+
+    layer: Layer
+    kept: Tensor
+
+    @property
+    def outputs(self) -> int:
+        """The number of a point's outputs."""
+        return self.layer.output[1:].numel()
+
+    def inputs(self) -> Float[Tensor, "m q"] | None:
+        """Its inputs at all positions, a one appended for the bias: its rows' right side; None of a bias alone."""
+        if "weight" not in self.layer.names:
+            return None
+        a = self.kept.flatten(0, -2)
+        return self.layer.rule.right(self.layer.module, a, tuple(self.layer.names))[:, 0, 0]
+
+    @property
+    def outputs_each(self) -> int:
+        """C, the number of each position's."""
+        return self.layer.output[-1]
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
+        given, output = self.layer.of(tangents), self.layer.output.numel() * self.kept.element_size()
+        parts = in_parts(len(next(iter(given.values()))), output, self.kept.is_cuda)
+        return _joined([self._push({local: tangent[part] for local, tangent in given.items()}) for part in parts])
+
+    def _push(self, tangents: Local) -> Float[Tensor, "k n R"]:
+        return self.layer.rule.push(self.layer.module, self.kept, tangents).flatten(2).transpose(0, 1)
+
+    def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
+        s = cotangents.transpose(0, 1).unflatten(2, self.layer.output[1:])
+        return self.layer.rule.pull(self.layer.module, self.kept, s, tuple(self.layer.names))
+
+    def at(self, points: slice) -> Features:
+        return replace(self, kept=self.kept[points])
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept.nbytes
 
 
 class Layerwise:
@@ -164,9 +227,23 @@ class Layerwise:
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])
         calls = [] if self.misfits else calls
-        self.parts = model.holding(model.leaves(), lambda: _parts(model, outputs, calls, chunk_bytes, root))
+        self.parts = _parts(model, outputs, calls, chunk_bytes, root)
         self.nbytes = sum(part.nbytes for part in self.parts) + (rest.nbytes if rest is not None else 0)
         self._zero = {name: value for name, value in model.values.items() if rest is None or name not in rest.names}
+
+    @property
+    def features(self) -> Features | None:
+        """The only part, where that is the last layer's input."""
+        part = self.parts[0] if len(self.parts) == 1 and self.rest is None else None
+        return part if isinstance(part, Features) else None
+
+    def at(self, points: slice) -> Layerwise | None:
+        """The engine of some of the points, in the memory of this one; None where autodiff has a part in it."""
+        if self.rest is not None:
+            return None
+        other = copy(self)
+        other.outputs, other.parts, other.nbytes = self.outputs[points], [part.at(points) for part in self.parts], 0
+        return other
 
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n R"]:
         """Lᵀ J V for K tangents by name, (K, *shape) each."""
@@ -218,8 +295,10 @@ def _is_served(module: nn.Module, local: str) -> bool:
     return rule_for(module) is not None or owns_projection(module, local)
 
 
-def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
+def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tuple[Tensor, list[Call], set[str]]:
     """One forward pass with its graph, the calls of the layers in `owners`, and the parameters of misfits.
+
+    With `graph` what is kept of a layer's input has its graph too.
 
     A misfit is a layer that ran without gradients, on other rows than one a point (a single query, positions first),
     in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook outlives the
@@ -239,8 +318,8 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
         if not (points and len(given) == rule.operands and output.requires_grad and _of_dtype(dtype, output, *given)):
             misfits.update(names.values())
             return
-        with torch.no_grad():
-            kept = rule.keep(module, *(a.detach() for a in given))
+        with torch.set_grad_enabled(graph):
+            kept = rule.keep(module, *(given if graph else (a.detach() for a in given)))
         size = kept[0].nbytes // output.element_size()
         layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
@@ -269,7 +348,24 @@ def record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call
     for call in calls:
         if _versions(call.inputs) != call.versions:
             misfits.update(call.layer.names.values())
-    return outputs, calls, misfits
+    behind = _reshaped(outputs.grad_fn)
+    return outputs, [replace(call, layer=_placed(call, behind)) for call in calls], misfits
+
+
+def _reshaped(node: Node | None) -> list[Node]:
+    """A node and those before it as far as numbers keep their order."""
+    path = []
+    while node is not None:
+        path.append(node)
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = parents[0] if len(parents) == 1 and node.name().partition("Backward")[0] in RESHAPES else None
+    return path
+
+
+def _placed(call: Call, behind: Sequence[Node]) -> Layer:
+    """The call's layer, which is the last one where its output is among the nodes that are the model's output."""
+    is_last = isinstance(call.layer.rule, LinearRule) and any(call.edge.node is node for node in behind)
+    return replace(call.layer, is_last=is_last)
 
 
 def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
@@ -287,16 +383,22 @@ def never_ran(calls: Sequence[Call], owners: Owners) -> set[str]:
     return {name for module, names in owners.items() if id(module) not in ran for name in names.values()}
 
 
-def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root) -> list[Factors | Rows]:
-    """Factors or rows of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
+def _parts(
+    model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, root: Root
+) -> list[Factors | Rows | Features]:
+    """The part of each call, the columns' backward passes taken in chunks of at most `chunk_bytes` of δ."""
     n, columns = len(outputs), root.num_columns(outputs.shape[1])
+    last = [call for call in calls if call.layer.is_last and root is IDENTITY]
+    calls = [call for call in calls if call not in last]
     step = chunk_size(calls, outputs.element_size(), chunk_bytes)
     stores: list[Tensor | None] = [None] * len(calls)
-    for start in range(0, columns, step):
+    leaves = model.leaves()
+    for start in range(0, columns if calls else 0, step):
         width = min(step, columns - start)
         with torch.no_grad():
             cotangents = root.columns(outputs.detach(), start, start + width)
-        for i, (call, delta) in enumerate(zip(calls, sensitivities(model, outputs, calls, cotangents))):
+        run = partial(sensitivities, model, outputs, calls, cotangents)
+        for i, (call, delta) in enumerate(zip(calls, model.holding(leaves, run))):
             if delta is None:
                 continue
             with torch.no_grad():
@@ -305,11 +407,12 @@ def _parts(model: Model, outputs: Tensor, calls: list[Call], chunk_bytes: int, r
                 if store is None:
                     store = stores[i] = piece.new_empty(n, columns, *piece.shape[2:])
                 store[:, start : start + width] = piece
-    return [
+    found = [
         Rows(call.layer, store) if call.layer.as_rows(columns) else Factors(call.layer, call.kept, store)
         for call, store in zip(calls, stores)
         if store is not None
     ]
+    return [*found, *(Features(call.layer, call.kept) for call in last)]
 
 
 def chunk_size(calls: Sequence[Call], itemsize: int, chunk_bytes: int) -> int:
@@ -323,36 +426,41 @@ def bytes_of_one(calls: Sequence[Call], itemsize: int) -> int:
 
 
 def sensitivities(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"], graph: bool = False
 ) -> list[Tensor | None]:
-    """δ (n, r, *out) of each call for r cotangents of the outputs, None where a branch does not reach them."""
+    """δ (n, r, *out) of each call for r cotangents of the outputs, None where a branch does not reach them.
+
+    With `graph` they have one themselves.
+    """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
     edges = [call.edge for call in calls]
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     with model.differentiating():
         if len(cotangents) == 1:
-            found = torch.autograd.grad(outputs, edges, cotangents[0], retain_graph=True, allow_unused=True)
-            return [None if g is None else g.detach().unsqueeze(1) for g in found]
+            found = torch.autograd.grad(outputs, edges, cotangents[0], **options)
+            return [None if g is None else (g if graph else g.detach()).unsqueeze(1) for g in found]
         if outputs.is_cuda or bytes_of_one(calls, outputs.element_size()) < COLUMN_BYTES:
             with suppress(RuntimeError):  # an operation without a batching rule
-                found = torch.autograd.grad(
-                    outputs, edges, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
-                )
-                return [None if g is None else g.detach().transpose(0, 1) for g in found]
-    return _one_by_one(model, outputs, calls, cotangents)
+                found = torch.autograd.grad(outputs, edges, cotangents, is_grads_batched=True, **options)
+                return [None if g is None else (g if graph else g.detach()).transpose(0, 1) for g in found]
+        each = (sensitivities(model, outputs, calls, cotangents[r : r + 1], graph) for r in range(len(cotangents)))
+        return _gathered(each, len(calls), len(cotangents), graph)
 
 
-def _one_by_one(
-    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
-) -> list[Tensor | None]:
-    stores: list[Tensor | None] = [None] * len(calls)
-    for r in range(len(cotangents)):
-        for i, delta in enumerate(sensitivities(model, outputs, calls, cotangents[r : r + 1])):
+def _gathered(each: Iterable[list[Tensor | None]], calls: int, columns: int, graph: bool) -> list[Tensor | None]:
+    """δ of one cotangent after the other, (n, 1, *out) each, as (n, r, *out)."""
+    if graph:
+        rows = list(zip(*each))
+        return [None if row[0] is None else torch.cat(row, 1) for row in rows]
+    stores: list[Tensor | None] = [None] * calls
+    for r, row in enumerate(each):
+        for i, delta in enumerate(row):
             if delta is None:
                 continue
             store = stores[i]
             if store is None:
-                store = stores[i] = delta.new_empty(len(cotangents), len(delta), *delta.shape[2:])
+                store = stores[i] = delta.new_empty(columns, len(delta), *delta.shape[2:])
             store[r] = delta[:, 0]
     return [None if store is None else store.transpose(0, 1) for store in stores]
 

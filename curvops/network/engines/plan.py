@@ -88,8 +88,9 @@ class Plan:
         return self.routes.recorded_bytes
 
     def for_rows(self, rows: int) -> Plan:
-        """The plan of Lᵀ J, with that many rows a point in place of the outputs."""
-        return dataclasses.replace(self, num_outputs=rows)
+        """The plan of Lᵀ J, with that many rows a point in place of the outputs: δ of the last layer is L."""
+        layers = tuple(dataclasses.replace(layer, is_last=False) for layer in self.layers)
+        return dataclasses.replace(self, num_outputs=rows, layers=layers)
 
     def bytes_needed(self, kind: Kind) -> int:
         """Bytes a point that an engine keeps."""
@@ -98,6 +99,11 @@ class Plan:
     def records(self, kind: Kind) -> bool:
         """Whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
         return kind == "recorded" or (kind == "layerwise" and self.rest is not None and self.rest.recordable)
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether all that is selected is the layer whose outputs are the model's: one forward pass gives J."""
+        return bool(self.layers) and not self.others and len(self.layers) == 1 and self.layers[0].is_last
 
     def candidates(self) -> tuple[Kind, ...]:
         """The engines that may serve, before memory is looked at."""
@@ -114,9 +120,9 @@ class Plan:
 
         On a base in half precision every pass rounds anew, and J and Jᵀ are no adjoints: solvers stagnate. The
         layerwise engine rounds J once. And it takes first derivatives alone: where there are no others, its build costs
-        less than one product by rows.
+        less than one product by rows. Of a last layer it is the features, which the first pass finds on its way.
         """
-        alone = self.half_base or self.routes.pushes == "rows"
+        alone = self.half_base or self.routes.pushes == "rows" or self.is_last_layer
         return self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
 
     def per_vector(self, kind: Kind, columns: int = 1) -> float:
@@ -139,7 +145,8 @@ class Plan:
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
         rows = sum(layer.multiply_adds for layer in self.layers if self._as_rows(layer))
-        passes = (1 + self.num_outputs) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
+        backward = 0 if self.is_last_layer else self.num_outputs
+        passes = (1 + backward) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
         return passes + (RECORDING if self.records(kind) else 0.0)
 
     def choose(self, built: Kind, asked: Mapping[int, int], columns: int, points: int, free: int) -> Kind:
@@ -171,13 +178,15 @@ class Plan:
         return through * OVERHEAD * len(self.layers) / (3 * max(1, self.forward * points))
 
     def _as_rows(self, layer: Layer) -> bool:
-        return layer.as_rows(self.num_outputs)
+        return not layer.is_last and layer.as_rows(self.num_outputs)
 
     def _numbers(self, layer: Layer) -> int:
         return self._read(layer) + (0 if self._as_rows(layer) else layer.inputs)
 
     def _read(self, layer: Layer) -> int:
-        """Numbers kept per point that a product reads: δ, or the layer's own Jacobian."""
+        """Numbers kept per point that a product reads: δ, or the layer's own Jacobian; of the last layer none."""
+        if layer.is_last:
+            return 0
         return self.num_outputs * (layer.size if self._as_rows(layer) else layer.output[1:].numel())
 
     def _product(self, layer: Layer) -> int:
@@ -187,7 +196,7 @@ class Plan:
         rows = [("layer", "parameters", "kept as", "bytes a point", "gradients a product")]
         for layer in self.layers:
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
-            kept = "Jacobian rows" if self._as_rows(layer) else "a and δ"
+            kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"
             size = self._numbers(layer) * self.itemsize
             rows.append((layer.path or "(model)", f"{layer.size:,}", kept, f"{size:,}", f"{cost:.2f}"))
         rows += [(name, "", f"autodiff: {why}", "", "") for name, why in self.others.items()]

@@ -7,10 +7,10 @@ by one backward pass for each point and column: right for any model, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,18 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import record_graph
-from curvops.network.engines.layerwise import Call, Layer, Owners, chunk_size, record, sensitivities
+from curvops.network.engines.layerwise import (
+    Call,
+    Factors,
+    Features,
+    Layer,
+    Owners,
+    Rows,
+    chunk_size,
+    in_parts,
+    record,
+    sensitivities,
+)
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -40,6 +51,20 @@ class Part:
     def right(self) -> Tensor:
         """See `Rule.right`."""
         return self.layer.rule.right(self.layer.module, self.kept, tuple(self.layer.names))
+
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
+        """The rows times K tangents by name, (K, *shape) each, by way of whatever takes fewer multiply-adds."""
+        layer, count, columns = self.layer, self.delta.shape[1], len(tangents[next(iter(self.layer.names.values()))])
+        outputs = self.delta[0, 0].numel()
+        by_rows = count * (layer.multiply_adds + layer.size * columns)
+        if by_rows < columns * (layer.multiply_adds + count * outputs):
+            rows = self.rows(slice(None))
+            return Rows(layer, torch.cat([rows[name].flatten(2) for name in layer.names.values()], 2)).push(tangents)
+        factors = Factors(layer, self.kept, self.delta)
+        # A layer's part of a vector lies amid the whole, and is copied: some at a time, in memory that is used again.
+        parts = in_parts(columns, layer.size * self.delta.element_size(), self.delta.is_cuda)
+        found = [factors.push({name: tangents[name][part] for name in layer.names.values()}) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def rows(self, points: slice) -> Blocks:
         """The gradients by parameter name, (n, r, *shape)."""
@@ -116,12 +141,42 @@ class Group:
                 total[name] = total[name] + rows if name in total else rows
         return total
 
+    def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
+        """The rows times K tangents by name, (K, *shape) each."""
+        pushed = [part.push(tangents) for part in self.parts]
+        pushed += [(rows.flatten(2) @ tangents[name].flatten(1).mT).movedim(2, 0) for name, rows in self.given.items()]
+        return torch.stack(pushed).sum(0) if len(pushed) > 1 else pushed[0]
+
     def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
         """`rows` of some points at a time from the one named on, at most `most_bytes` where one point's fit."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
         step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
+
+
+def groups_of(features: Features) -> list[Group]:
+    """The rows of the last layer: its δ is one identity for all points, and each position of a sequence a point."""
+    layer, a = features.layer, features.kept.flatten(0, -2)
+    delta = torch.eye(features.outputs_each, dtype=a.dtype, device=a.device).expand(len(a), -1, -1)
+    counted = torch.ones(len(a), dtype=torch.bool, device=a.device)
+    return [Group(tuple(sorted(layer.names.values())), (Part(layer, a, delta),), counted, True)]
+
+
+@runtime_checkable
+class JacobianRows(Protocol):
+    """The rows of J at some points, by layer: of a walk over batches, or of a recorded pass with its graph.
+
+    `jacobian_rows` gives (first row, how many, groups) of some points at a time; `features`, where a last layer is all
+    that is selected, its inputs, batch by batch.
+    """
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    def features(self) -> list[Features] | None: ...
+    def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]: ...
 
 
 def each_group(
@@ -135,7 +190,7 @@ def each_group(
             f"the layers of {sorted(misfits)} did not run as they did on the first points; use engine='autodiff'."
         )
     f = outputs.detach()
-    grouped, positions = _grouped(calls), fisher.counted(batch)
+    sharing, positions = grouped(calls), fisher.counted(batch)
     counted = positions if positions.ndim == 1 else positions.any(1)
     everyone = bool(positions.all())
     columns, step = fisher.num_columns(f.shape[1]), chunk_size(calls, f.element_size(), chunk)
@@ -144,13 +199,13 @@ def each_group(
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
         with model.lock:
             deltas = model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
-        for names, members in grouped.items():
-            parts = [Part(calls[i].layer, calls[i].kept, delta) for i in members if (delta := deltas[i]) is not None]
+        for names, members in sharing.items():
+            parts = parts_of(calls, deltas, members)
             if parts:
-                yield Group(names, tuple(parts), counted, start == 0, positions=positions, all_counted=everyone)
+                yield Group(names, parts, counted, start == 0, positions=positions, all_counted=everyone)
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
-        parts = []
+        parts = ()
         del deltas, cotangents  # before the next are made
 
 
@@ -161,7 +216,13 @@ def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Cal
         return model(model.values, inputs), [], set()
 
 
-def _grouped(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
+def parts_of(calls: Sequence[Call], deltas: Sequence[Tensor | None], members: Sequence[int]) -> tuple[Part, ...]:
+    """The parts of some calls, without those whose branch does not reach the outputs."""
+    pairs = ((calls[i], deltas[i]) for i in members)
+    return tuple(Part(call.layer, call.kept, delta) for call, delta in pairs if delta is not None)
+
+
+def grouped(calls: Sequence[Call]) -> Mapping[tuple[str, ...], list[int]]:
     """Indices of calls by the parameters that they share, directly or through one another."""
     groups: list[tuple[set[str], list[int]]] = []
     for i, call in enumerate(calls):

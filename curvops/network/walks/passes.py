@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch.autograd import Function
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
-from curvops.network.engines.layerwise import COLUMN_BYTES
+from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise
 from curvops.network.engines.plan import Choice, Kind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
-from curvops.network.walks.layer_roots import Group, each_group
+from curvops.network.walks.layer_roots import Group, each_group, groups_of
 from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
@@ -219,23 +220,50 @@ class Passes:
                     yield list(each_group(self.model, label, part, fisher, owners, wanted, sys.maxsize))
                     steps.advance(label.num_points)
 
-    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, list[Group]]]:
-        """The rows of J by layer, some points at a time: (first row, groups), all columns of each point together.
+    def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
+        """The rows of J by layer, some points at a time: (first row, how many, groups), all columns of each point.
 
         Pieces whose first row is below `least` are left out.
         """
-        total = 0
+        total, last = 0, self.features()
         with self._steps("rows of the Jacobian") as steps:
-            for inputs, _ in self._source:
-                owners, others = self.engines.checked_owners(inputs)
-                columns = self.engines.plan.num_outputs
-                batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
-                for start, part, label in self._pieces(inputs, batch, columns, of_others=True):
-                    first = total + start * columns
-                    if first >= least:
-                        yield first, list(each_group(self.model, label, part, Unit(), owners, others, sys.maxsize))
-                    steps.advance(label.num_points)
-                total += num_points(inputs) * columns
+            for index, (inputs, _) in enumerate(self._source):
+                columns, points = self.engines.plan.num_outputs, num_points(inputs)
+                for start, count, groups in self._groups(inputs) if last is None else self._of_last(last[index]):
+                    if total + start * columns >= least:
+                        yield total + start * columns, count * columns, list(groups())
+                    steps.advance(count)
+                total += points * columns
+
+    def _groups(self, inputs: Any) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
+        """(first point, how many, their rows once they are asked for)."""
+        owners, others = self.engines.checked_owners(inputs)
+        batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
+        for start, part, label in self._pieces(inputs, batch, self.engines.plan.num_outputs, of_others=True):
+            rows = partial(each_group, self.model, label, part, Unit(), owners, others, sys.maxsize)
+            yield start, label.num_points, rows
+
+    def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
+        """The same of a last layer."""
+        step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
+        for start in range(0, len(features.kept), step):
+            part = features.at(slice(start, start + step))
+            yield start, len(part.kept), partial(groups_of, part)
+
+    def features(self) -> list[Features] | None:
+        """The last layer's inputs, batch by batch, where it is all that is selected and the budget has room for them.
+
+        One forward pass, and none where a walk was there before.
+        """
+        with self.model.lock:
+            if self._fisher is not None or not self.engines.plan.is_last_layer:
+                return None
+            for _ in self.each(0):  # a walk keeps them
+                pass
+            kept = [self._kept[i][1] for i in range(len(self._kept))] if self._complete else []
+            found = [engine.features for engine in kept if isinstance(engine, Layerwise)]
+            whole = [features for features in found if features is not None]
+            return whole if whole and len(whole) == len(kept) else None
 
     def _steps(self, what: str) -> AbstractContextManager[Steps]:
         return shown(what, self._points or None, self.progress, " points")
@@ -303,11 +331,19 @@ class Passes:
         return self.memory.for_engines
 
     def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
-        """Walks over so many points each (fewer at the end of a batch), and how many they are."""
-        for inputs, _ in self._source:
+        """Walks over so many points each (fewer at the end of a batch), and how many they are.
+
+        Of a batch whose layers' inputs and sensitivities are kept, they share these.
+        """
+        for index, (inputs, _) in enumerate(self._source):
             for start in range(0, num_points(inputs), count):
-                part = take(inputs, slice(start, start + count))
-                yield Passes(self.model, [(part, None)], self._choice, self.memory, self.engines), num_points(part)
+                points = slice(start, start + count)
+                part = take(inputs, points)
+                walk = Passes(self.model, [(part, None)], self._choice, self.memory, self.engines)
+                _, engine = self._kept.get(index, (None, None))
+                if isinstance(engine, Layerwise) and (view := engine.at(points)) is not None:
+                    walk._kept, walk._complete = {0: (None, view)}, True
+                yield walk, num_points(part)
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """The same walk, unlabelled, with the model and the inputs converted."""

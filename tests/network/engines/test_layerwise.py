@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvops.network.engines import layerwise
-from curvops.network.engines.layerwise import Factors, Layerwise, Rows, owners_of
+from curvops.network.engines.layerwise import Factors, Features, Layerwise, Rows, owners_of
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.engines.self_check import mismatches
 from curvops.network.model.model import Model
@@ -69,7 +69,7 @@ def test_the_check_behind_rows_rejects_a_rule_that_is_wrong_by_one_percent(monke
     assert {name for names in owners.values() for name in names.values()}.isdisjoint(others)
     assert "self-check" in passes.plan.others["2.weight"]
     norms = torch.zeros(J.shape[0], dtype=J.dtype)
-    for first, groups in passes.jacobian_rows():
+    for first, _, groups in passes.jacobian_rows():
         for group in groups:
             for row in group.rows().values():
                 norms[first : first + group.num_rows] += row.flatten(2).square().sum(2).flatten()
@@ -224,9 +224,10 @@ def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatc
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
     model, inputs = ZOO["cnn"].build()
     engine = Layerwise(Model(model), inputs, owners_of(Model(model)), None, PLENTY)
-    assert {type(part) for part in engine.parts} == {Rows, Factors}
+    assert {type(part) for part in engine.parts} == {Rows, Factors, Features}
     for part in engine.parts:
-        assert isinstance(part, Rows) == (part.layer.size <= part.layer.output[1:].numel())
+        small = part.layer.size <= part.layer.output[1:].numel() and not part.layer.is_last
+        assert isinstance(part, Rows) == small and isinstance(part, Features) == part.layer.is_last
     assert engine.nbytes == sum(part.nbytes for part in engine.parts)
 
 

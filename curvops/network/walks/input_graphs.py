@@ -1,0 +1,217 @@
+"""What is computed at given inputs with its gradient in them: outputs, rows of J, and products with it.
+
+The pass is recorded from the inputs on, and enters the user's graph as one step whose backward pass runs while the
+module holds its snapshot; the weights have no gradient. A row of J is a first derivative itself, taken with its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+
+from curvops.network.data.inputs import Inputs, components, num_points, replaced, take
+from curvops.network.engines.custom_functions import has_custom_functions, named_custom_functions
+from curvops.network.engines.engine import Engines
+from curvops.network.engines.layerwise import Features, record, sensitivities
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+from curvops.network.walks.layer_roots import Group, grouped, parts_of
+
+Compute = Callable[..., Tensor]
+
+
+def through_inputs(model: Model, inputs: Inputs, compute: Compute, *vectors: Tensor) -> Tensor:
+    """`compute(inputs, *vectors)`, with its gradient in those of the inputs, and vectors, that require one.
+
+    First derivatives alone: RuntimeError where a gradient of the gradient is recorded.
+    """
+    names = [name for name, tensor in components(inputs) if tensor.requires_grad]
+    given = dict(components(inputs))
+    result: Tensor = _ThroughInputs.apply(  # type: ignore[no-untyped-call]
+        model, inputs, names, compute, *(given[name] for name in names), *vectors
+    )
+    return result
+
+
+class _ThroughInputs(Function):
+    """A recorded computation, whose graph is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, model: Model, inputs: Inputs, names: list[str], compute: Compute, *tensors: Tensor) -> Tensor:
+        with model.lock, model.differentiating():
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            value = compute(replaced(inputs, dict(zip(names, leaves))), *leaves[len(names) :])
+        ctx.model, ctx.leaves, ctx.value = model, leaves, value
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: without a graph the second derivative would be taken for zero
+            raise RuntimeError(
+                "predictions and Jacobians have first derivatives in their inputs alone: differentiate them without "
+                "create_graph=True."
+            )
+        model: Model = ctx.model
+        wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+
+        def run() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(ctx.value, wanted, gradient, retain_graph=True, allow_unused=True)
+
+        with model.lock, model.differentiating():
+            found = model.holding(model.leaves(), run) if ctx.value.requires_grad else (None,) * len(wanted)
+        gradients = iter(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found))
+        return None, None, None, None, *(next(gradients) if leaf.requires_grad else None for leaf in ctx.leaves)
+
+
+def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n C"]:
+    """f(inputs) at these weights, with its gradient in the inputs; ValueError where autograd sees none."""
+
+    def compute(given: Inputs) -> Tensor:
+        outputs = model(values, given)
+        if not outputs.requires_grad:
+            raise ValueError(
+                "an input requires a gradient, but the model cuts it off (it detaches its inputs, runs under no_grad "
+                "or leaves torch): repair the model, or pass x.detach()."
+            )
+        return outputs
+
+    return through_inputs(model, inputs, compute)
+
+
+def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
+    """ValueError unless the rows of J have derivatives in the inputs that are known to be right.
+
+    Tried on two points, once for each set of inputs that require a gradient.
+    """
+    model, few = engines.model, take(inputs, slice(0, 2))
+    asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
+    if asked in engines.differentiated:
+        return
+
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"an input requires a gradient, but J has no derivative in the inputs: {why}. Pass x.detach(), or call "
+            "this under torch.no_grad()."
+        )
+
+    with model.lock, model.differentiating():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
+        given = replaced(few, leaves)
+        if has_custom_functions(model(model.leaves(), given)):
+            names = named_custom_functions(model, given)
+            raise refuse(f"the second derivatives of {names} are not known to be right")
+        rows = GraphRows(engines, given)
+        try:
+            sums = [
+                row.sum() for _, _, groups in rows.jacobian_rows() for group in groups for row in group.rows().values()
+            ]
+            if sums and (total := torch.stack(sums).sum()).requires_grad:
+                model.holding(model.leaves(), lambda: torch.autograd.grad(total, [*leaves.values()], allow_unused=True))
+        except (RuntimeError, NotImplementedError) as error:
+            raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
+    engines.differentiated.add(asked)
+
+
+class GraphRows:
+    """The rows of J at some inputs by layer, with their graph; to be used where gradients are recorded."""
+
+    def __init__(self, engines: Engines, inputs: Inputs, chunk_bytes: int = 2**27) -> None:
+        self.model, self._engines, self._inputs, self.chunk_bytes = engines.model, engines, inputs, chunk_bytes
+
+    def features(self) -> list[Features] | None:
+        """The last layer's inputs, where it is all that is selected."""
+        if not self._engines.plan.is_last_layer:
+            return None
+        _, calls, _ = record(self.model, self._inputs, self._engines.checked_owners(self._inputs)[0], graph=True)
+        return (
+            [Features(call.layer, call.kept) for call in calls] if len(calls) == 1 and calls[0].layer.is_last else None
+        )
+
+    def jacobian_rows(self) -> Iterator[tuple[int, int, list[Group]]]:
+        """(0, n·C, the rows of all points)."""
+        model, inputs = self.model, self._inputs
+        owners, others = self._engines.checked_owners(inputs)
+        columns, n = self._engines.plan.num_outputs, num_points(inputs)
+        units = torch.eye(columns, dtype=model.theta.dtype, device=model.theta.device)
+        groups = []
+        if owners:
+            outputs, calls, _ = record(model, inputs, owners, graph=True)
+            cotangents = units.unsqueeze(1).expand(-1, n, -1)
+            run = partial(sensitivities, model, outputs, calls, cotangents, graph=True)
+            deltas = model.holding(model.leaves(), run)
+            counted = torch.ones(n, dtype=torch.bool, device=outputs.device)
+            for names, members in grouped(calls).items():
+                parts = parts_of(calls, deltas, members)
+                groups += [Group(names, parts, counted, True)] if parts else []
+        groups += [self._of_others(others, slice(i, i + 1), units) for i in range(n)] if others else []
+        yield 0, n * columns, groups
+
+    def _of_others(self, names: tuple[str, ...], point: slice, units: Tensor) -> Group:
+        """The rows of one point for parameters without a layer rule."""
+        model, one = self.model, take(self._inputs, point)
+        leaves = {name: model.values[name].detach().requires_grad_() for name in names}
+        outputs = model({**model.values, **leaves}, one)
+
+        def row(unit: Tensor) -> list[Tensor]:
+            found = torch.autograd.grad(
+                outputs, [*leaves.values()], unit.unsqueeze(0), create_graph=True, allow_unused=True
+            )
+            return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves.values(), found)]
+
+        rows = model.holding(leaves, lambda: [row(unit) for unit in units]) if outputs.requires_grad else []
+        if not rows:
+            rows = [[torch.zeros_like(leaf) for leaf in leaves.values()] for _ in units]
+        given = {name: torch.stack(found).unsqueeze(0) for name, found in zip(names, zip(*rows))}
+        return Group(names, (), units.new_ones(1, dtype=torch.bool), True, given, point.start)
+
+
+def push_at(engines: Engines, inputs: Inputs, block: Float[Tensor, "D K"]) -> Float[Tensor, "nC K"]:
+    """J V with its gradient in the inputs and in V, from the rows of J: C backward passes.
+
+    Differentiating the derivative of a backward pass would be one more derivative than some of torch's operations have
+    right (layer normalisation).
+    """
+
+    def compute(given: Inputs, V: Tensor) -> Tensor:
+        tangents, rows = engines.model.selection.split(V), GraphRows(engines, given)
+        if (last := rows.features()) is not None:
+            return torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
+        (piece,) = rows.jacobian_rows()
+        _, count, groups = piece
+        found: dict[tuple[str, ...], list[Tensor]] = {}
+        for group in groups:  # of one point after the other where there is no layer rule
+            found.setdefault(group.names, []).append(group.push(tangents).flatten(1))
+        zero = V.new_zeros(V.shape[1], count)
+        return torch.stack([zero, *(torch.cat(parts, 1) for parts in found.values())]).sum(0).mT
+
+    return through_inputs(engines.model, inputs, compute, block)
+
+
+def pull_at(engines: Engines, inputs: Inputs, block: Float[Tensor, "nC K"]) -> Float[Tensor, "D K"]:
+    """Jᵀ U with its gradient in the inputs and in U."""
+
+    def compute(given: Inputs, U: Tensor) -> Tensor:
+        outputs, leaves = _recorded(engines.model, given)
+        each = [_pulled(engines.model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
+        return engines.model.selection.join({name: torch.stack([g[name] for g in each]) for name in leaves})
+
+    return through_inputs(engines.model, inputs, compute, block)
+
+
+def _recorded(model: Model, inputs: Inputs) -> tuple[Tensor, Blocks]:
+    leaves = model.leaves()
+    return model(leaves, inputs), leaves
+
+
+def _pulled(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:
+    if not outputs.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    run = partial(torch.autograd.grad, outputs, [*leaves.values()], u, create_graph=True, allow_unused=True)
+    found = model.holding(leaves, run)
+    return {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found)}
