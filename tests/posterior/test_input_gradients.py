@@ -94,9 +94,8 @@ def test_probabilities_by_each_link(link):
 def test_products_with_the_jacobian():
     lin = posterior().lin
     V, U = torch.randn(54, 3, dtype=DOUBLE, generator=seed()), torch.randn(4, 3, dtype=DOUBLE, generator=seed())
-    for k in (1, 3):
-        checks(lambda x, k=k: lin.jacobian(x, differentiable=True) @ V[:, :k])
-        checks(lambda x, k=k: V[:, :2].mT @ (lin.jacobian(x, differentiable=True).mT @ U[:, :k]))
+    checks(lambda x: lin.jacobian(x, differentiable=True) @ V[:, :1])
+    checks(lambda x: V[:, :1].mT @ (lin.jacobian(x, differentiable=True).mT @ U[:, :2]))
     plain = lin.jacobian(X, differentiable=True) @ V
     assert not plain.requires_grad
     x = X.clone().requires_grad_()

@@ -273,20 +273,20 @@ def test_the_dyadic_score_is_the_mean_of_products_of_pairs(classes):
 
 
 def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
-    """200 classes at 70 points: 22 MB of covariances in float64, which exceed a budget below the least room."""
+    """70 classes at 430 points: 17 MB of covariances in float64, more than the least room."""
     torch.manual_seed(0)
-    x, y = torch.randn(20, 4).double(), torch.arange(20) * 10
-    lin = co.linearize(nn.Linear(4, 200).double(), (x, y), "classification", memory_budget=1000)
-    post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(70, 4).double()
-    draws, match = post.sample(3, generator()), r"200 × 200 covariances of 70 points take 22,400,000 bytes.*samples="
-    exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(7)])
+    x, y = torch.randn(20, 4).double(), torch.arange(20) * 3
+    lin = co.linearize(nn.Linear(4, 70).double(), (x, y), "classification", memory_budget=2**24)
+    post, points = co.laplace(lin, co.DiagonalGGN, 1.3, check_mode=False), torch.randn(430, 4).double()
+    draws, match = post.sample(3, generator()), r"70 × 70 covariances of 430 points take 16,856,000 bytes.*samples="
+    exact = torch.cat([post.predict(part).covariance_matrix for part in points.split(215)])
     torch.testing.assert_close(post.predict(points).variance, exact.diagonal(dim1=1, dim2=2), **TIGHT)
     expected = links.probit(lin.predict(points), exact.diagonal(dim1=1, dim2=2))
     torch.testing.assert_close(post.probabilities(points), expected, **TIGHT)
     of_draws = post.predict(points, samples=draws)
     pushed = post.functions(points, 3, samples=draws) - lin.predict(points)
     torch.testing.assert_close(of_draws.variance, pushed.square().mean(0), **TIGHT)
-    product = of_draws.lazy_covariance_matrix @ points.new_ones(70, 200, 1)
+    product = of_draws.lazy_covariance_matrix @ points.new_ones(430, 70, 1)
     torch.testing.assert_close(product.squeeze(-1), torch.einsum("knc,kn->nc", pushed, pushed.sum(-1)) / 3, **TIGHT)
     for call in (
         lambda: post.predict(points).covariance_matrix,
@@ -297,10 +297,10 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    assert post.probabilities(points, "mc", samples=draws).shape == (70, 200)
-    assert post.uncertainty(points, samples=draws).total.shape == (70,)
-    with pytest.raises(ValueError, match=r"joint covariance of 2,000 outputs takes 32,000,000 bytes.*functions"):
-        post.predict(points[:10], joint=True).covariance_matrix  # noqa: B018
+    assert post.probabilities(points, "mc", samples=draws).shape == (430, 70)
+    assert post.uncertainty(points, samples=draws).total.shape == (430,)
+    with pytest.raises(ValueError, match=r"joint covariance of 2,100 outputs takes 35,280,000 bytes.*functions"):
+        post.predict(points[:30], joint=True).covariance_matrix  # noqa: B018
 
 
 WRONG = {
