@@ -18,6 +18,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.dense_sizes import DENSE_SIZE
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.sources import Sources
@@ -51,6 +52,18 @@ class Operator(SolverContract, LinearOperator):
 
     `symmetric` and `psd` (positive semi-definite) are promises that solvers rely on.
     """
+
+    @property
+    def _memoize_cache(self) -> dict[str, Any]:
+        """Where linear_operator would keep roots and dense matrices, whatever becomes of the tensors they are of.
+
+        It keeps nothing: what is to be kept goes through `Cache`, which looks at the tensors.
+        """
+        return {}
+
+    @_memoize_cache.setter
+    def _memoize_cache(self, _: dict[str, Any]) -> None:
+        pass
 
     _damped_form: ClassVar[type[ClosedForm] | None] = None
     """The closed form of A + diag(d) for operators of this class, where there is one."""
@@ -267,10 +280,25 @@ class Operator(SolverContract, LinearOperator):
         return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
-        """The matrix itself, (..., m, n): one product a column, as many at a time as the memory budget has room for."""
-        n = self.shape[-1]
+        """The matrix itself, (..., m, n): one product a column, as many at a time as the memory budget has room for.
+
+        A small one is kept for further calls, each of which returns a copy, as long as the operator's tensors stay
+        what they were.
+        """
+        if max(self.matrix_shape) > DENSE_SIZE:
+            return self._formed()
+        tensors = self.representation()
+        watched = [tensor for tensor in tensors if tensor.numel() <= DENSE_SIZE**2]
+        cache: Cache = self.__dict__.setdefault("_dense_cache", Cache())
+        return cache.kept("dense", tensors, self._formed, watched).clone()
+
+    def _formed(self) -> Tensor:
+        m, n = self.matrix_shape
         if self.batch_shape or solved_at_a_time(self, n)[0] >= n:
-            return super().to_dense()
+            operator, size = (self.mT, m) if m < n else (self, n)
+            unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
+            found = operator.matmul(unit)
+            return (found.mT if m < n else found).contiguous()
         positions = torch.arange(n, device=self.device)
         return torch.cat([found for _, found in self._by_columns(positions, n)], 1)
 
