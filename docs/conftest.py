@@ -1,4 +1,7 @@
-"""Pages draw their figures into the folder where they run: in tests a temporary one, so that no file here changes."""
+"""Pages run as for a reader: without the shape checks of the test run, which take longer than the pages themselves.
+
+They draw their figures into the folder where they run: in tests a temporary one, so that no file here changes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import annotations_unchecked  # noqa: F401 - a fixture, known here by its name
+
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotations_unchecked: None) -> None:  # noqa: F811
     monkeypatch.chdir(tmp_path)
