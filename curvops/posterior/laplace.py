@@ -88,7 +88,7 @@ class Laplace(Predictive):
         """θ*, the weights of the linearisation."""
         return self.lin.theta
 
-    @cached_property
+    @property
     def mode_gap(self) -> float:
         """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient.
 

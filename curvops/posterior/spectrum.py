@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +47,18 @@ LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
+@dataclass(eq=False)
+class Findings:
+    """What a `Spectrum` has computed so far, at these hyperparameters of the likelihood."""
+
+    hyperparameters: list[Tensor]
+    whole: DenseSpectrum | None = None
+    range: tuple[float, float, SpectralQuadrature] | None = None
+    log_likelihood: Tensor | None = None
+    gradient: Tensor | None = None
+    lowest: tuple[float, Tensor] | None = None
+
+
 class Spectrum:
     """The log-likelihood, its gradient, and what is known of the curvature's spectrum, each when first asked for.
 
@@ -64,11 +77,7 @@ class Spectrum:
     def __init__(self, lin: Linearization, curvature: LinearOperator) -> None:
         self._lin, self._curvature = lin, curvature
         self._lock = threading.RLock()
-        self._whole: DenseSpectrum | None = None
-        self._range: tuple[float, float, SpectralQuadrature] | None = None
-        self._log_likelihood: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._lowest: tuple[float, Tensor] | None = None
+        self._kept = Findings(self._hyperparameters())
 
     def __getstate__(self) -> dict[str, Any]:
         """What was computed is copied and pickled along; a lock cannot be."""
@@ -83,6 +92,20 @@ class Spectrum:
         """The linearisations that the curvature is of; a sentence on why where that is not known."""
         return data_terms(self._lin, self._curvature)
 
+    def _hyperparameters(self) -> list[Tensor]:
+        """The values of all that a learned likelihood may change under a posterior that is kept."""
+        lins = {id(lin): lin for lin in (self._lin, *(() if isinstance(self.data, str) else self.data))}
+        return [tensor.detach().clone() for lin in lins.values() for tensor in lin.likelihood.hyperparameters]
+
+    @property
+    def _found(self) -> Findings:
+        """What was computed, forgotten where the likelihood's hyperparameters have changed since (in place)."""
+        with self._lock:
+            now = self._hyperparameters()
+            if not all(map(torch.equal, now, self._kept.hyperparameters)):
+                self._kept = Findings(now)
+            return self._kept
+
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
 
@@ -96,28 +119,28 @@ class Spectrum:
         if recorded([tensor for lin in self.data for tensor in lin.likelihood.hyperparameters]):
             return torch.stack([lin.log_likelihood() for lin in self.data]).sum()
         with self._lock:
-            if self._log_likelihood is None:
+            if self._found.log_likelihood is None:
                 with torch.no_grad():
-                    self._log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
-            return self._log_likelihood
+                    self._found.log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
+            return self._found.log_likelihood
 
     def gradient(self) -> Float[Tensor, " D"] | None:
         """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
         with self._lock:
-            if self._gradient is None and not isinstance(self.data, str):
+            if self._found.gradient is None and not isinstance(self.data, str):
                 with torch.no_grad():
-                    self._gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
-            return self._gradient
+                    self._found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
+            return self._found.gradient
 
     def known(self) -> tuple[Tensor | None, Tensor | None]:
         """The log-likelihood and the gradient, where they were asked for before."""
         with self._lock:
-            return self._log_likelihood, self._gradient
+            return self._found.log_likelihood, self._found.gradient
 
     def take(self, log_likelihood: Tensor | None, gradient: Tensor | None) -> None:
         """Take what was known of another posterior with the same curvature and data."""
         with self._lock:
-            self._log_likelihood, self._gradient = log_likelihood, gradient
+            self._found.log_likelihood, self._found.gradient = log_likelihood, gradient
 
     def require_gradients(self) -> None:
         """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
@@ -165,15 +188,15 @@ class Spectrum:
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
         """The least Ritz value of G from a short Lanczos run, and its vector."""
         with self._lock:
-            if self._lowest is None:
+            if self._found.lowest is None:
                 generator = torch.Generator(device=self._lin.theta.device).manual_seed(0)  # the user's stays as it is
                 with torch.no_grad():
                     found = lanczos(self._curvature, LOOKED_AT, generator=generator)
                 if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
                     raise ValueError(f"{type(self._curvature).__name__}: {found.reason.value}")
                 values, vectors = torch.linalg.eigh(found.T)
-                self._lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
-            return self._lowest
+                self._found.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
+            return self._found.lowest
 
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
@@ -260,21 +283,23 @@ class Spectrum:
         if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
             return
         with self._lock, self._naming_the_ggn():
-            if self._range is None or smallest < self._range[0] or rtol < self._range[1]:
+            known = self._found.range
+            if known is None or smallest < known[0] or rtol < known[1]:
                 found = spectral_quadrature(
                     self._curvature, shift=smallest, rtol=rtol, max_matvecs=self._budget(prior), generator=generator
                 )
                 if self._may_be_whole(found.logdet(smallest), prior):
                     self._decomposed()
                 else:
-                    self._range = smallest, rtol, found
+                    self._found.range = smallest, rtol, found
 
     def _prepared(self, prior: Tensor, rtol: float) -> SpectralQuadrature | None:
         """The quadrature that was prepared, where it reaches this prior precision and tolerance."""
         with self._lock:
-            if self._range is None or prior.ndim or float(prior.detach()) < self._range[0] or rtol < self._range[1]:
+            known = self._found.range
+            if known is None or prior.ndim or float(prior.detach()) < known[0] or rtol < known[1]:
                 return None
-            return self._range[2]
+            return known[2]
 
     def _budget(self, prior: Tensor) -> int:
         """Products that probes may take: fewer than D where all eigenvalues come next, D where they are asked for."""
@@ -293,7 +318,7 @@ class Spectrum:
         if prior.ndim:
             return None
         with self._lock:
-            return self._decomposed() if self._fits(WHOLE) else self._whole
+            return self._decomposed() if self._fits(WHOLE) else self._found.whole
 
     def _fits(self, most: int) -> bool:
         size = len(self._lin.theta)
@@ -301,11 +326,11 @@ class Spectrum:
 
     def _decomposed(self) -> DenseSpectrum:
         with self._lock:
-            if self._whole is None:
+            if self._found.whole is None:
                 with torch.no_grad():
                     A = self._curvature
-                    self._whole = dense_spectrum(product(A), describe_square(A), 0.0)
-            return self._whole
+                    self._found.whole = dense_spectrum(product(A), describe_square(A), 0.0)
+            return self._found.whole
 
     def _from_whole(self, spectrum: DenseSpectrum, prior: Tensor, precision: Damped, rtol: float) -> Estimate:
         """log det(G + λ) with its gradient; P's own shift is more than λ where G is damped itself."""

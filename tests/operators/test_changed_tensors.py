@@ -61,3 +61,21 @@ def test_predictions_can_be_differentiated_again(lin, name):
     x = torch.ones(2, 3, dtype=DOUBLE)
     once, again = (torch.autograd.grad(post.predict(x).variance.sum(), prior)[0] for _ in range(2))
     torch.testing.assert_close(again, once, rtol=1e-12, atol=0)
+
+
+def test_a_noise_that_changes_in_place_changes_the_evidence():
+    torch.manual_seed(0)
+    data = torch.randn(12, 3, dtype=DOUBLE), torch.randn(12, 1, dtype=DOUBLE)
+    model, noise = nn.Linear(3, 1).double(), torch.tensor(0.3, dtype=DOUBLE)
+
+    def posterior(noise):
+        return co.laplace(co.linearize(model, data, co.likelihoods.Gaussian(noise)), check_mode=False)
+
+    def answers(post):
+        return post.log_evidence().value, post.effective_parameters().value, torch.tensor(post.mode_gap)
+
+    post = posterior(noise)
+    answers(post)
+    noise.mul_(2)
+    for found, expected in zip(answers(post), answers(posterior(noise.clone()))):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
