@@ -34,7 +34,8 @@ class OfLayerBlocks(OfDirectSum):
                 f"{kind} + prior has a closed form only where the prior precision is one number per layer; it varies "
                 f"within block {i} ({', '.join(self.base.names[i])}). Use one prior precision a layer, {kind} with "
                 'bias="separate" where weights and biases have their own, or a curvature that takes any prior '
-                "precision: DiagonalGGN, low_rank(GGN(lin)), or the GGN itself."
+                "precision: DiagonalGGN, low_rank(GGN(lin)), or the GGN itself. Solves alone work with this one by CG, "
+                f"{kind}(lin).add_diagonal(prior).cg(B); an EKFAC whitened by the prior is not available."
             ) from None
         return form
 
