@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -39,23 +39,57 @@ LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
 
 
 class SampledNormal(MultivariateNormal):
-    """A predictive whose covariances are means over k draws of the weights: each variance has an error."""
+    """A predictive whose covariances are means over k draws of the weights: each variance has an error.
 
-    def __init__(self, mean: Float[Tensor, "N C"], covariance: LinearOperator, draws: int) -> None:
-        super().__init__(mean, covariance)
+    Slices, expansions, multiples and shifts keep it; of what else gpytorch makes of it `draws` is None.
+    """
+
+    def __init__(
+        self,
+        mean: Float[Tensor, "*N C"],
+        covariance_matrix: LinearOperator | Tensor,
+        validate_args: bool = False,
+        draws: int | None = None,
+    ) -> None:
+        super().__init__(mean, covariance_matrix, validate_args=validate_args)
         self.draws = draws
 
+    def __getitem__(self, index: Any) -> SampledNormal:
+        return self._of_as_many(super().__getitem__(index))
+
+    def expand(self, batch_size: torch.Size) -> SampledNormal:
+        return self._of_as_many(super().expand(batch_size))
+
+    def __mul__(self, factor: float) -> SampledNormal:
+        return self._of_as_many(super().__mul__(factor))
+
+    def __add__(self, other: Any) -> MultivariateNormal:
+        found = super().__add__(other)
+        return found if isinstance(other, MultivariateNormal) else self._of_as_many(found)
+
+    def _of_as_many(self, found: Any) -> SampledNormal:
+        found.draws = self.draws
+        return cast(SampledNormal, found)
+
+    def _known_draws(self) -> int:
+        if self.draws is None:
+            raise ValueError(
+                "this distribution was computed from one that came from draws, and its variances have other errors: "
+                "ask for those of what predict(x, samples=...) returned."
+            )
+        return self.draws
+
     @property
-    def variance_stderr(self) -> Float[Tensor, "N C"]:
+    def variance_stderr(self) -> Float[Tensor, "*N C"]:
         """Standard error of each variance, √(2/k) of it: k σ̂²/σ² is χ² with k degrees of freedom."""
-        stderr: Tensor = self.variance * (2 / self.draws) ** 0.5
+        stderr: Tensor = self.variance * (2 / self._known_draws()) ** 0.5
         return stderr
 
-    def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"]]:
+    def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
         """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
-        k, tail = self.draws, (1 - level) / 2
+        k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
         return self.variance * low, self.variance * high
 
@@ -134,7 +168,7 @@ class Predictive(ABC):
         if joint:
             return MultitaskMultivariateNormal(mean, covariance)
         if samples is not None and not noise:
-            return SampledNormal(mean, covariance, len(samples))
+            return SampledNormal(mean, covariance, draws=len(samples))
         return MultivariateNormal(mean, covariance)
 
     def functions(
