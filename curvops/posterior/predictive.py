@@ -60,7 +60,7 @@ class SampledNormal(MultivariateNormal):
     def expand(self, batch_size: torch.Size) -> SampledNormal:
         return self._of_as_many(super().expand(batch_size))
 
-    def __mul__(self, factor: float) -> SampledNormal:
+    def __mul__(self, factor: float | int) -> SampledNormal:
         return self._of_as_many(super().__mul__(factor))
 
     def __add__(self, other: Any) -> MultivariateNormal:
