@@ -180,11 +180,11 @@ def test_another_prior_keeps_the_mean_unless_told(lin):
 
 def test_gradients_in_the_prior_mean_and_the_precisions_of_layers(lin):
     values = torch.tensor([0.7, 2.0], dtype=torch.float64, requires_grad=True)
-    mean = normal(lin.num_parameters).requires_grad_()
+    mean, curvature = normal(lin.num_parameters).requires_grad_(), co.KFAC(lin)
 
     def evidence(values, mean):
         prior = {"0.*": values[0], "2.*": values[1]}
-        return co.laplace(lin, co.KFAC(lin), prior, mean, check_mode=False).log_evidence().value
+        return co.laplace(lin, curvature, prior, mean, check_mode=False).log_evidence().value
 
     assert torch.autograd.gradcheck(evidence, (values, mean))
 
