@@ -23,9 +23,12 @@ EVIDENCE_RTOL = 0.02
 def posterior(
     model: nn.Module, train: Images, prior_precision: float, curvature: Any = co.GGN, parameters: Any = None
 ) -> co.Laplace:
-    """The posterior around the network's weights: with the full GGN, which is never formed, or a cheaper curvature."""
+    """The posterior around the network's weights: with the full GGN, which is never formed, or a cheaper curvature.
+
+    That the weights are a mode is checked for all of them together, not for a part.
+    """
     lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
-    return co.laplace(lin, curvature=curvature, prior_precision=prior_precision)
+    return co.laplace(lin, curvature=curvature, prior_precision=prior_precision, check_mode=parameters is None)
 
 
 def tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:

@@ -47,7 +47,7 @@ class DemoSize:
 
 
 FULL = DemoSize(train=1000, seeds=3)
-QUICK = DemoSize(train=1000, seeds=1)
+QUICK = DemoSize(train=1000, seeds=1, checked=10)
 
 
 @dataclass(frozen=True, eq=False)
