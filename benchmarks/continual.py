@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import filled
+from benchmarks.report import fill
 from benchmarks.tables import machine_line, table
 from curvops.cli.demo.digits import Digits, Images, load_digits
 from curvops.plots import style
@@ -237,8 +237,7 @@ def main() -> None:
     machine = facts(torch.get_num_threads())
     found = study(arguments.seeds)
     text = f"{results_table(found, arguments.seeds)}\n\n{machine_line({'machine': machine})}"
-    page = arguments.output.read_text(encoding="utf-8")
-    arguments.output.write_text(filled(page, "continual", text), encoding="utf-8")
+    fill(arguments.output, "continual", text)
     save_small(curves(found), arguments.output.parent / "figures" / "continual.png")
 
 

@@ -36,7 +36,7 @@ from benchmarks.coverage_cells import (
     study,
 )
 from benchmarks.machine import facts
-from benchmarks.report import filled
+from benchmarks.report import fill
 from benchmarks.tables import machine_line, table
 from curvops.cli.bench.spectra import log_spaced, symmetric
 from curvops.cli.demo.digits import all_digits
@@ -181,7 +181,7 @@ def main() -> None:
             if arguments.output is None:
                 print(text, end="\n\n")
             else:
-                arguments.output.write_text(filled(arguments.output.read_text(), name, text))
+                fill(arguments.output, name, text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 import curvops as co
 from benchmarks.machine import facts, of_its_own, resident
-from benchmarks.report import filled
+from benchmarks.report import fill
 from benchmarks.tables import machine_line, table
 from curvops.cli.demo.digits import load_digits
 from curvops.cli.demo.network import convolutional, corrected
@@ -95,8 +95,7 @@ def main() -> None:
         rows += of_its_own("benchmarks.dense_blocks", "--size", size)
         print(rows[-1], flush=True)
     text = f"{results_table(rows)}\n\n{machine_line({'machine': machine})}"
-    page = arguments.output.read_text(encoding="utf-8")
-    arguments.output.write_text(filled(page, "dense blocks", text), encoding="utf-8")
+    fill(arguments.output, "dense blocks", text)
 
 
 if __name__ == "__main__":

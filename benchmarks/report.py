@@ -117,6 +117,11 @@ def filled(page: str, name: str, text: str) -> str:
     return f"{before}{first}\n{text}\n\n{last}{after}"
 
 
+def fill(path: Path, name: str, text: str) -> None:
+    """Replace a section of the page in a file, as `filled` does."""
+    path.write_text(filled(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+
+
 def _row(n: dict[str, Any], route: str, columns: int = 1, against: str = UNIT) -> dict[str, Any] | None:
     for row in n["rows"]:
         if row["route"] == route and row.get("columns", 1) == columns and row.get("against", UNIT) == against:

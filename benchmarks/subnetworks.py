@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import filled
+from benchmarks.report import fill
 from benchmarks.tables import machine_line, table
 from curvops.plots import style
 
@@ -283,8 +283,7 @@ def main() -> None:
     results = {name: study(name, min(arguments.splits, SPLITS[name])) for name in DATA}
     text = "\n\n".join([*(results_tables(name, found) for name, found in results.items())])
     text = f"{text}\n\n{machine_line({'machine': machine})}"
-    page = arguments.output.read_text(encoding="utf-8")
-    arguments.output.write_text(filled(page, "subnetworks", text), encoding="utf-8")
+    fill(arguments.output, "subnetworks", text)
     save_small(curves(results), arguments.output.parent / "figures" / "subnetworks.png")
 
 
