@@ -119,28 +119,30 @@ class Spectrum:
         if recorded([tensor for lin in self.data for tensor in lin.likelihood.hyperparameters]):
             return torch.stack([lin.log_likelihood() for lin in self.data]).sum()
         with self._lock:
-            if self._found.log_likelihood is None:
+            found = self._found
+            if found.log_likelihood is None:
                 with torch.no_grad():
-                    self._found.log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
-            return self._found.log_likelihood
+                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
+            return found.log_likelihood
 
     def gradient(self) -> Float[Tensor, " D"] | None:
         """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
         with self._lock:
-            if self._found.gradient is None and not isinstance(self.data, str):
+            found = self._found
+            if found.gradient is None and not isinstance(self.data, str):
                 with torch.no_grad():
-                    self._found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
-            return self._found.gradient
+                    found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
+            return found.gradient
 
     def known(self) -> tuple[Tensor | None, Tensor | None]:
         """The log-likelihood and the gradient, where they were asked for before."""
-        with self._lock:
-            return self._found.log_likelihood, self._found.gradient
+        found = self._found
+        return found.log_likelihood, found.gradient
 
     def take(self, log_likelihood: Tensor | None, gradient: Tensor | None) -> None:
         """Take what was known of another posterior with the same curvature and data."""
-        with self._lock:
-            self._found.log_likelihood, self._found.gradient = log_likelihood, gradient
+        found = self._found
+        found.log_likelihood, found.gradient = log_likelihood, gradient
 
     def require_gradients(self) -> None:
         """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
@@ -188,15 +190,16 @@ class Spectrum:
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
         """The least Ritz value of G from a short Lanczos run, and its vector."""
         with self._lock:
-            if self._found.lowest is None:
+            kept = self._found
+            if kept.lowest is None:
                 generator = torch.Generator(device=self._lin.theta.device).manual_seed(0)  # the user's stays as it is
                 with torch.no_grad():
                     found = lanczos(self._curvature, LOOKED_AT, generator=generator)
                 if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
                     raise ValueError(f"{type(self._curvature).__name__}: {found.reason.value}")
                 values, vectors = torch.linalg.eigh(found.T)
-                self._found.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
-            return self._found.lowest
+                kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
+            return kept.lowest
 
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
@@ -326,11 +329,12 @@ class Spectrum:
 
     def _decomposed(self) -> DenseSpectrum:
         with self._lock:
-            if self._found.whole is None:
+            found = self._found
+            if found.whole is None:
                 with torch.no_grad():
                     A = self._curvature
-                    self._found.whole = dense_spectrum(product(A), describe_square(A), 0.0)
-            return self._found.whole
+                    found.whole = dense_spectrum(product(A), describe_square(A), 0.0)
+            return found.whole
 
     def _from_whole(self, spectrum: DenseSpectrum, prior: Tensor, precision: Damped, rtol: float) -> Estimate:
         """log det(G + λ) with its gradient; P's own shift is more than λ where G is damped itself."""
