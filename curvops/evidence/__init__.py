@@ -2,5 +2,6 @@
 
 from curvops.evidence.grid import grid
 from curvops.evidence.maximize import maximize
+from curvops.posterior.evidence_parts import Evidence
 
-__all__ = ["grid", "maximize"]
+__all__ = ["Evidence", "grid", "maximize"]

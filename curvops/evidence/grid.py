@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from curvops.linalg import Estimate
 from curvops.posterior.arguments import check_accuracy
+from curvops.posterior.evidence_parts import Evidence
 from curvops.posterior.laplace import Laplace, check_posterior
 
 
@@ -19,7 +19,7 @@ def grid(
     prior_precisions: Sequence[float] | Tensor,
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
-) -> list[Estimate]:
+) -> list[Evidence]:
     """Log evidence in nats at each scalar prior precision; the weights are held fixed.
 
     The products are spent once, for the smallest precision; further values cost none.
@@ -31,7 +31,7 @@ def grid(
         generator: source of the probes.
 
     Returns:
-        An `Estimate` for each prior precision.
+        An `Evidence` for each prior precision.
 
     Raises:
         TypeError: not a posterior, or not a sequence of numbers.

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from curvops.posterior.arguments import (
     checked_curvature,
 )
 from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
+from curvops.posterior.evidence_parts import Evidence
 from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
@@ -155,8 +156,8 @@ class Laplace(Predictive):
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()
 
-    def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
-        """log p(data) under Laplace's approximation, in nats, with its standard error.
+    def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
+        """log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
 
         It is log-likelihood − ½ [(θ* − m)ᵀA(θ* − m) + log det P − log det A], whatever the temperature, which belongs
         to the approximation and not to the model. The log-determinants are exact where P has a closed
@@ -175,6 +176,10 @@ class Laplace(Predictive):
                 estimate's `reason` says whether it was reached.
             generator: source of the probes.
 
+        Returns:
+            An `Evidence`: an `Estimate` with `log_likelihood`, `scatter` ((θ* − m)ᵀA(θ* − m)), `log_determinant_ratio`
+            (an Estimate) and `effective_parameters` (an Estimate, counted when it is first asked for).
+
         Raises:
             ValueError: a gradient for anything else is asked for; the curvature is of other data or another likelihood,
                 or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted exactly once
@@ -183,7 +188,9 @@ class Laplace(Predictive):
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
         log_ratio = self.spectrum.logdet(self.prior, rtol, generator)
-        return log_ratio * -0.5 + (self.spectrum.log_likelihood() - 0.5 * self.prior.quadratic(self.mean))
+        log_likelihood, scatter = self.spectrum.log_likelihood(), self.prior.quadratic(self.mean)
+        count = partial(self.effective_parameters, rtol, generator)
+        return Evidence.of(log_likelihood, scatter, log_ratio, count)
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +66,8 @@ class Spectrum:
     log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come, in this order, from
 
     - the closed form of G + A, where there is one (as `(G + A).logdet()` does);
-    - all eigenvalues of G, for a scalar A and up to `WHOLE` weights (up to `MOST_MATVECS` where probes did not reach
-      the tolerance with half as many products as there are weights), kept for every further λ;
+    - all eigenvalues and eigenvectors of G, up to `WHOLE` weights (for a scalar A up to `MOST_MATVECS` where probes did
+      not reach the tolerance with half as many products as there are weights), kept for every further A;
     - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
     - probes at this A alone, preconditioned: the cheapest for one.
 
@@ -212,6 +213,8 @@ class Spectrum:
         reference = prior.double().log().expand(len(self._lin.theta)).sum()
         if precision._closed_form() is None:  # what is kept for other priors comes first
             spectrum = self._whole_spectrum(prior)
+            if spectrum is not None and prior.ndim:
+                return self._beside_whole(spectrum, prior, precision, rtol)
             if spectrum is not None:
                 return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
             if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
@@ -260,6 +263,10 @@ class Spectrum:
 
     def _dimension_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
         spectrum = self._whole_spectrum(prior)
+        if spectrum is not None and prior.ndim:
+            found, inverse = spectrum.beside(prior.detach(), rtol)
+            shares = 1 - prior.detach().double() * inverse.diagonal()
+            return dataclasses.replace(found, value=shares.sum())
         if spectrum is not None:
             return spectrum.effective_dimension(float(prior.detach()), rtol)
         if (known := self._prepared(prior, rtol)) is not None:
@@ -305,10 +312,8 @@ class Spectrum:
             return known[2]
 
     def _budget(self, prior: Tensor) -> int:
-        """Products that probes may take: fewer than D where all eigenvalues come next, D where they are asked for."""
+        """Products that probes may take: fewer than D where all eigenvalues come next."""
         size = len(self._lin.theta)
-        if prior.ndim and size <= WHOLE:
-            return size
         return MOST_MATVECS if size > MOST_MATVECS else max(4, size // 2)
 
     def _may_be_whole(self, found: Estimate, prior: Tensor) -> bool:
@@ -318,10 +323,8 @@ class Spectrum:
 
     def _whole_spectrum(self, prior: Tensor) -> DenseSpectrum | None:
         """All eigenvalues of G where they serve this prior and are known, or are the cheapest to find."""
-        if prior.ndim:
-            return None
         with self._lock:
-            return self._decomposed() if self._fits(WHOLE) else self._found.whole
+            return self._decomposed() if self._fits(WHOLE) else None if prior.ndim else self._found.whole
 
     def _fits(self, most: int) -> bool:
         size = len(self._lin.theta)
@@ -342,3 +345,11 @@ class Spectrum:
         found = single(spectrum.logdet([shift], rtol))
         unit, dtype = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device), precision.dtype
         return carried(found, precision, lambda _: [(spectrum.inverse(shift, dtype), unit)])
+
+    def _beside_whole(self, spectrum: DenseSpectrum, prior: Tensor, precision: Damped, rtol: float) -> Estimate:
+        """log det(G + A) − log det A for a vector A, with its gradient."""
+        found, inverse = spectrum.beside(prior.detach(), rtol)
+        reference = prior.double().log().sum()
+        unit = torch.eye(len(prior), dtype=precision.dtype, device=precision.device)
+        carried_too = carried(found + reference.detach(), precision, lambda _: [(inverse.to(unit), unit)])
+        return carried_too + (-reference)

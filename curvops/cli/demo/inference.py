@@ -5,7 +5,6 @@ This file is the example to copy. It needs the network, its training data and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.cli.demo.digits import Images
-from curvops.linalg import Estimate
 
 EVIDENCE_RTOL = 0.02
 """Relative accuracy of the log-determinant in the evidence."""
@@ -36,20 +34,9 @@ def tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
     return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
 
 
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """What one set of Lanczos runs says of a posterior."""
-
-    log_evidence: Estimate
-    effective_parameters: Estimate
-
-
-def evidence(post: co.Laplace, generator: torch.Generator) -> Evidence:
-    """Log evidence in nats and tr(P⁻¹G), with error bars; free after `tune`."""
-    return Evidence(
-        post.log_evidence(rtol=EVIDENCE_RTOL, generator=generator),
-        post.effective_parameters(rtol=EVIDENCE_RTOL, generator=generator),
-    )
+def evidence(post: co.Laplace, generator: torch.Generator) -> co.evidence.Evidence:
+    """Log evidence in nats, with its parts and tr(P⁻¹G), each with its error bar; free after `tune`."""
+    return post.log_evidence(rtol=EVIDENCE_RTOL, generator=generator)
 
 
 def subnetwork(post: co.Laplace, size: int, x: Float[Tensor, "N 1 8 8"]) -> Int[Tensor, " size"]:

@@ -57,7 +57,7 @@ class Outcome:
     model: torch.nn.Module
     post: co.Laplace
     draws: Tensor
-    evidence: inference.Evidence
+    evidence: co.evidence.Evidence
     mode_gap: float
     temperature: float
     predicted: dict[str, dict[int, scores.Predicted]]
@@ -234,12 +234,13 @@ def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) 
     say(f"Gradient of the log posterior at the trained weights: {first.mode_gap:.3f} of the prior's (0 at a mode).")
 
 
+def _estimates(outcome: Outcome) -> dict[str, co.linalg.Estimate]:
+    return {"log evidence": outcome.evidence, "effective parameters": outcome.evidence.effective_parameters}
+
+
 def _evidence_line(seed: int, outcome: Outcome) -> str:
     parts = []
-    for what, e in (
-        ("log evidence", outcome.evidence.log_evidence),
-        ("effective parameters", outcome.evidence.effective_parameters),
-    ):
+    for what, e in _estimates(outcome).items():
         low, high = e.interval()
         parts.append(f"{what} {float(e.value):.1f} (95 %: {float(low):.1f} to {float(high):.1f})")
     return f"seed {seed}: prior precision {float(outcome.post.prior_precision):.3g}, {', '.join(parts)}"
@@ -247,8 +248,12 @@ def _evidence_line(seed: int, outcome: Outcome) -> str:
 
 def _numbers(outcome: Outcome) -> dict[str, Any]:
     estimates = {
-        name: {"value": float(e.value), "stderr": float(e.stderr), "interval": [float(v) for v in e.interval()]}
-        for name, e in vars(outcome.evidence).items()
+        what.replace(" ", "_"): {
+            "value": float(e.value),
+            "stderr": float(e.stderr),
+            "interval": [float(v) for v in e.interval()],
+        }
+        for what, e in _estimates(outcome).items()
     }
     return {
         "prior_precision": float(outcome.post.prior_precision),

@@ -72,6 +72,24 @@ class DenseSpectrum:
         """(A + μ − bound)⁻¹."""
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
 
+    def beside(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
+        """Log det(P) − log det(diag(d)) of P = A − bound + diag(d), d > 0, and P⁻¹ in float64, by Cholesky.
+
+        The bias bound is what rounding can have changed. Raises NotPositiveSemidefinite for an indefinite P.
+        """
+        scale, values, n = diagonal.double().rsqrt(), self.values, len(self.values)
+        size = float(values.abs().amax())
+        if float(values[0]) >= -n * self.eps * size:
+            values = values.clamp_min(0)  # within rounding of zero
+        root = scale[:, None] * self.vectors
+        whitened = (root * values) @ root.mT
+        whitened.diagonal().add_(1)  # no pivot of a psd A is below 1, whatever the range of d
+        ratio = definite_logdet(whitened)
+        inverse = scale[:, None] * torch.cholesky_inverse(torch.linalg.cholesky(whitened)) * scale
+        bias = ROUNDING_UNITS * self.eps * size * inverse.trace()
+        reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(ratio)) else Reason.PRECISION_LIMIT
+        return Estimate.exact(ratio, n, bias, reason), inverse
+
 
 def dense_spectrum(multiply: Function, facts: Description, bound: float) -> DenseSpectrum:
     """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""

@@ -1,0 +1,152 @@
+"""The parts of the log evidence against dense references, and that it ranks models as exact evidence does."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module")
+def network():
+    return problem()
+
+
+def whole(network):
+    model, x, y = network
+    return co.linearize(model, (x, y), "classification")
+
+
+def last_layer(network):
+    model, x, y = network
+    return co.linearize(model, (x, y), "classification", parameters="last_layer")
+
+
+def subnetwork(network):
+    model, x, y = network
+    return co.linearize(model, (x, y), "classification", parameters=torch.arange(0, 51, 3))
+
+
+def subsample(network):
+    return co.subsample(whole(network), 10, generator=torch.Generator().manual_seed(0))
+
+
+def layers(lin):
+    return {name: 1.0 + i for i, name in enumerate(lin.model.selection.names)}
+
+
+PRIORS = {
+    "scalar": lambda lin: 0.7,
+    "layerwise": layers,
+    "weight-wise": lambda lin: torch.linspace(0.5, 3, lin.num_parameters, dtype=DOUBLE),
+    "operator": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense() / 3, psd=True).add_diagonal(0.4),
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("select", [whole, last_layer, subnetwork, subsample])
+def test_the_parts_are_those_of_dense_matrices_and_add_up(network, select, prior):
+    lin = select(network)
+    post = co.laplace(lin, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
+    found, G, P = post.log_evidence(), co.GGN(lin).to_dense(), post.precision.to_dense()
+    A, gap = P - G, lin.theta - 0.1
+    torch.testing.assert_close(found.log_likelihood, lin.log_likelihood(), **TIGHT)
+    torch.testing.assert_close(found.scatter, gap @ A @ gap, **TIGHT)
+    torch.testing.assert_close(found.log_determinant_ratio.value, P.logdet() - A.logdet(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.effective_parameters.value, torch.linalg.solve(P, G).trace(), rtol=1e-9, atol=1e-9)
+    total = found.log_likelihood - 0.5 * (found.scatter + found.log_determinant_ratio.value)
+    torch.testing.assert_close(found.value, total, rtol=1e-14, atol=0)
+    assert found.effective_parameters is found.effective_parameters  # counted once
+    assert found.mode == "map" and "scatter=" in repr(found) and repr(found).startswith("Evidence(")
+
+
+def test_a_sum_or_a_multiple_is_a_plain_estimate_without_parts(network):
+    found = co.laplace(whole(network), check_mode=False).log_evidence()
+    for other in (found + 1.0, 1.0 + found, found * 2.0, 2.0 * found):
+        assert type(other) is co.linalg.Estimate
+    assert (found + 1.0).value == found.value + 1 and (2.0 * found).value == 2 * found.value
+    assert dataclasses.is_dataclass(found) and float(found) == found.value
+
+
+def test_all_vector_priors_share_the_products_of_one_curvature(network, monkeypatch):
+    post = co.laplace(whole(network), check_mode=False)
+    post.log_evidence()
+    monkeypatch.setattr(co.GGN, "_matmul", lambda *_: pytest.fail("a product was spent"))
+    wide = torch.logspace(-5, 8, 51, dtype=DOUBLE)  # of scales that differ by more than float32 has digits
+    found = post.with_prior(wide)
+    assert 0 < found.effective_parameters().value < 51 and found.log_evidence().stderr == 0
+
+
+def test_it_falls_for_permuted_labels(network):
+    """The network is trained to a mode of its own labels and of permuted ones, under one prior."""
+    model, x, y = network
+    shuffled = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(1))]
+    found = {}
+    for name, labels in (("true", y), ("permuted", shuffled)):
+        weights = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, line_search_fn="strong_wolfe")
+
+        def loss(optimizer=optimizer, labels=labels):
+            optimizer.zero_grad()
+            squares = sum(p.square().sum() for p in model.parameters())
+            value = nn.functional.cross_entropy(model(x), labels, reduction="sum") + 0.5 * squares
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        found[name] = float(co.laplace(co.linearize(model, (x, labels), "classification")).log_evidence())
+        for p, kept in zip(model.parameters(), weights):
+            p.data.copy_(kept)
+    assert found["true"] > found["permuted"] + 5  # nats
+
+
+class Features(nn.Module):
+    """A readout of fixed features: its posterior is exactly Gaussian."""
+
+    def __init__(self, features, y, noise):
+        super().__init__()
+        self.features, self.readout = features, nn.Linear(features(torch.zeros(1, 1).double()).shape[1], 1, bias=False)
+        self.double()
+        x = torch.linspace(-1, 1, len(y)).double().unsqueeze(1)
+        phi = features(x)
+        mode = torch.linalg.solve(phi.mT @ phi / noise + torch.eye(phi.shape[1]), phi.mT @ y / noise)
+        self.readout.weight.data.copy_(mode.mT)
+
+    def forward(self, x):
+        return self.readout(self.features(x))
+
+
+def exact(features, x, y, noise):
+    phi = features(x)
+    covariance = noise * torch.eye(len(y)).double() + phi @ phi.mT
+    return torch.distributions.MultivariateNormal(torch.zeros(len(y)).double(), covariance).log_prob(y.squeeze(1))
+
+
+def polynomial(degree):
+    return lambda x: x ** torch.arange(degree + 1)
+
+
+def hidden(width):
+    weights = torch.randn(2, width, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+    return lambda x: (3 * x * weights[0] + weights[1]).tanh() / width**0.5
+
+
+@pytest.mark.parametrize("family", [polynomial, hidden])
+def test_it_orders_polynomial_degrees_and_widths_as_exact_evidence_does(family):
+    noise = 0.05
+    x = torch.linspace(-1, 1, 25).double().unsqueeze(1)
+    y = x - 2 * x**3 + noise**0.5 * torch.randn(25, 1, generator=torch.Generator().manual_seed(0)).double()
+    found, expected = [], []
+    for size in (1, 2, 3, 5, 9):
+        model = Features(family(size), y, noise)
+        lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise), parameters="readout.weight")
+        found.append(co.laplace(lin).log_evidence().value)
+        expected.append(exact(family(size), x, y, noise))
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-10, atol=1e-8)
+    assert int(torch.stack(found).argmax()) > 0  # a richer model than the smallest wins
