@@ -114,12 +114,12 @@ def _summed(
     tangents: Blocks | None = None,
     pushed: Tensor | None = None,
 ) -> Target | None:
-    """The sum over layers; with tangents V, J V is added to `pushed` (N·C, K) from the same a and δ."""
+    """The sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
     last = walk.features()
     if last is not None and _sum_of_last(total, last, metric):
         if tangents is not None and pushed is not None:
-            pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
+            pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
     for first, _, groups in walk.jacobian_rows():
         for group in groups:
@@ -127,8 +127,8 @@ def _summed(
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
                 return None
             if tangents is not None and pushed is not None:
-                part = pushed[first + group.first_row :][: group.num_rows]
-                part += group.push(tangents).flatten(1).mT
+                part = pushed[:, first + group.first_row :][:, : group.num_rows]
+                part += group.push(tangents).flatten(1)
     return total
 
 
@@ -172,25 +172,31 @@ def _of_dense(walk: JacobianRows, form: OfDense, shape: tuple[int, ...]) -> Targ
 def _of_low_rank(walk: JacobianRows, form: OfLowRank, shape: tuple[int, ...]) -> Target | None:
     """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
     base, shift = form.base, form.shift
-    kept = base.values > 0
     metric = Elementwise(walk.model, shift.reciprocal().expand(base.shape[-1]))
-    if not bool(kept.any()):
+    if not bool((base.values > 0).any()):
         return _summed(walk, metric, shape)
-    pushed = walk.model.theta.new_zeros(shape[0] * shape[1], len(base.values))
+    pushed = walk.model.theta.new_zeros(len(base.values), shape[0] * shape[1])
     vectors = form.scaled if shift.ndim else base.vectors
     total = _summed(walk, metric, shape, walk.model.selection.split(vectors), pushed)
     if total is None:
         return None
-    scaled = pushed if shift.ndim else pushed * form.inverse_shift
-    roots, capacitance = base.values[kept].sqrt(), form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
-    factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
-    taken = torch.linalg.solve_triangular(factor, (scaled[:, kept] * roots).mT, upper=False).mT
-    taken = taken.unflatten(0, (-1, shape[1]))
     found = total.clone()
-    _add_products(found, -taken, taken)
+    taken = (pushed.mT @ _whitening(form)).unflatten(0, (-1, shape[1]))
+    _add_products(found, taken, taken, alpha=-1)
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
     return found if bool(enough.all()) else None
+
+
+def _whitening(form: OfLowRank) -> Float[Tensor, "K r"]:
+    """√S C⁻ᵀ, with D⁻¹ where that is a number: one product with what was pushed, in place of as many solves as rows."""
+    values, kept = form.base.values, form.base.values > 0
+    roots, capacitance = values[kept].sqrt(), form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
+    factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
+    unit = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
+    own = roots.unsqueeze(-1) * torch.linalg.solve_triangular(factor.mT, unit, upper=True)
+    found = values.new_zeros(len(values), len(roots)).index_copy(0, kept.nonzero().squeeze(1), own)
+    return found if form.shift.ndim else found * form.inverse_shift
 
 
 class Elementwise(Metric):
@@ -367,10 +373,10 @@ def _add_solved(target: Target, rows: Float[Tensor, "n R p"], form: Any) -> None
     _add_products(target, form.solve(rows.flatten(0, 1).mT).mT.reshape(rows.shape), rows)
 
 
-def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"]) -> None:
-    """target += one otherᵀ within each point, or its diagonal; of sequences, within each position."""
+def _add_products(target: Target, one: Float[Tensor, "n R s"], other: Float[Tensor, "n R s"], alpha: int = 1) -> None:
+    """target += α one otherᵀ within each point, or its diagonal; of sequences, within each position."""
     one, other = (rows.reshape(*target.shape[:2], -1) for rows in (one, other))
     if target.ndim == 3:
-        target.baddbmm_(one, other.mT)
+        target.baddbmm_(one, other.mT, alpha=alpha)
     else:
-        target.add_((one * other).sum(-1))
+        target.add_((one * other).sum(-1), alpha=alpha)

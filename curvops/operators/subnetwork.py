@@ -13,6 +13,7 @@ from torch import Tensor
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import in_parts
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.network.model.parameters import matching
@@ -119,11 +120,15 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
 
 @torch.no_grad()
 def principal_block(operator: LinearOperator, indices: Int[Tensor, " S"]) -> Float[Tensor, "S S"]:
-    """A[S, S], in float64 for a curvature (see `fisher_block`), else from one product for each index."""
+    """A[S, S], in float64 for a curvature (see `fisher_block`) and for sums, else from one product for each index."""
     if isinstance(operator, Damped):
         block = principal_block(operator.base, indices)
         block.diagonal().add_(operator.shift if operator.shift.ndim == 0 else operator.shift[indices])
         return block
+    if isinstance(operator, Sum) and not operator.batch_shape:
+        return torch.stack([principal_block(term, indices).double() for term in operator.terms]).sum(0)
+    if isinstance(operator, Scaled) and not operator.batch_shape:
+        return principal_block(operator.base, indices) * operator.factor
     if isinstance(operator, Curvature):
         return fisher_block(operator.lin, operator.output, indices)
     block = torch.empty(len(indices), len(indices), dtype=operator.dtype, device=operator.device)

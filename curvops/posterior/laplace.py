@@ -136,13 +136,14 @@ class Laplace(Predictive):
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
         memories = frozenset((self.lin.memory,))
-        draws = draw(self.precision.inverse(rtol), k, generator, memories).mT
+        precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
+        draws = draw(precision.inverse(rtol), k, generator, memories).mT
         if self.temperature != 1:
             draws *= math.sqrt(self.temperature)
         return accumulate(draws, self.mean)
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        inverse = self.precision.inverse(rtol)
+        inverse = self.spectrum.for_rows(self.precision, jacobian.shape[-2]).inverse(rtol)
         if jacobian.is_recorded and recorded(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "

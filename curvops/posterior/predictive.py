@@ -135,7 +135,8 @@ class Predictive(ABC):
             rtol: relative residual of the exact solves; None is 1e-6, in float64 1.5e-8.
             noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
 
-        Covariances are lazy: exact ones solve for N·C rows of J when they are first used. Those of independent points
+        Covariances are lazy: exact ones solve for N·C rows of J when they are first used; of up to 2,048 weights, the
+        matrix is formed and factorised instead once D / 8 rows have been asked for. Those of independent points
         under a structured curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected
         weights) come from each layer's inputs and sensitivities instead, at C backward passes and a few matrix
         products; of a last layer from its inputs, without a further pass. Variances need no C × C block.

@@ -25,6 +25,7 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
@@ -32,6 +33,7 @@ from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
+from curvops.operators.formed import Formed
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms
 from curvops.posterior.priors import Prior
@@ -43,6 +45,8 @@ MOST_MATVECS = 4000
 WHOLE = 1024
 # Solves that the effective dimension under a large prior operator may take, one for each probe.
 MOST_SOLVES = 200
+# What a right-hand side of a block solve takes at least: from D / 8 of them on, D products form the whole matrix.
+PRODUCTS_A_SOLVE = 8
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -58,6 +62,9 @@ class Findings:
     log_likelihood: Tensor | None = None
     gradient: Tensor | None = None
     lowest: tuple[float, Tensor] | None = None
+    formed: Formed | None = None
+    solved: tuple[LinearOperator, LinearOperator] | None = None
+    rows: int = 0
 
 
 class Spectrum:
@@ -202,6 +209,34 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
+    def for_rows(self, precision: Any, rows: int) -> Any:
+        """P as `for_columns` gives it for these right-hand sides and all that were asked for before."""
+        with self._lock:
+            self._found.rows += rows
+            return self.for_columns(precision, self._found.rows)
+
+    def for_columns(self, precision: Any, columns: int) -> Any:
+        """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
+
+        It is between `DENSE_SIZE` weights (up to which every solve forms P) and `DENSE_BLOCK`, where P has no closed
+        form and no gradient is recorded. What is formed serves all priors that are numbers or vectors.
+        """
+        size = len(self._lin.theta)
+        if not DENSE_SIZE < size <= DENSE_BLOCK or PRODUCTS_A_SOLVE * columns < size:
+            return precision
+        base, shift = (precision.base, precision.shift) if isinstance(precision, Damped) else (precision, 0.0)
+        if recorded(precision.representation()) or precision._closed_form() is not None or not is_psd(base):
+            return precision
+        with self._lock:
+            found = self._found
+            if found.formed is None or found.formed.base is not base:
+                if Formed.bytes_for(size) > self._lin.memory.room():
+                    return precision
+                found.formed, found.solved = Formed(base), None
+            if found.solved is None or found.solved[0] is not precision:
+                found.solved = precision, found.formed.add_diagonal(shift)
+            return found.solved[1]
+
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
         with self._naming_the_ggn():
@@ -335,8 +370,10 @@ class Spectrum:
             found = self._found
             if found.whole is None:
                 with torch.no_grad():
-                    A = self._curvature
-                    found.whole = dense_spectrum(product(A), describe_square(A), 0.0)
+                    A, formed = self._curvature, found.formed
+                    known = formed.formed() if formed is not None and formed.base is A else None
+                    multiply = product(A) if known is None else lambda _: known
+                    found.whole = dense_spectrum(multiply, describe_square(A), 0.0)
             return found.whole
 
     def _from_whole(self, spectrum: DenseSpectrum, prior: Tensor, precision: Damped, rtol: float) -> Estimate:

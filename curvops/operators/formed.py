@@ -1,0 +1,70 @@
+"""An operator that is formed, in float64, when something is first solved with it plus a diagonal."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.memory import keep
+from curvops.linalg.operators.algebra import OfOne
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.dense import OfDense
+from curvops.operators.subnetwork import principal_block
+
+COPIES = 4
+"""Matrices of n² numbers in float64 that one formed operator may take: itself, plus a shift, its factor, and work."""
+
+
+class OfFormed(OfDense):
+    """Cholesky of the operand as it was formed, which has no gradient for what is inside it."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return bool(base.symmetric) and not recorded(base.representation())
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """P, (n, n)."""
+        dense = self.base.formed()
+        return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
+
+
+class Formed(OfOne):
+    """The same operator A, of few enough rows to be formed where A plus a diagonal is to be solved with often.
+
+    Products are those of A. Cost: that of `Subnetwork` of all weights, at the first solve, draw or log-determinant with
+    any diagonal; each other diagonal costs a factorisation.
+    """
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfFormed
+
+    def __init__(self, base: LinearOperator, cache: Cache | None = None) -> None:
+        super().__init__(base, cache=Cache() if cache is None else cache)
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _product(self, block: Tensor) -> Tensor:
+        product: Tensor = self.base._matmul(block)
+        return product
+
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        """What an operator of so many rows takes at most, once it is formed and factorised."""
+        return COPIES * 8 * size**2
+
+    def formed(self) -> Tensor:
+        """A, (n, n), in float64, formed once for these tensors."""
+        cache: Cache = self._kwargs["cache"]
+        return cache.kept("formed", self.representation(), self._formed_now)
+
+    def _formed_now(self) -> Tensor:
+        dense = principal_block(self.base, torch.arange(self.shape[-1], device=self.device)).double()
+        dense = (dense + dense.mT) / 2
+        keep(self, dense, self.bytes_for(len(dense)))
+        return dense

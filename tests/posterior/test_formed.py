@@ -1,0 +1,201 @@
+"""The curvature of a small network, formed for many right-hand sides: every answer against the dense matrix."""
+
+import copy
+from contextlib import contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import curvops as co
+from curvops.linalg.operators.draws import normal
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+TIGHT = {"rtol": 1e-8, "atol": 1e-10}
+X = torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+FORMED = "curvops.operators.formed.principal_block"
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch):
+    """51 weights are few enough for every solve to form the matrix; here they are taken for more."""
+    monkeypatch.setattr("curvops.posterior.spectrum.DENSE_SIZE", 10)
+
+
+@contextmanager
+def nothing_iterates():
+    with patch.object(import_module("curvops.linalg.solvers.solve"), "cg", side_effect=AssertionError):
+        yield
+
+
+@pytest.fixture(scope="module")
+def lin():
+    model, x, y = problem()
+    return co.linearize(model, (x, y), "classification")
+
+
+def vector(lin):
+    return torch.linspace(0.5, 2.0, lin.num_parameters, dtype=DOUBLE)
+
+
+def root(lin):
+    return torch.randn(lin.num_parameters, 4, dtype=DOUBLE, generator=generator())
+
+
+CURVATURES = {
+    "ggn": co.GGN,
+    "sampled": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()),
+    "empirical": co.EmpiricalFisher,
+    "tempered": lambda lin: 0.5 * co.GGN(lin),
+    "sum": lambda lin: 0.5 * co.GGN(lin) + 0.5 * co.KFAC(lin),
+    "damped": lambda lin: co.GGN(lin).add_diagonal(0.3),
+}
+PRIORS = {
+    "number": lambda lin: 1.3,
+    "vector": vector,
+    "low rank": lambda lin: co.linalg.LowRank(root(lin), torch.ones(4, dtype=DOUBLE)).add_diagonal(vector(lin)),
+    "matrix": lambda lin: co.linalg.Dense(root(lin) @ root(lin).mT + torch.eye(51, dtype=DOUBLE), psd=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("curvature", "prior"), [*((name, "number") for name in CURVATURES), *(("ggn", name) for name in PRIORS)]
+)
+def test_covariances_equal_the_dense_definition(lin, curvature, prior):
+    post = co.laplace(lin, CURVATURES[curvature](lin), PRIORS[prior](lin), check_mode=False)
+    P = post.precision.to_dense()
+    J = lin.jacobian(X).to_dense()
+    expected = J @ torch.linalg.solve(P, J.mT)
+    blocks = expected.unflatten(0, (7, 3)).unflatten(2, (7, 3)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    with nothing_iterates():
+        torch.testing.assert_close(post.predict(X).covariance_matrix, blocks, **TIGHT)
+        torch.testing.assert_close(post.predict(X, joint=True).covariance_matrix, expected, **TIGHT)
+        variance = blocks.diagonal(dim1=1, dim2=2)
+        probit = (lin.predict(X) / (1 + torch.pi / 8 * variance).sqrt()).softmax(-1)
+        torch.testing.assert_close(post.probabilities(X), probit, **TIGHT)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
+    """An identity: Lᵀ of a deviation is the seed's noise. Equal seeds give equal draws whatever was asked before."""
+    post = co.laplace(lin, co.GGN, PRIORS[prior](lin), check_mode=False)
+    with nothing_iterates():
+        deviations = post.sample(60, generator()) - lin.theta
+    noise = torch.linalg.cholesky(post.precision.to_dense()).mT @ deviations.mT
+    torch.testing.assert_close(noise, normal(51, 60, DOUBLE, lin.theta.device, generator()), **TIGHT)
+    few = co.laplace(lin, co.GGN, PRIORS[prior](lin), check_mode=False).sample(3, generator())
+    _ = post.predict(X).variance
+    torch.testing.assert_close(post.sample(3, generator()), few, rtol=0, atol=0)
+
+
+def test_it_is_formed_once_for_all_priors_and_answers(lin):
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    block = import_module("curvops.operators.subnetwork").principal_block
+    with patch(FORMED, wraps=block) as formed:
+        assert post.predict(X).mean.shape == (7, 3)
+        assert formed.call_count == 0  # nothing before an entry is asked for
+        with patch.object(torch.linalg, "cholesky_ex", wraps=torch.linalg.cholesky_ex) as factorised:
+            _ = post.predict(X).variance, post.predict(X, joint=True).covariance_matrix, post.sample(20)
+            assert factorised.call_count == 1
+        other = post.with_prior(vector(lin))
+        dense = co.GGN(lin).to_dense() + torch.diag(vector(lin))
+        J = lin.jacobian(X).to_dense()
+        expected = (J @ torch.linalg.solve(dense, J.mT)).diagonal().reshape(7, 3)
+        torch.testing.assert_close(other.predict(X).variance, expected, **TIGHT)
+        assert formed.call_count == 1
+        copied = copy.deepcopy(post)
+        torch.testing.assert_close(copied.predict(X).variance, post.predict(X).variance, **TIGHT)
+
+
+def test_few_right_hand_sides_are_solved_for_until_they_are_many(lin):
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    with patch(FORMED, side_effect=AssertionError):
+        _ = post.predict(X[:1]).variance, post.predict(X[1:2]).variance, post.sample(6)
+    with nothing_iterates():
+        _ = post.predict(X[:1]).variance
+
+
+def test_the_evidence_takes_the_matrix_that_was_formed(lin):
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    before = post.log_evidence().value
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    _ = post.predict(X).variance
+    with patch.object(co.GGN, "_matmul", side_effect=AssertionError):
+        torch.testing.assert_close(post.log_evidence().value, before, **TIGHT)
+
+
+def test_gradients_are_those_of_the_dense_definition():
+    model, x, y = problem("regression")
+    noise = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=noise))
+    prior = torch.tensor(1.3, dtype=DOUBLE, requires_grad=True)
+    J, Jx = lin.jacobian().to_dense(), lin.jacobian(X).to_dense()
+    P = J.mT @ J / noise + prior * torch.eye(51, dtype=DOUBLE)
+    expected = (Jx @ torch.linalg.solve(P, Jx.mT)).diagonal().sum()
+    post = co.laplace(lin, co.GGN, prior, check_mode=False)
+    with torch.no_grad():  # formed: what is asked for next has gradients all the same
+        torch.testing.assert_close(post.predict(X).variance.sum(), expected, **TIGHT)
+    found = torch.autograd.grad(post.predict(X).variance.sum(), (prior, noise))
+    for one, other in zip(found, torch.autograd.grad(expected, (prior, noise))):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    before = post.predict(X).variance.detach()
+    with torch.no_grad():
+        lazily = post.predict(X)
+    torch.testing.assert_close(torch.autograd.grad(lazily.variance.sum(), prior)[0], found[0], rtol=1e-6, atol=1e-8)
+    with torch.no_grad():
+        noise.fill_(0.6)
+        assert float((post.predict(X).variance - before).abs().max()) > 1e-3
+        fresh = co.laplace(
+            co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=0.6)), co.GGN, 1.3, check_mode=False
+        )
+        torch.testing.assert_close(post.predict(X).variance, fresh.predict(X).variance, **TIGHT)
+
+
+def test_a_gradient_in_the_inputs_takes_the_matrix_that_was_formed(lin):
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    dense = co.laplace(lin, co.Subnetwork(co.GGN(lin), torch.arange(51)), 1.3, check_mode=False)
+    slopes = []
+    for each in (post, dense):
+        at = X.clone().requires_grad_()
+        with nothing_iterates():
+            slopes.append(torch.autograd.grad(each.predict(at).variance.sum(), at)[0])
+    torch.testing.assert_close(*slopes, **TIGHT)
+
+
+def test_single_precision_is_that_of_the_data_alone(lin):
+    """Its matrix is summed and factorised in float64, where products in float32 lose the digits of a weak prior."""
+    post = co.laplace(lin, co.GGN, 1e-4, check_mode=False)
+    single = co.laplace(lin.cast(torch.float32), co.GGN, 1e-4, check_mode=False)
+    torch.testing.assert_close(single.predict(X.float()).variance.double(), post.predict(X).variance, rtol=1e-3, atol=0)
+
+
+def test_without_memory_for_the_matrix_it_is_solved_with():
+    model, x, y = problem()
+    lin = co.linearize(model, (x, y), "classification")
+    post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
+    with (
+        patch.object(type(lin.memory), "room", return_value=80_000),
+        patch(FORMED, side_effect=AssertionError),
+    ):
+        found = post.predict(X).variance
+    torch.testing.assert_close(found, post.predict(X).variance, rtol=1e-6, atol=1e-8)
+
+
+def test_distances_take_one_factorisation(lin):
+    post = co.laplace(lin, co.GGN, 0.7, check_mode=False)
+    chosen = torch.arange(0, 40, 2)
+    with nothing_iterates():
+        found = co.wasserstein(post, chosen)
+    P = post.precision.to_dense()
+    S = torch.linalg.inv(P)
+    values, vectors = torch.linalg.eigh(P[chosen][:, chosen])
+    half = vectors / values.sqrt() @ vectors.mT
+    cross = torch.linalg.eigvalsh(half @ S[chosen][:, chosen] @ half).sqrt().sum()
+    torch.testing.assert_close(found.value, S.trace() + (1 / values).sum() - 2 * cross, **TIGHT)
+    assert found.stderr == 0
