@@ -26,6 +26,8 @@ from curvops.linalg.core.limits import check_generator
 from curvops.progress import counting
 
 Matrix: TypeAlias = Tensor | LinearOperator
+ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
+"""A function of numbers, of each entry on its own: of eigenvalues, say."""
 CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_limits
-from curvops.linalg.core.memory import columns_at_a_time, vector_bytes
+from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.core.vectors import Description, largest
-from curvops.progress import remark
+from curvops.linalg.core.vectors import Matrix, describe, largest, product
+from curvops.progress import Progress, at_work, remark
 
+EXACT = "exact"
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
-BLOCK = 32
-"""Streamed probes that run together where memory has room for them."""
-STREAMED = 6
-"""Vectors that each of them takes."""
 LEAST_VECTORS = 12
 """What the fewest products that give an error bar keep, of the estimator that keeps most."""
 
@@ -58,60 +55,62 @@ def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def check_budget(rtol: float | None, max_matvecs: int | None, least: int, memory_budget: int | None = None) -> None:
-    """ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
-    check_limits(rtol, None, max_matvecs, memory_budget, sampled=True)
-    if max_matvecs is not None and max_matvecs < least:
-        raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {max_matvecs}.")
+Family = TypeVar("Family", bound=Estimator)
 
 
-def block_within(budget: int | None, facts: Description) -> int:
-    """How many streamed probes run together."""
-    return columns_at_a_time(BLOCK, STREAMED * vector_bytes(facts), budget)
+@dataclass(frozen=True, eq=False)
+class Quantity(Generic[Family]):
+    """What estimators tell of a matrix: its name, who estimates it by which method, and the value without an error."""
+
+    name: str
+    families: Mapping[str, Callable[[Probed], Family]]
+    exact: Callable[[Probed], Estimate]
+
+    def of(
+        self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None, progress: Progress
+    ) -> tuple[Estimate, Family | None]:
+        """The estimate, and what it was read from; None where the exact value was taken."""
+        check_choice("method", method, (*self.families, EXACT))
+        with (
+            torch.no_grad(),
+            at_work(self.name, _most(method, describe(A).columns, limits), progress, A),
+            probing(A, generator, limits, LEAST_VECTORS, checked(product(A))) as probed,
+        ):
+            if method == EXACT:
+                return self.exact(probed), None
+            estimator = self.families[method](probed)
+            found = estimated(estimator, self.exact, probed)
+        return found, estimator if found.samples else None
 
 
-def affordable(budget: int | None, facts: Description, held: float) -> int | None:
-    """How many products' vectors fit in ``budget`` bytes; None for any number."""
-    if budget is None or not held:
-        return None
-    return int(budget / (held * facts.rows * torch.finfo(facts.dtype).bits / 8))
-
-
-def products_allowed(method: str, rtol: float | None, max_matvecs: int | None, facts: Description) -> int | None:
+def _most(method: str, whole: int, limits: Limits) -> int | None:
     """The most products that an estimate takes; None where only its tolerance ends it."""
-    if method == "exact":
-        return facts.columns
-    if rtol is None:
-        return min(DEFAULT_MATVECS if max_matvecs is None else max_matvecs, facts.columns)
-    return max_matvecs
+    if method == EXACT:
+        return whole
+    if limits.rtol is None:
+        return min(DEFAULT_MATVECS if limits.matvecs is None else limits.matvecs, whole)
+    return limits.matvecs
 
 
-def estimated(
-    estimator: Estimator,
-    exact: Callable[[], Estimate],
-    facts: Description,
-    *,
-    rtol: float | None,
-    max_matvecs: int | None,
-    memory_budget: int | None,
-) -> Estimate:
+def estimated(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
     """Spend the budget (128 products by default), or with ``rtol`` grow until the error bar meets it.
 
-    The exact value is taken where it costs no more: by a budget of ``facts.columns`` products, or where growth comes
-    to that many. With rtol and no max_matvecs there is no other limit.
+    The exact value is taken where it costs no more: by a budget of as many products as A has columns, or where growth
+    comes to that many. With rtol and no budget there is no other limit.
 
     Raises:
         ValueError: rtol is not positive, or the budget or the memory is too small for an error bar.
     """
-    whole = facts.columns
-    if rtol is None and max_matvecs is None:
-        max_matvecs = DEFAULT_MATVECS
-    check_budget(rtol, max_matvecs, min(estimator.least, whole), memory_budget)
+    whole, limits = probed.facts.columns, probed.limits
+    if limits.rtol is None and limits.matvecs is None:
+        limits = replace(limits, matvecs=DEFAULT_MATVECS)
+    rtol, max_matvecs = limits.rtol, limits.matvecs
+    limits.check(min(estimator.least, whole))
     if max_matvecs is not None and max_matvecs >= whole and (rtol is None or whole <= FIRST_MATVECS):
-        return exact()
+        return exact(probed)
     if max_matvecs is None and whole <= FIRST_MATVECS:
-        return exact()
-    room = affordable(memory_budget, facts, estimator.held)
+        return exact(probed)
+    room = probed.held(estimator.held)
     if room is not None and room < estimator.least:
         raise ValueError(f"memory_budget has room for {room} products' vectors, {estimator.least} are needed.")
     if rtol is None:
@@ -130,7 +129,7 @@ def estimated(
             return replace(found, reason=Reason.CONVERGED)
         following = _next(target, found, rtol)
         if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
-            return replace(known := exact(), matvecs=known.matvecs + found.matvecs)
+            return replace(known := exact(probed), matvecs=known.matvecs + found.matvecs)
         if most is not None and target >= most:
             return replace(found, reason=_ended(target, room, max_matvecs, Reason.MATVEC_LIMIT))
         target = following

@@ -15,16 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason, caution
+from curvops.linalg.core.vectors import ScalarFunction
 from curvops.linalg.spectra.lanczos import LockStep
-
-Function: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +57,12 @@ class SpectralQuadrature:
         """Tr G (G + shift I)⁻¹ for any positive shift, or for each of a tensor (m,) of them."""
         return self._each(share, shift)
 
-    def _each(self, of_shift: Callable[[float], Function], shift: float | int | Tensor) -> Estimate:
+    def _each(self, of_shift: Callable[[float], ScalarFunction], shift: float | int | Tensor) -> Estimate:
         if not (isinstance(shift, Tensor) and shift.ndim):
             return self.trace_of(of_shift(float(positive(shift))))
         return stacked([self.trace_of(of_shift(float(positive(mu)))) for mu in shift.tolist()])
 
-    def trace_of(self, f: Function) -> Estimate:
+    def trace_of(self, f: ScalarFunction) -> Estimate:
         """Tr f(G) for f with f(0) = 0 and derivatives of alternating sign, the first positive.
 
         The value is the middle of the bracket. ``bias_bound`` is half its mean width plus what rounding of the products
@@ -84,7 +83,7 @@ class SpectralQuadrature:
         found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded, widening=caution(count))
         return replace(found, reason=self._judged(found, float(rounded)))
 
-    def _missed(self, f: Function) -> Tensor:
+    def _missed(self, f: ScalarFunction) -> Tensor:
         """By how much the largest eigenvalue's weight is off its expectation, in units of the sum.
 
         The expectation is known: the multiplicity, a whole number. Where one eigenvalue dominates, zᵀf(G)z is about χ²
@@ -100,7 +99,7 @@ class SpectralQuadrature:
         below = torch.where(self.gauss_nodes < alike * largest, self.gauss_nodes, 0.0).amax()
         return (f(largest) - f(below)) * (weight - weight.round().clamp_min(1))
 
-    def _rounded(self, f: Function) -> Tensor:
+    def _rounded(self, f: ScalarFunction) -> Tensor:
         x, delta = self.gauss_nodes, self.rounding
         change = torch.maximum(f(x + delta) - f(x), f(x) - f((x - delta).clamp_min(0)))
         return (self.gauss_weights * change).sum(1).mean()
@@ -115,18 +114,18 @@ class SpectralQuadrature:
             return Reason.PRECISION_LIMIT
         return Reason.MATVEC_LIMIT if self.reason is Reason.CONVERGED else self.reason
 
-    def bracket(self, f: Function) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
+    def bracket(self, f: ScalarFunction) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
         """Upper and lower bound of zᵀf(G)z for each probe."""
         upper = (self.gauss_weights * f(self.gauss_nodes)).sum(1)
         return upper, (self.radau_weights * f(self.radau_nodes)).sum(1)
 
 
-def log_ratio(mu: float) -> Function:
+def log_ratio(mu: float) -> ScalarFunction:
     """x ↦ log(1 + x/μ)."""
     return lambda x: torch.log1p(x / mu)
 
 
-def share(mu: float) -> Function:
+def share(mu: float) -> ScalarFunction:
     """x ↦ x/(x + μ)."""
     return lambda x: x / (x + mu)
 

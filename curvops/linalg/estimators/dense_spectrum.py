@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import require_symmetric
-from curvops.linalg.core.vectors import Description
-from curvops.linalg.estimators.brackets import Function, SpectralQuadrature, stacked
+from curvops.linalg.core.vectors import Description, ScalarFunction
+from curvops.linalg.estimators.brackets import SpectralQuadrature, stacked
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 
 
@@ -91,7 +92,7 @@ class DenseSpectrum:
         return Estimate.exact(ratio, n, bias, reason), inverse
 
 
-def dense_spectrum(multiply: Function, facts: Description, bound: float) -> DenseSpectrum:
+def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
     """Form A by n products and decompose it; ValueError where it is not finite or not symmetric."""
     n, _, dtype, device = facts
     dense = multiply(torch.eye(n, dtype=dtype, device=device)).double()
@@ -106,14 +107,14 @@ def dense_spectrum(multiply: Function, facts: Description, bound: float) -> Dens
 class KnownSpectrum(SpectralQuadrature):
     """All eigenvalues of a positive semidefinite matrix as one quadrature: sums over them are exact to rounding."""
 
-    def trace_of(self, f: Function) -> Estimate:
+    def trace_of(self, f: ScalarFunction) -> Estimate:
         """Tr f(G); the bias bound is what rounding of the products can have changed."""
         value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
         reason = Reason.CONVERGED if float(bias) <= (self.rtol or 0.0) * abs(float(value)) else Reason.PRECISION_LIMIT
         return Estimate.exact(value, self.matvecs, bias, reason)
 
 
-def known_spectrum(multiply: Function, facts: Description, rtol: float) -> KnownSpectrum:
+def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> KnownSpectrum:
     """The eigenvalues of positive semidefinite G by n products; those within rounding of zero count as zero.
 
     Raises:

@@ -15,24 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.vectors import (
-    CHUNK,
-    Description,
-    Matrix,
-    combine,
-    describe_square,
-    largest,
-    norm,
-    product,
-    unit_blocks,
-)
-from curvops.linalg.estimators.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
-from curvops.linalg.estimators.exchangeable import LeaveOneOut, Multiply, NystromSketch, RangeSketch
-from curvops.linalg.estimators.hutchinson import streamed
-from curvops.progress import Progress, at_work
+from curvops.linalg.core.vectors import CHUNK, Matrix, combine, describe_square, largest, norm, product, unit_blocks
+from curvops.linalg.estimators.adaptive import Estimator, Quantity, checked
+from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
+from curvops.progress import Progress
 
 METHODS = ("xdiag", "xnysdiag", "bekas", "exact")
 # By the coverage of single entries in docs/estimators.md.
@@ -68,46 +57,21 @@ def diagonal(
 
     Source: Bekas, Kokiopoulou & Saad 2007; Epperly, Tropp & Webber 2024.
     """
-    facts = describe_square(A)
-    check_choice("method", method, METHODS)
-    total = products_allowed(method, rtol, max_matvecs, facts)
-    with (
-        torch.no_grad(),
-        at_work("diagonal", total, progress, A),
-        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
-    ):
-        block = block_within(room, facts)
-        if method == "exact":
-            return _exact(multiply, facts, block)
-        return estimated(
-            _family(method, A, multiply, facts, generator, block),
-            lambda: _exact(multiply, facts, block),
-            facts,
-            rtol=rtol,
-            max_matvecs=max_matvecs,
-            memory_budget=room,
-        )
+    describe_square(A)
+    families: dict[str, Callable[[Probed], Estimator]] = {
+        "xdiag": lambda probed: XDiag(probed, checked(product(A.mT))),
+        "xnysdiag": XNysDiag,
+        "bekas": Bekas,
+    }
+    limits = Limits(rtol, max_matvecs, memory_budget)
+    return Quantity("diagonal", families, _exact).of(A, method, limits, generator, progress)[0]
 
 
-def _family(
-    method: str,
-    A: Matrix,
-    multiply: Multiply,
-    facts: Description,
-    generator: torch.Generator | None,
-    block: int,
-) -> Bekas | XDiag | XNysDiag:
-    if method == "bekas":
-        return Bekas(multiply, facts, generator, block)
-    if method == "xnysdiag":
-        return XNysDiag(multiply, facts, generator)
-    return XDiag(multiply, checked(product(A.mT)), facts, generator)
-
-
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
+def _exact(probed: Probed) -> Estimate:
+    facts = probed.facts
     total = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
-    for E in unit_blocks(facts, block):
-        total = total + _row_sums(E * multiply(E))
+    for E in unit_blocks(facts, probed.block):
+        total = total + _row_sums(E * probed.multiply(E))
     return Estimate.exact(total[:, 0], facts.rows)
 
 
@@ -141,18 +105,16 @@ class Bekas:
 
     least, first, held = 2, BLOCK, 0.0
 
-    def __init__(
-        self, multiply: Multiply, facts: Description, generator: torch.Generator | None, block: int = BLOCK
-    ) -> None:
-        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
+    def __init__(self, probed: Probed) -> None:
+        self.probed, facts = probed, probed.facts
         self.count, self.size = 0, 1.0
         self.mean = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
         self.squares = torch.zeros_like(self.mean)
 
     def spend(self, matvecs: int) -> None:
         """One product a probe."""
-        for Z in streamed(self.facts, matvecs - self.count, self.block, self.generator):
-            samples = Z * self.multiply(Z)
+        for Z in self.probed.streamed(matvecs - self.count):
+            samples = Z * self.probed.multiply(Z)
             if not self.count and (size := float(largest(samples).amax())) > 0:
                 self.size = size
             mean, squares = _moments(samples / self.size)
@@ -173,10 +135,8 @@ class XDiag(LeaveOneOut):
 
     least, first, held = 4, 16, 3.0
 
-    def __init__(
-        self, multiply: Multiply, adjoint: Multiply, facts: Description, generator: torch.Generator | None
-    ) -> None:
-        self.sketch: RangeSketch = RangeSketch(multiply, facts, "rademacher", generator, adjoint)
+    def __init__(self, probed: Probed, adjoint: Multiply) -> None:
+        self.sketch: RangeSketch = RangeSketch(probed, "signs", adjoint)
 
     def estimate(self) -> Estimate:
         """Mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
@@ -220,8 +180,8 @@ class XNysDiag(LeaveOneOut):
 
     least, first, held = 2, 16, 6.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch: NystromSketch = NystromSketch(multiply, facts, "rademacher", generator)
+    def __init__(self, probed: Probed) -> None:
+        self.sketch: NystromSketch = NystromSketch(probed, "signs")
 
     def estimate(self) -> Estimate:
         """Mean and standard error of each entry; the bias bound is the stabilising shift."""

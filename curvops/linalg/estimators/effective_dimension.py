@@ -15,15 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.dense_sizes import EXACT_SIZE
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.probed import Limits, probing
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, describe_square, product
-from curvops.linalg.estimators.adaptive import check_budget
-from curvops.linalg.estimators.brackets import Function, share
+from curvops.linalg.estimators.brackets import share
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
-from curvops.linalg.estimators.sampler import UNLIMITED
 from curvops.progress import Progress, at_work
 
 
@@ -59,28 +57,24 @@ def effective_dimension(
     Source: stochastic Lanczos quadrature as in ``spectral_quadrature``.
     """
     facts = describe_square(G)
-    check_budget(rtol, max_matvecs, min(LEAST, facts.rows), memory_budget)
+    limits = Limits(rtol, max_matvecs, memory_budget)
+    limits.check(min(LEAST, facts.rows))
     precision = torch.as_tensor(prior, dtype=facts.dtype, device=facts.device).detach()
     if precision.ndim > 1 or (precision.ndim == 1 and len(precision) != facts.rows):
         raise ValueError(f"prior must be a number or a vector ({facts.rows},), got shape {tuple(precision.shape)}.")
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
         raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
     mu = 1.0 if precision.ndim else float(prior)
-    exact = facts.rows <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
-    if memory_budget is not None and 16 * facts.rows**2 > memory_budget:
-        exact = False
+    exact = limits.allow_dense(facts.rows)
     plain = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
     with (
         torch.no_grad(),
         at_work("effective_dimension", facts.rows if exact else max_matvecs, progress, G),
-        working(G, memory_budget, LEAST_VECTORS, plain) as (multiply, room),
+        probing(G, generator, limits, LEAST_VECTORS, plain) as probed,
     ):
-        if exact:
-            return known_spectrum(multiply, facts, rtol).effective_dimension(mu)
-        budget = UNLIMITED if max_matvecs is None else max_matvecs
-        quadrature = run(multiply, facts, [mu], rtol, budget, generator, room, of_shift=share)
-        return quadrature.effective_dimension(mu)
+        found = known_spectrum(probed.multiply, facts, rtol) if exact else run(probed, [mu], of_shift=share)
+        return found.effective_dimension(mu)
 
 
-def _whitened(multiply: Function, scale: Tensor) -> Function:
+def _whitened(multiply: Multiply, scale: Tensor) -> Multiply:
     return lambda V: scale * multiply(scale * V)

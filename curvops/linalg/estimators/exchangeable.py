@@ -7,29 +7,19 @@ Tropp & Webber 2024. Only K × K matrices enter the estimates; products already 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import tall_qr
+from curvops.linalg.core.probed import Probed, ProbeKind
 from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason, caution
 from curvops.linalg.core.symmetry import require_symmetric
-from curvops.linalg.core.vectors import Description, axpy, combine, gram, join, norm, random_block
-
-Kind = Literal["spherical", "rademacher"]
-Multiply = Callable[[Tensor], Tensor]
-
-
-def probes(facts: Description, k: int, kind: Kind, generator: torch.Generator | None) -> Float[Tensor, "n k"]:
-    """Random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
-    if kind == "rademacher":
-        return random_block(facts, k, generator=generator)
-    Z = random_block(facts, k, "gaussian", generator)
-    return Z * (math.sqrt(facts.columns) / norm(Z)).to(Z)
+from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, norm
 
 
 class RangeSketch:
@@ -38,19 +28,11 @@ class RangeSketch:
     cost = 2
     """Products a column."""
 
-    def __init__(
-        self,
-        multiply: Multiply,
-        facts: Description,
-        kind: Kind,
-        generator: torch.Generator | None,
-        second: Multiply | None = None,
-    ) -> None:
-        self.multiply, self.second = multiply, multiply if second is None else second
-        self.facts, self.kind, self.generator = facts, kind, generator
-        empty = torch.empty(0, facts.rows, dtype=facts.dtype, device=facts.device).mT
-        self.Omega, self.Q, self.Z = empty, empty, empty
-        self.R = torch.zeros(0, 0, dtype=torch.float64, device=facts.device)
+    def __init__(self, probed: Probed, kind: ProbeKind, second: Multiply | None = None) -> None:
+        self.probed, self.facts, self.kind = probed, probed.facts, kind
+        self.second = probed.multiply if second is None else second
+        self.Omega = self.Q = self.Z = empty_block(self.facts, 0)
+        self.R = torch.zeros(0, 0, dtype=torch.float64, device=self.facts.device)
 
     @property
     def columns(self) -> int:
@@ -67,8 +49,8 @@ class RangeSketch:
         k = columns - self.columns
         if k < 1:
             return
-        fresh = probes(self.facts, k, self.kind, self.generator)
-        Q, R, C = self._orthonormal(self.multiply(fresh))
+        fresh = self.probed.probes(k, self.kind)
+        Q, R, C = self._orthonormal(self.probed.multiply(fresh))
         below = torch.zeros(k, self.columns, dtype=torch.float64, device=R.device)
         self.R = torch.cat([torch.cat([self.R, C], 1), torch.cat([below, R], 1)])
         self.Omega, self.Q, self.Z = join(self.Omega, fresh), join(self.Q, Q), join(self.Z, self.second(Q))
@@ -205,8 +187,8 @@ class XTrace(LeaveOneOut):
 
     least, first, held = 4, 16, 2.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
+    def __init__(self, probed: Probed) -> None:
+        self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
     def samples(self) -> Float[Tensor, " K"]:
         """One estimate for each probe left out."""
@@ -253,10 +235,10 @@ class NystromSketch:
     cost = 1
     """Products a column."""
 
-    def __init__(self, multiply: Multiply, facts: Description, kind: Kind, generator: torch.Generator | None) -> None:
-        self.multiply, self.facts, self.kind, self.generator = multiply, facts, kind, generator
-        self.eps = torch.finfo(facts.dtype).eps
-        self.Omega = self.Y = torch.empty(0, facts.rows, dtype=facts.dtype, device=facts.device).mT
+    def __init__(self, probed: Probed, kind: ProbeKind) -> None:
+        self.probed, self.facts, self.kind = probed, probed.facts, kind
+        self.eps = torch.finfo(self.facts.dtype).eps
+        self.Omega = self.Y = empty_block(self.facts, 0)
 
     @property
     def matvecs(self) -> int:
@@ -267,8 +249,8 @@ class NystromSketch:
         """Add probes until there are ``columns``."""
         k = columns - self.matvecs
         if k > 0:
-            fresh = probes(self.facts, k, self.kind, self.generator)
-            self.Omega, self.Y = join(self.Omega, fresh), join(self.Y, self.multiply(fresh))
+            fresh = self.probed.probes(k, self.kind)
+            self.Omega, self.Y = join(self.Omega, fresh), join(self.Y, self.probed.multiply(fresh))
 
     def shifted(self) -> tuple[Tensor, Tensor, Tensor, float]:
         """Y + νΩ, C⁻¹ for the Cholesky factor H = CᵀC, ΩᵀΩ, and ν.
@@ -302,8 +284,8 @@ class XNysTrace(LeaveOneOut):
 
     least, first, held = 2, 16, 3.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch: NystromSketch = NystromSketch(multiply, facts, "spherical", generator)
+    def __init__(self, probed: Probed) -> None:
+        self.sketch: NystromSketch = NystromSketch(probed, "spherical")
 
     def estimate(self) -> Estimate:
         """The mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""

@@ -18,21 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.vectors import Description, Matrix, axpy, combine, describe, gram, norm, product, unit_blocks
-from curvops.linalg.estimators.adaptive import LEAST_VECTORS, block_within, checked, estimated, products_allowed
-from curvops.linalg.estimators.exchangeable import (
-    LeaveOneOut,
-    Multiply,
-    RangeSketch,
-    TwoLeftOut,
-    leave_one_out,
-    spared,
-)
+from curvops.linalg.core.vectors import Matrix, axpy, combine, describe, gram, norm, unit_blocks
+from curvops.linalg.estimators.adaptive import Estimator, Quantity
+from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, spared
 from curvops.linalg.estimators.hutchinson import Hutchinson
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 METHODS = ("xtrace", "hutchinson", "exact")
 
@@ -69,33 +61,18 @@ def frobenius_norm(
     facts = describe(A)
     square = facts.rows == facts.columns
     method = ("xtrace" if square else "hutchinson") if method is None else method
-    check_choice("method", method, METHODS)
+    limits = Limits(rtol, max_matvecs, memory_budget)
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
-    total = products_allowed(method, rtol, max_matvecs, facts)
-    with (
-        torch.no_grad(),
-        at_work("frobenius_norm", total, progress, A),
-        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
-    ):
-        block = block_within(room, facts)
-        if method == "exact":
-            return _exact(multiply, facts, block)
-        return estimated(
-            XNorm(multiply, facts, generator) if method == "xtrace" else Norms(multiply, facts, generator, block=block),
-            lambda: _exact(multiply, facts, block),
-            facts,
-            rtol=rtol,
-            max_matvecs=max_matvecs,
-            memory_budget=room,
-        )
+    families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
+    return Quantity("frobenius_norm", families, _exact).of(A, method, limits, generator, progress)[0]
 
 
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
-    total = torch.zeros((), dtype=torch.float64, device=facts.device)
-    for E in unit_blocks(facts, block):
-        total = total + norm(multiply(E)).square().sum()
-    return Estimate.exact(total.sqrt(), facts.columns)
+def _exact(probed: Probed) -> Estimate:
+    total = torch.zeros((), dtype=torch.float64, device=probed.facts.device)
+    for E in unit_blocks(probed.facts, probed.block):
+        total = total + norm(probed.multiply(E)).square().sum()
+    return Estimate.exact(total.sqrt(), probed.facts.columns)
 
 
 def rooted(square: Estimate, eps: float) -> Estimate:
@@ -118,7 +95,7 @@ class Norms(Hutchinson):
 
     def estimate(self) -> Estimate:
         """The root of the mean."""
-        return rooted(super().estimate(), torch.finfo(self.facts.dtype).eps)
+        return rooted(super().estimate(), torch.finfo(self.probed.facts.dtype).eps)
 
 
 class XNorm(LeaveOneOut):
@@ -126,8 +103,8 @@ class XNorm(LeaveOneOut):
 
     least, first, held = 4, 16, 3.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.sketch: RangeSketch = RangeSketch(multiply, facts, "spherical", generator)
+    def __init__(self, probed: Probed) -> None:
+        self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
     def samples(self) -> Float[Tensor, " K"]:
         """One estimate of ‖A‖_F² for each probe left out."""

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.probed import BLOCK, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
-from curvops.linalg.core.vectors import Description, axpy, gram, inner, join, norm
-from curvops.linalg.estimators.adaptive import BLOCK
-from curvops.linalg.estimators.exchangeable import Multiply, RangeSketch, probes
+from curvops.linalg.core.vectors import axpy, empty_block, gram, inner, join, norm
+from curvops.linalg.estimators.exchangeable import RangeSketch
 
 
 def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
@@ -22,35 +22,20 @@ def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Te
     return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
 
 
-def streamed(
-    facts: Description, count: int, block: int, generator: torch.Generator | None
-) -> Iterator[Float[Tensor, "n k"]]:
-    """Random signs, ``count`` columns in all and at most ``block`` at a time."""
-    for start in range(0, count, block):
-        yield probes(facts, min(block, count - start), "rademacher", generator)
-
-
 class Hutchinson:
     """Mean of zᵀAz over random signs, streamed: nothing is kept but the numbers (Hutchinson 1990)."""
 
     least, first, held = 2, BLOCK, 0.0
 
-    def __init__(
-        self,
-        multiply: Multiply,
-        facts: Description,
-        generator: torch.Generator | None,
-        keep: bool = False,
-        block: int = BLOCK,
-    ) -> None:
-        self.multiply, self.facts, self.generator, self.block = multiply, facts, generator, block
-        self.samples = torch.zeros(0, dtype=torch.float64, device=facts.device)
+    def __init__(self, probed: Probed, keep: bool = False) -> None:
+        self.probed = probed
+        self.samples = torch.zeros(0, dtype=torch.float64, device=probed.facts.device)
         self.kept: list[Tensor] | None = [] if keep else None
 
     def spend(self, matvecs: int) -> None:
         """One product a probe."""
-        for Z in streamed(self.facts, matvecs - len(self.samples), self.block, self.generator):
-            self.samples = torch.cat([self.samples, self.sample(Z, self.multiply(Z))])
+        for Z in self.probed.streamed(matvecs - len(self.samples)):
+            self.samples = torch.cat([self.samples, self.sample(Z, self.probed.multiply(Z))])
             if self.kept is not None:
                 self.kept.append(Z.to(torch.int8))
 
@@ -66,7 +51,7 @@ class Hutchinson:
         """Blocks L, R with E tr LᵀXR = tr X; only where the probes are kept."""
         assert self.kept is not None
         for signs in self.kept:
-            Z = signs.to(self.facts.dtype)
+            Z = signs.to(self.probed.facts.dtype)
             yield Z / len(self.samples), Z
 
 
@@ -79,10 +64,9 @@ class HutchPlusPlus:
 
     least, first, held = 6, 16, 2.0
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None) -> None:
-        self.multiply, self.facts, self.generator = multiply, facts, generator
-        self.sketch = RangeSketch(multiply, facts, "rademacher", generator)
-        self.G = self.AG = torch.empty(0, facts.rows, dtype=facts.dtype, device=facts.device).mT
+    def __init__(self, probed: Probed) -> None:
+        self.probed, self.sketch = probed, RangeSketch(probed, "signs")
+        self.G = self.AG = empty_block(probed.facts, 0)
 
     @property
     def matvecs(self) -> int:
@@ -100,9 +84,9 @@ class HutchPlusPlus:
             self.AG = axpy(self.AG, self.sketch.Z[:, new], -overlap)
         missing = matvecs - self.matvecs
         if missing > 0:
-            G = probes(self.facts, missing, "rademacher", self.generator)
+            G = self.probed.probes(missing)
             G = axpy(G, self.sketch.Q, -gram(self.sketch.Q, G))
-            self.G, self.AG = join(self.G, G), join(self.AG, self.multiply(G))
+            self.G, self.AG = join(self.G, G), join(self.AG, self.probed.multiply(G))
 
     def samples(self) -> Float[Tensor, " k"]:
         """gᵀ(I − P)A(I − P)g for each residual probe."""
@@ -111,7 +95,7 @@ class HutchPlusPlus:
     def estimate(self) -> Estimate:
         """The exact part plus the mean of the samples; the bias bound is rounding."""
         known = inner(self.sketch.Q, self.sketch.Z).sum()
-        rounding = math.sqrt(self.facts.rows) * torch.finfo(self.facts.dtype).eps
+        rounding = math.sqrt(self.probed.facts.rows) * torch.finfo(self.probed.facts.dtype).eps
         return mean_of(self.samples(), self.matvecs, known, rounding * norm(self.sketch.Z).square().sum().sqrt())
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,23 +16,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.dense_sizes import EXACT_SIZE
-from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
-from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe_square, product, random_block
-from curvops.linalg.estimators.adaptive import check_budget
+from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import Pairs, carried, differentiated, solved_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
-from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, check_run
+from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, check_run
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner
 from curvops.linalg.preconditioners.nystrom import grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within
@@ -94,67 +93,42 @@ def logdet(
             estimated bound is not positive.
     """
     with at_work("logdet", max_matvecs, progress, A):
-        estimate, pairs = paired_logdet(
-            A,
-            shift=shift,
-            lower_bound=lower_bound,
-            rtol=rtol,
-            max_matvecs=max_matvecs,
-            generator=generator,
-            preconditioner=preconditioner,
-            memory_budget=memory_budget,
-            keep=differentiated(A),
-        )
+        limits = Limits(rtol, max_matvecs, memory_budget)
+        keep = differentiated(A)
+        estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
     return estimate if pairs is None else carried(estimate, A, pairs)
 
 
 def paired_logdet(
     A: Matrix,
-    *,
-    shift: float | int | Tensor | None = None,
-    lower_bound: float | int | Literal["estimate"] | None = None,
-    rtol: float = 0.01,
-    max_matvecs: int | None = None,
-    generator: torch.Generator | None = None,
-    preconditioner: FactoredPreconditioner | str | None = "auto",
-    memory_budget: int | None = None,
-    keep: bool = False,
+    shift: float | int | Tensor | None,
+    lower_bound: float | int | Literal["estimate"] | None,
+    limits: Limits,
+    generator: torch.Generator | None,
+    preconditioner: FactoredPreconditioner | str | None,
+    keep: bool,
 ) -> tuple[Estimate, Pairs | None]:
     """`logdet` and, with ``keep``, the pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
     n = describe_square(A).rows
-    check_budget(rtol, max_matvecs, min(LEAST, n), memory_budget)
+    limits.check(min(LEAST, n))
     grid = isinstance(shift, Tensor) and shift.ndim > 0
     estimated = lower_bound == "estimate"
     if isinstance(lower_bound, str) and not estimated:
         raise ValueError(f'lower_bound must be a number, "estimate" or None, got {lower_bound!r}.')
     bound, levels = _levels(shift, None if isinstance(lower_bound, str) else lower_bound)
     _check_preconditioner(preconditioner)
-    exact = n <= (EXACT_SIZE if max_matvecs is None else max_matvecs)
-    if memory_budget is not None and 16 * n * n > memory_budget:
-        exact = False
     with torch.no_grad():
-        if exact:
+        if limits.allow_dense(n):
             spectrum = dense_spectrum(product(A), describe_square(A), bound)
-            found = spectrum.logdet(levels, float(rtol))
+            found = spectrum.logdet(levels, limits.tolerance)
             return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
-        budget = UNLIMITED if max_matvecs is None else max_matvecs
         split = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
         if split is not None:
-            return _of_split(
-                A,
-                split,
-                rtol=rtol,
-                max_matvecs=max_matvecs,
-                generator=generator,
-                preconditioner=preconditioner,
-                memory_budget=memory_budget,
-                keep=keep,
-            )
+            return _of_split(A, split, limits, generator, preconditioner, keep)
         spent = 0
         if estimated:
-            with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
-                facts = describe_square(A)
-                bound, spent = _estimated_bound(multiply, facts, min(levels) > 0, budget, generator, room)
+            with probing(A, generator, limits, LEAST_VECTORS) as probed:
+                bound, spent = _estimated_bound(probed, min(levels) > 0)
             levels = [bound + level for level in levels]
         if min(levels) == 0:
             raise ValueError(
@@ -163,13 +137,12 @@ def paired_logdet(
                 "bytes)."
             )
         pairs = None
-        with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
-            excess = _excess(multiply, bound)
+        with probing(A, generator, limits, LEAST_VECTORS) as probed:
+            excess = replace(probed.after(spent), multiply=_excess(probed.multiply, bound))
             if grid:
-                found = _grid(A, excess, levels, float(rtol), budget - spent, generator, room)
+                found = _grid(excess, levels)
             else:
-                options = float(rtol), budget - spent, generator, preconditioner, room, keep
-                found, pairs = _stochastic(describe_square(A), excess, bound, levels[0], *options)
+                found, pairs = _stochastic(excess, bound, levels[0], preconditioner, keep)
         if estimated:
             reason = Reason.UNVERIFIED if found.reason is Reason.CONVERGED else found.reason
             found = replace(found, matvecs=found.matvecs + spent, reason=reason)
@@ -193,34 +166,36 @@ class Split(Protocol):
         """The parts, or None."""
 
 
-def _of_split(P: Matrix, split: Shifted, **options: Any) -> tuple[Estimate, Pairs | None]:
+def _of_split(
+    P: Matrix,
+    split: Shifted,
+    limits: Limits,
+    generator: torch.Generator | None,
+    preconditioner: FactoredPreconditioner | str | None,
+    keep: bool,
+) -> tuple[Estimate, Pairs | None]:
     base, level, offset, scale = split
-    if scale is not None and isinstance(options["preconditioner"], FactoredPreconditioner):  # it is one of P, not of B
-        return paired_logdet(P, lower_bound=float(scale.max()) ** -2, **options)
-    found, pairs = paired_logdet(base, shift=level, **options)
+    options = limits, generator, preconditioner, keep
+    if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it is one of P, not of B
+        return paired_logdet(P, None, float(scale.max()) ** -2, *options)
+    found, pairs = paired_logdet(base, level, None, *options)
     if pairs is None or scale is None:
         return found + offset, None if pairs is None else lambda _: pairs(base)
     by_row = scale.unsqueeze(-1)
     return found + offset, lambda _: ((by_row * l, by_row * r) for l, r in pairs(base))
 
 
-def _estimated_bound(
-    multiply: Multiply,
-    facts: Description,
-    shifted: bool,
-    budget: int,
-    generator: torch.Generator | None,
-    memory_budget: int | None,
-) -> tuple[float, int]:
+def _estimated_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
     """The smallest Ritz value of one start vector less its residual, and the products spent; 0 where a shift is there.
 
     Raises:
         NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
         ValueError: it is not clearly positive, and no shift was given.
     """
-    most = min(facts.rows, max(1, budget // 4), MOST_STEPS)
-    most = depth_within(most, facts.rows, torch.finfo(facts.dtype).bits // 8, 1, memory_budget)
-    run = LockStep(multiply, random_block(facts, 1, generator=generator), min(most, LEAST))
+    facts, limits = probed.facts, probed.limits
+    most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
+    most = depth_within(most, facts.rows, facts.dtype.itemsize, 1, limits.memory)
+    run = LockStep(probed.multiply, probed.probes(1), min(most, LEAST))
     while True:
         run.extend(run.capacity)
         check_run(run)
@@ -276,18 +251,9 @@ def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None)
     return bound, [bound + float(s or 0.0) for s in shifts]
 
 
-def _grid(
-    A: Matrix,
-    excess: Multiply,
-    levels: list[float],
-    rtol: float,
-    budget: int,
-    generator: torch.Generator | None,
-    memory_budget: int | None,
-) -> Estimate:
-    quadrature = run(excess, describe_square(A), levels, rtol, budget, generator, memory_budget)
-    mus = torch.tensor(levels, dtype=torch.float64, device=describe_square(A).device)
-    return quadrature.logdet(mus) + describe_square(A).rows * mus.log()
+def _grid(excess: Probed, levels: list[float]) -> Estimate:
+    mus = torch.tensor(levels, dtype=torch.float64, device=excess.facts.device)
+    return run(excess, levels).logdet(mus) + excess.facts.rows * mus.log()
 
 
 def _excess(multiply: Multiply, bound: float) -> Multiply:
@@ -295,38 +261,30 @@ def _excess(multiply: Multiply, bound: float) -> Multiply:
 
 
 def _stochastic(
-    facts: Description,
-    excess: Multiply,
-    bound: float,
-    mu: float,
-    rtol: float,
-    budget: int,
-    generator: torch.Generator | None,
-    preconditioner: FactoredPreconditioner | str | None,
-    memory_budget: int | None,
-    keep: bool,
+    excess: Probed, bound: float, mu: float, preconditioner: FactoredPreconditioner | str | None, keep: bool
 ) -> tuple[Estimate, Pairs | None]:
-    most = min(budget // 2, MOST_RANK, facts.rows)
-    if memory_budget is not None:
-        most = min(most, memory_budget // (6 * facts.rows * torch.finfo(facts.dtype).bits // 8))
+    n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
+    most = min(budget // 2, MOST_RANK, n)
+    if memory is not None:
+        most = min(most, memory // (6 * n * excess.facts.dtype.itemsize))
     # P^-½(A + shift)P^-½ ≥ floor. The Nyström Ĝ never exceeds G, so that P ≤ (G + μ)/μ for one of our own.
     P, floor, scale, spent = None, mu, bound, 0
     if isinstance(preconditioner, FactoredPreconditioner):
         P, floor = preconditioner, preconditioner.floor(mu)
-        size, spent = _size(excess, facts, min(SIZING, budget // 4), generator)
+        size, spent = _size(excess, min(SIZING, budget // 4))
         smallest = P.bounds()[0]
         scale = (bound + size) / smallest if smallest > 0 else 0.0
     elif preconditioner is not None and most:
-        P, size, spent = _preconditioner(excess, facts, mu, most, generator)
+        P, size, spent = _preconditioner(excess, mu, most)
         scale = bound + size
-    whitened = excess if P is None else _whitened(excess, P, mu, floor)
-    known = 0.0 if P is None else float(P.logdet()) + facts.rows * math.log(floor / mu)
-    memory = None if memory_budget is None else memory_budget // 2
-    sampler = Sampler(whitened, facts, floor, rtol, budget - spent, generator, memory, known, scale, keep=keep)
+    whitened = excess.multiply if P is None else _whitened(excess.multiply, P, mu, floor)
+    known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
+    left = replace(excess.after(spent).with_half(), multiply=whitened)
+    sampler = Sampler(left, floor, known=known, scale=scale, keep=keep)
     sampler.first(min(FIRST_PROBES, budget - spent))
     sampler.add(None, None)
     estimate = sampler.quadrature(None).logdet(floor)
-    total = estimate + (known + facts.rows * math.log(mu))
+    total = estimate + (known + n * math.log(mu))
     found = replace(total, matvecs=estimate.matvecs + spent)
     return found, solved_pairs(sampler.solves, P, mu - bound) if keep else None
 
@@ -341,24 +299,21 @@ def _whitened(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: flo
     return multiply
 
 
-def _size(excess: Multiply, facts: Description, steps: int, generator: torch.Generator | None) -> tuple[float, int]:
+def _size(excess: Probed, steps: int) -> tuple[float, int]:
     """The size of the largest eigenvalue, by a few steps of Lanczos, and the products they took."""
-    start = random_block(facts, 1, generator=generator)
-    run = LockStep(excess, start, max(1, steps))
+    run = LockStep(excess.multiply, excess.probes(1), max(1, steps))
     run.extend(max(1, steps))
     return run.scale, run.matvecs
 
 
-def _preconditioner(
-    excess: Multiply, facts: Description, mu: float, most: int, generator: torch.Generator | None
-) -> tuple[FactoredPreconditioner | None, float, int]:
+def _preconditioner(excess: Probed, mu: float, most: int) -> tuple[FactoredPreconditioner | None, float, int]:
     """A preconditioner, the largest eigenvalue, the products spent; none for a spectrum that starts flat or below μ."""
-    pilot = grow(excess, facts, None, min(most, PILOT_RANK), 0.0, 1, generator)
+    pilot = grow(excess, None, min(most, PILOT_RANK))
     size = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0
     if pilot.tail > 0.5 * size or size < mu:
         return None, size, pilot.matvecs
     if pilot.tail == 0 or most <= PILOT_RANK:
         return pilot.preconditioner(mu), size, pilot.matvecs
     # Depth and variance both fall with the rank until the tail is well below μ: the rank grows as for 1e12 columns.
-    full = grow(excess, facts, None, most, 0.1 * mu, 1e12, generator)
+    full = grow(excess, None, most, 0.1 * mu, 1e12)
     return full.preconditioner(mu), size, full.matvecs + pilot.matvecs

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from curvops.linalg.core.dense_sizes import EXACT_SIZE
-from curvops.linalg.core.memory import Multiply, working
-from curvops.linalg.core.vectors import Description, Matrix, describe_square, product
-from curvops.linalg.estimators.adaptive import check_budget
-from curvops.linalg.estimators.brackets import Function, SpectralQuadrature, log_ratio, positive
+from curvops.linalg.core.probed import Limits, Probed, probing
+from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square, product
+from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, positive
 from curvops.linalg.estimators.dense_spectrum import known_spectrum
-from curvops.linalg.estimators.sampler import FIRST_PROBES, UNLIMITED, Sampler, Sketch
+from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, Sketch
 from curvops.progress import Progress, at_work
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
@@ -55,50 +54,35 @@ def spectral_quadrature(
 
     Source: Ubaru, Chen & Saad 2017; the control variate as in Adams et al. 2018.
     """
-    mu, budget = float(positive(shift)), UNLIMITED if max_matvecs is None else max_matvecs
-    check_budget(rtol, max_matvecs, LEAST, memory_budget)
+    mu, limits, facts = float(positive(shift)), Limits(rtol, max_matvecs, memory_budget), describe_square(G)
+    limits.check(LEAST)
     if probes is not None and probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}.")
-    facts = describe_square(G)
-    if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, budget) and memory_budget is None:
+    if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, limits.products) and memory_budget is None:
         with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
             return known_spectrum(product(G), facts, rtol)
     with (
         at_work("spectral_quadrature", max_matvecs, progress, G),
-        working(G, memory_budget, LEAST_VECTORS) as (multiply, room),
+        probing(G, generator, limits, LEAST_VECTORS) as probed,
     ):
-        return run(multiply, facts, [mu], rtol, budget, generator, room, probes, rank)
+        return run(probed, [mu], probes, rank)
 
 
 def run(
-    multiply: Multiply,
-    facts: Description,
+    probed: Probed,
     shifts: Sequence[float],
-    rtol: float,
-    budget: int,
-    generator: torch.Generator | None,
-    memory_budget: int | None,
     probes: int | None = None,
     rank: int | None = None,
-    of_shift: Callable[[float], Function] = log_ratio,
+    of_shift: Callable[[float], ScalarFunction] = log_ratio,
 ) -> SpectralQuadrature:
     """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
-    functions = [of_shift(mu) for mu in sorted(shifts)]
-    half = None if memory_budget is None else memory_budget // 2  # a sketch is made with half, and stays beside probes
-    sketch = Sketch(multiply, facts, generator, half)
+    functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
+    half = probed.with_half()  # a sketch is made with half, and stays beside the probes
+    sketch = Sketch(half)
     if rank:
         sketch.make(min(rank, budget // 2))
     with torch.no_grad():
-        sampler = Sampler(
-            multiply,
-            facts,
-            min(shifts),
-            rtol,
-            budget - sketch.matvecs,
-            generator,
-            memory_budget if rank == 0 else half,
-            functions=functions,
-        )
+        sampler = Sampler((probed if rank == 0 else half).after(sketch.matvecs), min(shifts), functions=functions)
         sampler.first(min(probes or FIRST_PROBES, budget // 2))
         if rank is None and probes is None and (worth := sampler.sketch_rank()):
             sketch.make(worth)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.memory import Multiply
+from curvops.linalg.core.memory import columns_at_a_time
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason
-from curvops.linalg.core.vectors import Description, Vectors, gram, random_block
-from curvops.linalg.estimators.brackets import Function, Rules, SpectralQuadrature, log_ratio, rules
-from curvops.linalg.preconditioners.nystrom import KEPT, Nystrom, grow
+from curvops.linalg.core.vectors import ScalarFunction, Vectors, gram
+from curvops.linalg.estimators.brackets import Rules, SpectralQuadrature, log_ratio, rules
+from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within, first_capacity
 
 FIRST_PROBES = 3
-UNLIMITED = 10**12
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
 # Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
@@ -26,22 +26,12 @@ ROUNDING_UNITS = 2.0
 class Sketch:
     """A Nyström approximation that is made at most once, or never."""
 
-    def __init__(
-        self,
-        multiply: Multiply,
-        facts: Description,
-        generator: torch.Generator | None,
-        memory_budget: int | None,
-    ) -> None:
-        self.multiply, self.facts, self.generator, self.memory_budget = multiply, facts, generator, memory_budget
+    def __init__(self, probed: Probed) -> None:
+        self.probed = probed
         self.made: Nystrom | None = None
 
     def make(self, rank: int) -> None:
-        n, _, dtype, _ = self.facts
-        limit = min(n, rank)
-        if self.memory_budget is not None:
-            limit = min(limit, self.memory_budget // max(1, KEPT * n * dtype.itemsize))
-        self.made = grow(self.multiply, self.facts, rank, limit, 0.0, 1, self.generator)
+        self.made = grow(self.probed, rank, min(self.probed.facts.rows, rank))
 
     @property
     def matvecs(self) -> int:
@@ -58,7 +48,7 @@ class Sketch:
 
 
 class Sampler:
-    """Probes of one depth, and the rules they give, on the host, for tr f(G) to ``rtol``.
+    """Probes of one depth, and the rules they give, on the host, for tr f(G) to the tolerance of its limits.
 
     The first of ``functions`` decides the depth; the number of probes serves all of them. ``mu`` is where the spectrum
     of the matrix begins whose inverse times each probe is kept in ``solves``, where ``keep`` asks for it.
@@ -68,24 +58,20 @@ class Sampler:
 
     def __init__(
         self,
-        multiply: Multiply,
-        facts: Description,
+        probed: Probed,
         mu: float,
-        rtol: float,
-        budget: int,
-        generator: torch.Generator | None,
-        memory_budget: int | None,
+        *,
         known: float = 0.0,
         scale: float = 0.0,
-        functions: Sequence[Function] = (),
+        functions: Sequence[ScalarFunction] = (),
         keep: bool = False,
     ) -> None:
-        self.multiply, self.facts, self.mu, self.rtol = multiply, facts, mu, rtol
+        self.probed, self.facts, self.mu, self.rtol = probed, probed.facts, mu, probed.limits.tolerance
         self.functions = tuple(functions) or (log_ratio(mu),)
         self.f, self.keep = self.functions[0], keep
         self.solves: list[tuple[Vectors, Vectors]] = []
         self.known, self.scale = known, scale
-        self.budget, self.generator, self.memory_budget = budget, generator, memory_budget
+        self.budget, self.memory_budget = probed.limits.products, probed.limits.memory
         self.rules: list[Rules] = []
         self.signs: list[Vectors] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
@@ -94,22 +80,19 @@ class Sampler:
         return self.rtol * abs(self.known + float(values.mean()))
 
     def start(self, count: int, depth: int, most: int | None = None) -> LockStep:
-        Z = random_block(self.facts, count, generator=self.generator)
+        Z = self.probed.probes(count)
         self.signs.append(Z.to(torch.int8))
-        return LockStep(self.multiply, Z, depth, most)
+        return LockStep(self.probed.multiply, Z, depth, most)
 
     def affordable(self, count: int, depth: int) -> int:
         """How many of ``count`` bases of this depth fit in memory."""
-        if self.memory_budget is None:
-            return count
-        size = self.facts.rows * torch.finfo(self.facts.dtype).bits // 8
-        return max(1, min(count, self.memory_budget // (size * (depth + 2))))
+        return columns_at_a_time(count, (depth + 2) * self.facts.rows * self.facts.dtype.itemsize, self.memory_budget)
 
     def first(self, count: int) -> None:
         """Deepen the first probes until their bracket is half as wide as the error to be expected of probes."""
         n = self.facts.rows
         count = self.affordable(count, FIRST_DEPTH)
-        size = torch.finfo(self.facts.dtype).bits // 8
+        size = self.facts.dtype.itemsize
         deepest = depth_within(self.budget // count, n, size, count, self.memory_budget)
         capacity = first_capacity(4 * FIRST_DEPTH, deepest, n, size, count, self.memory_budget)
         run = self.start(count, 0 if deepest < 1 else capacity, deepest)
@@ -208,7 +191,7 @@ class Sampler:
 
     def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
         columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
-        sketch = sketch or Sketch(self.multiply, self.facts, None, None)
+        sketch = sketch or Sketch(self.probed)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
         gauss, gauss_weights, radau, radau_weights, nodes, control = (

@@ -19,10 +19,11 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO, check_choice, check_limits
-from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.memory import columns_at_a_time
+from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.core.vectors import Description, Matrix, describe_square, random_block
+from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
 from curvops.progress import Progress, at_work
 
@@ -109,9 +110,9 @@ def spectral_density(
     with (
         torch.no_grad(),
         at_work("spectral_density", probes * min(steps, describe_square(A).rows), progress, A),
-        working(A, memory_budget, LEAST_VECTORS) as (multiply, room),
+        probing(A, generator, Limits(memory=memory_budget), LEAST_VECTORS) as probed,
     ):
-        runs = _Probes(describe_square(A), multiply, probes, steps, generator, room)
+        runs = _Probes(probed, probes, steps)
         size = max(runs.size, torch.finfo(torch.float64).tiny)
         zero = threshold if threshold is not None else NEAR_ZERO * runs.eps * size
         view = _View(scale, float(zero), grid_size, bandwidth)
@@ -215,28 +216,18 @@ class _View:
 class _Probes:
     """Lanczos runs of random signs, as many at once as memory allows."""
 
-    def __init__(
-        self,
-        facts: Description,
-        multiply: Multiply,
-        probes: int,
-        steps: int,
-        generator: torch.Generator | None,
-        memory_budget: int | None,
-    ) -> None:
-        self.facts = facts
-        self.multiply, self.generator, self.probes = multiply, generator, probes
-        n, itemsize = self.facts.rows, torch.finfo(self.facts.dtype).bits // 8
-        self.eps = torch.finfo(self.facts.dtype).eps
+    def __init__(self, probed: Probed, probes: int, steps: int) -> None:
+        self.probed, self.probes = probed, probes
+        n, itemsize, memory = probed.facts.rows, probed.facts.dtype.itemsize, probed.limits.memory
+        self.eps = torch.finfo(probed.facts.dtype).eps
         self.wanted = min(steps, n)
-        together = probes if memory_budget is None else max(1, memory_budget // (n * itemsize * (self.wanted + 2)))
-        self.together = min(probes, together)
-        self.most = depth_within(self.wanted, n, itemsize, self.together, memory_budget)
+        self.together = columns_at_a_time(probes, n * itemsize * (self.wanted + 2), memory)
+        self.most = depth_within(self.wanted, n, itemsize, self.together, memory)
         self.tridiagonals: list[Tensor] = []
         self.matvecs, self.reason = 0, Reason.CONVERGED
         self.complete = True
         first = min(self.most, FIRST_DEPTH)
-        capacity = first_capacity(first, self.wanted, n, itemsize, self.together, memory_budget)
+        capacity = first_capacity(first, self.wanted, n, itemsize, self.together, memory)
         self.run = self._start(self.together, capacity)
         self.run.extend(first)
 
@@ -249,8 +240,7 @@ class _Probes:
         return self.run.scale
 
     def _start(self, count: int, depth: int) -> LockStep:
-        Z = random_block(self.facts, count, generator=self.generator)
-        return LockStep(self.multiply, Z, depth, self.most)
+        return LockStep(self.probed.multiply, self.probed.probes(count), depth, self.most)
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others as deep."""

@@ -11,24 +11,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
-from curvops.linalg.core.memory import working
+from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.vectors import Description, Matrix, describe_square, inner, product, unit_blocks
-from curvops.linalg.estimators.adaptive import BLOCK, LEAST_VECTORS, block_within, checked, estimated, products_allowed
+from curvops.linalg.core.vectors import Matrix, describe_square, inner, unit_blocks
+from curvops.linalg.estimators.adaptive import Quantity
 from curvops.linalg.estimators.carried_gradients import carried, differentiated
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
 from curvops.linalg.estimators.hutchinson import Hutchinson, HutchPlusPlus
-from curvops.progress import Progress, at_work
+from curvops.progress import Progress
 
 METHODS = ("xtrace", "xnystrace", "hutch++", "hutchinson", "exact")
-Family: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
+TraceEstimator: TypeAlias = XTrace | XNysTrace | HutchPlusPlus | Hutchinson
 
 
 def trace(
@@ -64,54 +64,24 @@ def trace(
     Source: Epperly, Tropp & Webber 2024; Meyer et al. 2021; Hutchinson 1990.
     """
     facts = describe_square(A)
-    check_choice("method", method, METHODS)
-    keep = differentiated(A)
-    total = products_allowed(method, rtol, max_matvecs, facts)
-    with (
-        torch.no_grad(),
-        at_work("trace", total, progress, A),
-        working(A, memory_budget, LEAST_VECTORS, checked(product(A))) as (multiply, room),
-    ):
-        block = block_within(room, facts)
-        family = _family(method, multiply, facts, generator, keep, block)
-        if method == "exact":
-            found = _exact(multiply, facts, block)
-        else:
-            found = estimated(
-                family,
-                lambda: _exact(multiply, facts, block),
-                facts,
-                rtol=rtol,
-                max_matvecs=max_matvecs,
-                memory_budget=room,
-            )
+    families: dict[str, Callable[[Probed], TraceEstimator]] = {
+        "xtrace": XTrace,
+        "xnystrace": XNysTrace,
+        "hutch++": HutchPlusPlus,
+        "hutchinson": partial(Hutchinson, keep=differentiated(A)),
+    }
+    limits = Limits(rtol, max_matvecs, memory_budget)
+    found, family = Quantity("trace", families, _exact).of(A, method, limits, generator, progress)
 
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
         """Blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
-        return family.functional() if found.samples else ((E, E) for E in unit_blocks(facts, BLOCK))
+        return ((E, E) for E in unit_blocks(facts, BLOCK)) if family is None else family.functional()
 
-    return carried(found, A, lambda _: pairs())
-
-
-def _family(
-    method: str,
-    multiply: Callable[[Tensor], Tensor],
-    facts: Description,
-    generator: torch.Generator | None,
-    keep: bool,
-    block: int,
-) -> Family:
-    if method == "xnystrace":
-        return XNysTrace(multiply, facts, generator)
-    if method == "hutch++":
-        return HutchPlusPlus(multiply, facts, generator)
-    if method == "hutchinson":
-        return Hutchinson(multiply, facts, generator, keep, block)
-    return XTrace(multiply, facts, generator)
+    return carried(found, A, pairs)
 
 
-def _exact(multiply: Callable[[Tensor], Tensor], facts: Description, block: int) -> Estimate:
-    total = torch.zeros((), dtype=torch.float64, device=facts.device)
-    for E in unit_blocks(facts, block):
-        total = total + inner(E, multiply(E)).sum()
-    return Estimate.exact(total, facts.rows)
+def _exact(probed: Probed) -> Estimate:
+    total = torch.zeros((), dtype=torch.float64, device=probed.facts.device)
+    for E in unit_blocks(probed.facts, probed.block):
+        total = total + inner(E, probed.multiply(E)).sum()
+    return Estimate.exact(total, probed.facts.rows)

@@ -18,8 +18,18 @@ from torch import Tensor
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
 from curvops.linalg.core.usable import UsableColumns
-from curvops.linalg.core.vectors import Matrix, Vectors, as_columns, describe_square, norm, put, shaped_as, zero_block
-from curvops.linalg.functions.ritz import ScalarFunction, SpectralFunction, approximants
+from curvops.linalg.core.vectors import (
+    Matrix,
+    ScalarFunction,
+    Vectors,
+    as_columns,
+    describe_square,
+    norm,
+    put,
+    shaped_as,
+    zero_block,
+)
+from curvops.linalg.functions.ritz import SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, check
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
 from curvops.progress import Progress, at_work, remark

@@ -13,8 +13,7 @@ as small, f is evaluated at about a thousand points between the Ritz values, to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
-
-ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
+from curvops.linalg.core.vectors import ScalarFunction
 
 # Products in a dtype are those of a matrix this many eps ‖A‖ away.
 ROUNDING = 4.0

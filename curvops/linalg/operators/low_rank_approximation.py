@@ -13,14 +13,14 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_choice
-from curvops.linalg.core.memory import Multiply, vector_bytes, working
+from curvops.linalg.core.memory import vector_bytes, working
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
-    Description,
     Matrix,
     apart,
     combine,
@@ -107,8 +107,9 @@ def low_rank(
             probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
             room -= 2 * probes * vector_bytes(facts)
         limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
-        check = _Check(multiply, facts, generator, probes)
-        found = approximate(multiply, is_known_psd(op), facts, limit, aim is None, generator, satisfied)
+        probed = Probed(multiply, facts, generator)
+        check = _Check(probed, probes)
+        found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied)
         error = check(found.vectors, found.values, found.matvecs)
     _warn(found, error, aim, rank, limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
@@ -132,31 +133,15 @@ class _Found:
     ended: bool
 
 
-def _by_nystrom(
-    multiply: Multiply,
-    psd: bool,
-    facts: Description,
-    limit: int,
-    fixed: bool,
-    generator: torch.Generator | None,
-    satisfied: Satisfied,
-) -> _Found:
-    sketch = grow(multiply, facts, limit if fixed else None, limit, 0.0, 1, generator, satisfied, psd)
+def _by_nystrom(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied) -> _Found:
+    sketch = grow(probed, limit if fixed else None, limit, satisfied=satisfied, known_psd=psd)
     return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
 
 
-def _by_lanczos(
-    multiply: Multiply,
-    psd: bool,
-    facts: Description,
-    limit: int,
-    fixed: bool,
-    generator: torch.Generator | None,
-    satisfied: Satisfied,
-) -> _Found:
+def _by_lanczos(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied) -> _Found:
     depth = limit if fixed else min(limit, FIRST_RANK)
-    start = random_block(facts, 1, "gaussian", generator)
-    run = LockStep(multiply, start, depth)
+    start = random_block(probed.facts, 1, "gaussian", probed.generator)
+    run = LockStep(probed.multiply, start, depth)
     while True:
         run.reserve(depth)
         run.extend(depth)
@@ -188,30 +173,30 @@ def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
 class _Check:
     """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
 
-    def __init__(self, multiply: Multiply, facts: Description, generator: torch.Generator | None, count: int) -> None:
-        self.multiply, self.facts, self.generator, self.count = multiply, facts, generator, count
+    def __init__(self, probed: Probed, count: int) -> None:
+        self.probed, self.count = probed, count
 
     @cached_property
     def probes(self) -> Tensor:
-        n, _, dtype, device = self.facts
+        n, _, dtype, device = self.probed.facts
         if self.exact:
             return torch.eye(n, dtype=dtype, device=device)
-        return random_block(self.facts, self.count, generator=self.generator)
+        return self.probed.probes(self.count)
 
     @property
     def exact(self) -> bool:
-        return self.facts.rows <= self.count
+        return self.probed.facts.rows <= self.count
 
     @cached_property
     def images(self) -> Tensor:
-        return self.multiply(self.probes)
+        return self.probed.multiply(self.probes)
 
     def passes(self, U: Tensor, values: Tensor, rtol: float) -> bool:
         return _bound(self(U, values, 0)) <= rtol
 
     def __call__(self, U: Tensor, values: Tensor, matvecs: int) -> Estimate:
         count = self.probes.shape[1]
-        width = max(1, CHUNK // self.facts.rows)
+        width = max(1, CHUNK // self.probed.facts.rows)
         columns = range(0, count, width)
         errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
         if self.exact:

@@ -24,8 +24,8 @@ from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import require_symmetric
-from curvops.linalg.core.vectors import Matrix, describe_square, entries, put_entries
-from curvops.linalg.preconditioners.factored import Filter, FilteredPreconditioner
+from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square, entries, put_entries
+from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 from curvops.progress import Progress, at_work
 
 BlockChoice: TypeAlias = int | Sequence[int] | Sequence[range | Tensor] | Partition
@@ -57,7 +57,7 @@ class BlockPreconditioner(FilteredPreconditioner):
         every = torch.cat([group.values.flatten() for group in self.groups])
         return float(every.amin()), float(every.amax())
 
-    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
+    def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
         result = torch.empty_like(V)
         for group in self.groups:
             rotated = group.vectors.mT @ entries(V, group.positions)

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.vectors import Vectors, as_columns, combine, gram, shaped_as
-
-Filter: TypeAlias = Callable[[Tensor], Tensor]
+from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, combine, gram, shaped_as
 
 
 @runtime_checkable
@@ -85,7 +82,7 @@ class FilteredPreconditioner(ABC):
         """A lower and an upper bound of the eigenvalues of P, attained where they are known."""
 
     @abstractmethod
-    def _filtered(self, function: Filter, V: Float[Vectors, "n k"]) -> Float[Vectors, "n k"]:
+    def _filtered(self, function: ScalarFunction, V: Float[Vectors, "n k"]) -> Float[Vectors, "n k"]:
         """function(P) V for function one of torch.reciprocal, rsqrt and sqrt."""
 
 
@@ -120,7 +117,7 @@ class LowRankPreconditioner(FilteredPreconditioner):
             ratios.append(float(((self.eigenvalues + level) / (2 * self.values)).amin()))
         return min(ratios)
 
-    def _filtered(self, function: Filter, V: Vectors) -> Vectors:
+    def _filtered(self, function: ScalarFunction, V: Vectors) -> Vectors:
         outside = float(function(torch.tensor(self.level, dtype=torch.float64)))
         scaled = V if outside == 1 else V * outside
         if not len(self.values):

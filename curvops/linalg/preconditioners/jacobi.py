@@ -18,8 +18,8 @@ from torch import Tensor
 
 from curvops.linalg.core.entries import diagonal_of
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
-from curvops.linalg.core.vectors import Matrix, describe_square
-from curvops.linalg.preconditioners.factored import Filter, FilteredPreconditioner
+from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square
+from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class DiagonalPreconditioner(FilteredPreconditioner):
         """The smallest and the largest entry."""
         return float(self.entries.amin()), float(self.entries.amax())
 
-    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
+    def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
         if function is torch.reciprocal:
             return V / self.entries.unsqueeze(-1)  # rounded once
         return V * function(self.entries).unsqueeze(-1)

@@ -11,13 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.limits import check_limits
-from curvops.linalg.core.memory import working
 from curvops.linalg.core.orthogonal import tall_qr
+from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
 from curvops.linalg.core.vectors import (
-    Description,
     Matrix,
     Vectors,
     apart,
@@ -104,7 +103,7 @@ def nystrom(
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """
-    n, _, dtype, _ = describe_square(A)
+    n = describe_square(A).rows
     for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
@@ -113,38 +112,37 @@ def nystrom(
     known = is_known_psd(A)
     with (
         at_work("nystrom", None if rank is None else limit, progress, A),
-        working(A, memory_budget) as (multiply, room),
+        probing(A, apart(generator), Limits(memory=memory_budget)) as probed,
     ):
-        if room is not None:
-            limit = min(limit, room // max(1, KEPT * n * dtype.itemsize))
-        return grow(multiply, describe_square(A), rank, limit, float(shift), rhs, apart(generator), known_psd=known)
+        return grow(probed, rank, limit, float(shift), rhs, known_psd=known)
 
 
 def grow(
-    multiply: Callable[[Vectors], Vectors],
-    facts: Description,
+    probed: Probed,
     rank: int | None,
     limit: int,
-    shift: float,
-    rhs: float | int,
-    generator: torch.Generator | None,
+    shift: float = 0.0,
+    rhs: float | int = 1,
+    *,
     satisfied: Callable[[Vectors, Tensor], bool] | None = None,
     known_psd: bool = False,
 ) -> Nystrom:
-    """Sketch until ``rank``, or until more does not pay, within ``limit`` products; earlier ones are kept.
+    """Sketch until ``rank``, or until more does not pay, within ``limit`` products and the memory; earlier are kept.
 
     ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays. ``known_psd``: see `negligible`.
     """
-    n = facts.rows
+    facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
+    if memory is not None:
+        limit = min(limit, memory // max(1, KEPT * n * facts.dtype.itemsize))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
     while True:
-        fresh = random_block(facts, target - Omega.shape[1], "gaussian", generator)
+        fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
         fresh, _ = tall_qr(fresh, overwrite=True)
         for _ in range(2 if Omega.shape[1] else 0):
             fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
         Omega = join(Omega, fresh)
-        Y = join(Y, multiply(fresh))
+        Y = join(Y, probed.multiply(fresh))
         del fresh
         U, values, exhausted = _factor(Omega, Y, known_psd)
         if rank is not None or exhausted or target >= limit:

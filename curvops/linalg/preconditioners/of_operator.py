@@ -10,9 +10,9 @@ from jaxtyping import Float
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.vectors import Matrix, describe_square
+from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square
 from curvops.linalg.preconditioners.block_jacobi import block_jacobi
-from curvops.linalg.preconditioners.factored import FactoredPreconditioner, Filter, FilteredPreconditioner
+from curvops.linalg.preconditioners.factored import FactoredPreconditioner, FilteredPreconditioner
 
 METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
 
@@ -34,7 +34,7 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
         """The smallest and largest eigenvalue where the form knows them, else 0 and the trace of P."""
         return self.extremes
 
-    def _filtered(self, function: Filter, V: Tensor) -> Tensor:
+    def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
         with torch.no_grad():
             if function is torch.reciprocal:
                 return self.form.solve(V)

@@ -5,6 +5,7 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 from scipy.special import stdtrit
 
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.diagonal import METHODS, Bekas, XDiag, XNysDiag, diagonal
@@ -16,6 +17,10 @@ STOCHASTIC = METHODS[:-1]
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def probed(A, seed=0):
+    return Probed(product(A), describe_square(A), generator(seed))
 
 
 def test_exact_with_n_products():
@@ -36,7 +41,7 @@ def test_exact_for_low_rank(method, rank):
 
 def test_xdiag_is_the_leave_one_out_mean():
     A, K = torch.randn(60, 60, dtype=torch.float64, generator=generator(1)), 8
-    estimator = XDiag(product(A), product(A.mT), describe_square(A), generator())
+    estimator = XDiag(probed(A), product(A.mT))
     estimator.spend(6)
     estimator.spend(2 * K)
     Omega, expected = estimator.sketch.Omega, []
@@ -79,7 +84,7 @@ def test_intervals_of_diagonal_matrices_hold_though_all_samples_are_off_together
 @pytest.mark.parametrize("name", ["decaying", "flat", "kappa 1e4"])
 def test_xnysdiag_is_the_leave_one_out_mean(name):
     A, K = symmetric(SPECTRA[name]), 10
-    estimator = XNysDiag(product(A), describe_square(A), generator())
+    estimator = XNysDiag(probed(A))
     estimator.spend(3)
     estimator.spend(K)
     Omega, expected = estimator.sketch.Omega, []
@@ -101,7 +106,7 @@ def test_bekas_streams_the_mean_of_its_probes():
         signs.append(Z.clone())
         return A @ Z
 
-    estimator = Bekas(multiply, describe_square(A), generator())
+    estimator = Bekas(Probed(multiply, describe_square(A), generator()))
     estimator.spend(40)
     estimator.spend(45)
     Z = torch.cat(signs, 1)

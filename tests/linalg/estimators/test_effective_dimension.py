@@ -39,6 +39,7 @@ def test_the_tolerance_is_reached(kind):
     assert few.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED) and few.matvecs <= 30
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_interval_covers():
     # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
     G, g, hits = symmetric(log_spaced(100, 1e6)), generator(), 0

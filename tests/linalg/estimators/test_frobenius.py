@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.frobenius import METHODS, XNorm, frobenius_norm
@@ -12,6 +13,10 @@ from tests.linalg.matrices import SPECTRA, symmetric
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def probed(A, seed=0):
+    return Probed(product(A), describe_square(A), generator(seed))
 
 
 def test_exact_with_n_products():
@@ -32,7 +37,7 @@ def test_exact_for_low_rank():
 def test_is_the_root_of_the_leave_one_out_mean(name):
     A = symmetric(SPECTRA[name]) + 0.1 * torch.randn(120, 120, dtype=torch.float64, generator=generator(5)) / 120
     K = 10
-    estimator = XNorm(product(A), describe_square(A), generator())
+    estimator = XNorm(probed(A))
     estimator.spend(2 * K)
     Omega, expected = estimator.sketch.Omega, []
     for i in range(K):
@@ -48,7 +53,7 @@ def test_is_the_root_of_the_leave_one_out_mean(name):
     spread = ((K - 1) / K * (without - without.mean()).square().sum()).sqrt()
     torch.testing.assert_close(e.stderr, spread / (2 * root), rtol=1e-8, atol=0)
     for i in range(K):
-        started_over = XNorm(product(A), describe_square(A), generator())
+        started_over = XNorm(probed(A))
         sketch, Omega = started_over.sketch, estimator.sketch.Omega[:, [j for j in range(K) if j != i]]
         sketch.Omega, (sketch.Q, sketch.R) = Omega, torch.linalg.qr(A @ Omega)
         sketch.Z = A @ sketch.Q

@@ -123,6 +123,7 @@ def test_exact_low_rank_needs_no_luck():
     assert e.matvecs < 60
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_log_spaced_spectrum_within_300_products():
     # The Gauss rule alone, 15 probes of 20 steps, is off by 15 % here. Ten fixed seeds; every interval holds.
     values = log_spaced(1000, 1e6)
@@ -135,6 +136,7 @@ def test_log_spaced_spectrum_within_300_products():
     assert torch.stack(errors).mean() <= 0.03
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("preconditioner", ["auto", None])
 def test_interval_covers(preconditioner):
     # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.
@@ -162,6 +164,7 @@ def test_errors_at_the_door(options):
 # Budgets and reasons.
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_tolerance_is_reached_at_whatever_budget_it_takes():
     values = log_spaced(1000, 1e6)
     A, exact = symmetric(values), values.log().sum()

@@ -103,6 +103,7 @@ def test_a_sketch_pays_where_the_spectrum_decays():
     assert auto.logdet(1e-2).stderr < plain.stderr / 3
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("rank", [0, 20])
 def test_interval_covers(rank):
     # 200 runs at 95 %: fewer than 180 hits has a false-alarm rate below 0.2 %.

@@ -31,6 +31,7 @@ def test_integrates_to_one_within_its_band(name, scale, dtype):
     assert found.matvecs <= 4 * 100 and found.nodes.shape[0] == 4
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_the_band_covers_the_broadened_density(scale):
     # Points of one seed move together: over 8 seeds × 8 spectra the share has a standard error of about 1 %, so that

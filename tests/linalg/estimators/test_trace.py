@@ -4,6 +4,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
+from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
@@ -20,8 +21,12 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def probed(A, seed=0):
+    return Probed(product(A), describe_square(A), generator(seed))
+
+
 def family(kind, A, columns, seed=0):
-    estimator = kind(product(A), describe_square(A), generator(seed))
+    estimator = kind(probed(A, seed))
     estimator.sketch.grow(columns)
     return estimator
 
@@ -110,7 +115,7 @@ def test_leaving_a_probe_out_is_to_start_over_without_it(kind, name):
     whole = family(kind, A, K)
     without = whole.without() if kind is XTrace else whole.samples()[1]
     for i in range(K):
-        rest, Omega = kind(product(A), describe_square(A), None), whole.sketch.Omega[:, [j for j in range(K) if j != i]]
+        rest, Omega = kind(probed(A)), whole.sketch.Omega[:, [j for j in range(K) if j != i]]
         rest.sketch.Omega, rest.sketch.Y = Omega, A @ Omega
         if kind is XTrace:
             rest.sketch.Q, rest.sketch.R = torch.linalg.qr(A @ Omega)
@@ -128,7 +133,7 @@ def test_growing_keeps_what_was_spent(kind):
     grown.sketch.grow(10)
     grown.sketch.grow(17)
     assert grown.sketch.Omega.shape == (120, 17) and torch.equal(grown.sketch.Omega[:, :4], first)
-    whole = kind(product(A), describe_square(A), generator())
+    whole = kind(probed(A))
     whole.sketch.Omega, whole.sketch.Y = grown.sketch.Omega, A @ grown.sketch.Omega
     if kind is XTrace:
         whole.sketch.Q, whole.sketch.R = torch.linalg.qr(A @ grown.sketch.Omega)
@@ -139,7 +144,7 @@ def test_growing_keeps_what_was_spent(kind):
 
 def test_hutch_plus_plus_grown_is_its_formula_for_the_probes_it_has():
     A = symmetric(SPECTRA["decaying"])
-    estimator = HutchPlusPlus(product(A), describe_square(A), generator())
+    estimator = HutchPlusPlus(probed(A))
     for budget in (12, 25, 60):
         estimator.spend(budget)
         Q, G = estimator.sketch.Q, estimator.G

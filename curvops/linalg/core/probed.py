@@ -1,0 +1,108 @@
+"""A matrix as randomised algorithms meet it: its products, random vectors of its size, and what they may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+
+from curvops.linalg.core.dense_sizes import EXACT_SIZE
+from curvops.linalg.core.limits import check_limits
+from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
+from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe, norm, random_block
+
+ProbeKind: TypeAlias = Literal["signs", "spherical"]
+
+UNLIMITED = 10**12
+BLOCK = 32
+"""Streamed probes that run together where memory has room for them."""
+STREAMED = 6
+"""Vectors that each of them takes."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How close an estimate is to come, the most products it takes, the bytes of its vectors; None is no limit."""
+
+    rtol: float | None = None
+    matvecs: int | None = None
+    memory: int | None = None
+
+    def check(self, least: int) -> None:
+        """ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
+        check_limits(self.rtol, None, self.matvecs, self.memory, sampled=True)
+        if self.matvecs is not None and self.matvecs < least:
+            raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {self.matvecs}.")
+
+    @property
+    def tolerance(self) -> float:
+        """The rtol of an estimator that needs one; ValueError where it is None."""
+        if self.rtol is None:
+            raise ValueError("rtol must be positive and finite, got None.")
+        return float(self.rtol)
+
+    @property
+    def products(self) -> int:
+        """The most products."""
+        return UNLIMITED if self.matvecs is None else self.matvecs
+
+    def allow_dense(self, n: int) -> bool:
+        """Whether n rows are few enough, and the memory large enough, to form the matrix and to decompose it."""
+        few = n <= (EXACT_SIZE if self.matvecs is None else self.matvecs)
+        return few and (self.memory is None or 16 * n * n <= self.memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Probed:
+    """The product with a matrix, its shape, the source of random vectors, and the limits of what is done with them."""
+
+    multiply: Multiply
+    facts: Description
+    generator: torch.Generator | None = None
+    limits: Limits = Limits()
+
+    def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
+        """Random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
+        if kind == "signs":
+            return random_block(self.facts, k, generator=self.generator)
+        Z = random_block(self.facts, k, "gaussian", self.generator)
+        return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
+
+    def after(self, matvecs: int) -> Probed:
+        """What is left after so many products."""
+        return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
+
+    def with_half(self) -> Probed:
+        """With half of the memory, where something else is kept beside."""
+        memory = self.limits.memory
+        return self if memory is None else replace(self, limits=replace(self.limits, memory=memory // 2))
+
+    @property
+    def block(self) -> int:
+        """How many streamed probes run together."""
+        return columns_at_a_time(BLOCK, STREAMED * vector_bytes(self.facts), self.limits.memory)
+
+    def streamed(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
+        """Random signs, ``count`` columns in all, a block at a time."""
+        for start in range(0, count, self.block):
+            yield self.probes(min(self.block, count - start))
+
+    def held(self, vectors: float) -> int | None:
+        """How many times so many vectors fit in memory; None for any number."""
+        if self.limits.memory is None or not vectors:
+            return None
+        return int(self.limits.memory / (vectors * self.facts.rows * self.facts.dtype.itemsize))
+
+
+@contextmanager
+def probing(
+    A: Matrix, generator: torch.Generator | None, limits: Limits, least: int = 0, multiply: Multiply | None = None
+) -> Iterator[Probed]:
+    """A, or ``multiply`` in place of its product, within the bytes given or those that `working` finds."""
+    with working(A, limits.memory, least, multiply) as (multiply, room):
+        yield Probed(multiply, describe(A), generator, replace(limits, memory=room))
