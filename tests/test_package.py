@@ -52,12 +52,14 @@ def shared(names: Iterable[str]) -> list[str]:
 
 
 def types(tree: ast.Module) -> Iterator[str]:
-    """Classes and declared aliases of a module."""
+    """Classes and aliases of a module: what it assigns to a name in capitals and small letters."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
-            yield ast.unparse(node.target)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            if target[0].isupper() and not target.isupper():
+                yield target
 
 
 def test_no_two_files_and_no_two_types_share_a_name() -> None:

@@ -19,7 +19,7 @@ from curvops.linalg.core.sources import Sources
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batch, Batches
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, replaced, take
-from curvops.network.engines.plan import Choice, Plan
+from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
@@ -47,7 +47,7 @@ class Linearization:
         data: Batches | AbsentBatches,
         likelihood: Likelihood,
         output_shape: torch.Size,
-        engine: Choice,
+        engine: EngineChoice,
         memory_budget: int | Budget,
         progress: Progress = None,
         token: str | None = None,

@@ -15,7 +15,7 @@ from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, nu
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.engines.autodiff import saved_bytes
-from curvops.network.engines.plan import Choice
+from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods import Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
@@ -37,7 +37,7 @@ def linearize(
     parameters: Any = None,
     memory_budget: int | None = None,
     *,
-    engine: Choice = "auto",
+    engine: EngineChoice = "auto",
     weights: Any = False,
     progress: Progress = None,
 ) -> Linearization:
@@ -86,7 +86,7 @@ def linearize(
     Warns with `NoCurvature` where every curvature is zero under the likelihood. Costs one pass over the data and a few
     passes over two points.
     """
-    if engine not in get_args(Choice):
+    if engine not in get_args(EngineChoice):
         raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
     check_progress(progress)
     check_budget(memory_budget)

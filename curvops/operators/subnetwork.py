@@ -157,18 +157,18 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
     return mirrored(total.unsqueeze(0))[0]
 
 
-Factors = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
+FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]
 """Left and right factors of a sum of products leftᵀ right."""
 
 
-def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> Factors:
+def _of_pushes(lin: Linearization, output: OutputFisher, indices: Int[Tensor, " S"]) -> FactorPairs:
     for batch, J in lin.passes.each(len(indices)):
         pushed = torch.cat([J.push(_units(part, lin.theta)).double() for part in indices.split(COLUMNS)])
         weighted = [output.product(J.outputs.double(), part, batch).flatten(1) for part in pushed.split(ROWS)]
         yield torch.cat(weighted).mT, pushed.flatten(1).mT
 
 
-def _of_rows(lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]) -> Factors:
+def _of_rows(lin: Linearization, output: OutputFisher, places: Mapping[str, tuple[Tensor, Tensor]]) -> FactorPairs:
     """The selected columns of LᵀJ, some points at a time."""
     size = sum(len(local) for local, _ in places.values())
     for groups in lin.passes.root_blocks(output, places):

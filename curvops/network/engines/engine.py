@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
-from curvops.network.engines.plan import ASKED_FOR, Choice, Kind, Plan
+from curvops.network.engines.plan import ASKED_FOR, EngineChoice, EngineKind, Plan
 from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
@@ -49,7 +49,7 @@ class Engines:
     layer rules on some of its points.
     """
 
-    def __init__(self, model: Model, few: Any, choice: Choice, memory_budget: int) -> None:
+    def __init__(self, model: Model, few: Any, choice: EngineChoice, memory_budget: int) -> None:
         self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
         self._rejected: dict[str, str] = {}
         self._verified = self._columns_verified = self._rows_verified = False
@@ -72,7 +72,7 @@ class Engines:
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
 
-    def build(self, kind: Kind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
+    def build(self, kind: EngineKind, inputs: Any, room: int, root: Root = IDENTITY) -> Engine:
         """The engine of a kind for a batch, within `room` bytes; streamed where it turns out not to be right.
 
         With a root L it multiplies with Lᵀ J.
@@ -82,7 +82,7 @@ class Engines:
         engine = self._autodiff(kind, inputs, room)
         return Reduced(engine, root) if root is not IDENTITY else engine
 
-    def _autodiff(self, kind: Kind, inputs: Any, room: int) -> Streamed | Recorded:
+    def _autodiff(self, kind: EngineKind, inputs: Any, room: int) -> Streamed | Recorded:
         if kind == "recorded":
             return self._recorded(inputs, self.model.selection.names)
         return self._streamed(inputs, room)

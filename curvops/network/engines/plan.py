@@ -32,8 +32,8 @@ from typing import Literal
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.routes import Routes
 
-Kind = Literal["streamed", "recorded", "layerwise"]
-Choice = Literal["auto", "streamed", "autodiff", "layerwise"]
+EngineKind = Literal["streamed", "recorded", "layerwise"]
+EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
 ASKED_FOR = "asked for"
 """Why autodiff serves a parameter where the user chose it."""
 READ = 8
@@ -41,9 +41,9 @@ SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
 RECORDING = 7 / 3
 OVERHEAD = 2e7
-THROUGH: dict[Kind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75}
+THROUGH: dict[EngineKind, float] = {"streamed": 3.0, "recorded": 1.0, "layerwise": 0.75}
 """How often a product goes through the layers, as measured beside the recorded engine: passes set the model up anew."""
-THROUGH_TO_BUILD: dict[Kind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
+THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "layerwise": 6.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Plan:
     Bytes are per data point; `in_use` counts the batches that an engine is kept for.
     """
 
-    engine: Choice
+    engine: EngineChoice
     layers: tuple[Layer, ...]
     others: dict[str, str]
     num_outputs: int
@@ -92,11 +92,11 @@ class Plan:
         layers = tuple(dataclasses.replace(layer, is_last=False) for layer in self.layers)
         return dataclasses.replace(self, num_outputs=rows, layers=layers)
 
-    def bytes_needed(self, kind: Kind) -> int:
+    def bytes_needed(self, kind: EngineKind) -> int:
         """Bytes a point that an engine keeps."""
         return {"streamed": 0, "recorded": self.recorded_bytes, "layerwise": self.layerwise_bytes}[kind]
 
-    def records(self, kind: Kind) -> bool:
+    def records(self, kind: EngineKind) -> bool:
         """Whether an engine keeps a recorded pass, for all parameters or for those without a layer rule."""
         return kind == "recorded" or (kind == "layerwise" and self.rest is not None and self.rest.recordable)
 
@@ -105,9 +105,9 @@ class Plan:
         """Whether all that is selected is the layer whose outputs are the model's: one forward pass gives J."""
         return bool(self.layers) and not self.others and len(self.layers) == 1 and self.layers[0].is_last
 
-    def candidates(self) -> tuple[Kind, ...]:
+    def candidates(self) -> tuple[EngineKind, ...]:
         """The engines that may serve, before memory is looked at."""
-        recorded: tuple[Kind, ...] = ("recorded",) if self.routes.recordable else ()
+        recorded: tuple[EngineKind, ...] = ("recorded",) if self.routes.recordable else ()
         if self.engine == "streamed":
             return ("streamed",)
         if self.engine == "autodiff" or not self.layers:
@@ -125,7 +125,7 @@ class Plan:
         alone = self.half_base or self.routes.pushes == "rows" or self.is_last_layer
         return self.engine == "layerwise" or (self.engine == "auto" and alone and not self.others)
 
-    def per_vector(self, kind: Kind, columns: int = 1) -> float:
+    def per_vector(self, kind: EngineKind, columns: int = 1) -> float:
         """Expected gradients per product with one vector, in a block of `columns`."""
         if kind != "layerwise":
             return self._autodiff(self.routes, columns, kept=kind == "recorded")
@@ -140,7 +140,7 @@ class Plan:
             return (1 + 2 * self.num_outputs) / (3 * columns) + self.num_outputs / 3 + 1
         return STREAMED if routes.pushes == "forward mode" else STREAMED_TWICE
 
-    def build(self, kind: Kind) -> float:
+    def build(self, kind: EngineKind) -> float:
         """Expected gradients to build an engine for a batch."""
         if kind != "layerwise":
             return 0.0 if kind == "streamed" else RECORDING
@@ -149,7 +149,7 @@ class Plan:
         passes = (1 + backward) / 3 + self.num_outputs * rows / (3 * max(1, self.forward))
         return passes + (RECORDING if self.records(kind) else 0.0)
 
-    def choose(self, built: Kind, asked: Mapping[int, int], columns: int, points: int, free: int) -> Kind:
+    def choose(self, built: EngineKind, asked: Mapping[int, int], columns: int, points: int, free: int) -> EngineKind:
         """The engine for a block of `columns` on a batch of `points`, with `free` bytes.
 
         `asked` says how many vectors were asked for since one was last replaced, by the width of their block.
@@ -161,7 +161,7 @@ class Plan:
         expected = Counter(asked)
         expected[columns] = max(expected[columns] + columns, SOLVER if expected.total() else 0)
 
-        def cost(kind: Kind) -> float:
+        def cost(kind: EngineKind) -> float:
             total = 0.0 if kind == built else self.build(kind) + self._overhead(THROUGH_TO_BUILD[kind], points)
             for width, count in expected.items():
                 shared = width if kind == "layerwise" else 1

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock, Weights, within
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, within
 
 
 class Categorical(Likelihood):
@@ -59,17 +59,17 @@ class Categorical(Likelihood):
         largest = q.argmax(-1, keepdim=True) if y.is_floating_point() else self._class_index(y)
         return _zero_sum(q.sum(-1, keepdim=True) * f.softmax(-1) - q, largest)
 
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         p = f.softmax(-1)
         return self._curvature_weight(f, y, w) * p * _centred(u, p)
 
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         log_p = f.log_softmax(-1)
         v = (0.5 * log_p).exp() * z
         product = _zero_sum(v - log_p.exp() * v.sum(-1, keepdim=True), f.argmax(-1, keepdim=True))
         return self._curvature_weight(f, y, w).sqrt() * product
 
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         log_p = f.log_softmax(-1)
         return self._curvature_weight(f, y, w).sqrt() * (0.5 * log_p).exp() * _centred(u, log_p.exp())
 

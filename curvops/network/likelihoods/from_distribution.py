@@ -13,7 +13,7 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution
 
 from curvops.network.likelihoods.independent import weighted
-from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock, Weights
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights
 
 # The points and draws on which a Hessian is looked at before it is taken for the Fisher.
 POINTS, DRAWS = 8, 64
@@ -71,15 +71,15 @@ class FromDistribution(Likelihood):
         H = _recording(self._fisher, f, y)
         return H if w is None else H * w[:, None, None]
 
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return torch.einsum("ncd,...nd->...nc", self.fisher(f, y, w), u)
 
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         values, vectors = torch.linalg.eigh(self.fisher(f, y, w))
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
         return torch.einsum("ncd,...nd->...nc", root, z)
 
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         return self.root_product(f, u, y, w)
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:

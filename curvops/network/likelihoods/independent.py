@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock, Weights
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights
 
 
 class Independent(Likelihood):
@@ -21,13 +21,13 @@ class Independent(Likelihood):
     def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
         """The square root of h, from logarithms or halves so that it does not underflow where h does."""
 
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weighted(self.curvature(f, y) * u, w)
 
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weighted(self.curvature_root(f, y) * z, None if w is None else w.sqrt())
 
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         return self.root_product(f, u, y, w)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Outputs = Float[Tensor, "n C"]
-Block = Float[Tensor, "*K n C"]
+OutputBlock = Float[Tensor, "*K n C"]
 RootBlock = Float[Tensor, "*K n R"]
 Weights = Float[Tensor, " n"] | None
 
@@ -36,15 +36,15 @@ class Likelihood(ABC):
         """Gradient of the negative log-likelihood of each point with respect to its outputs."""
 
     @abstractmethod
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> Block:
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         """H u, where H is the output Fisher of each point times its weight. Costs O(C) a point and vector."""
 
     @abstractmethod
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> Block:
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         """L z, where H = L L^T and L is C x R with R = ``root_columns(C)``."""
 
     @abstractmethod
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: Weights = None) -> RootBlock:
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
         """L^T u, the adjoint of ``root_product``."""
 
     def root_columns(self, num_outputs: int) -> int:

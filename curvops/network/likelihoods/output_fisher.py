@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.likelihood import Likelihood
 
-Kind = Literal["exact", "mc", "empirical"]
+FisherKind = Literal["exact", "mc", "empirical"]
 
 
 class OutputFisher(ABC):
@@ -181,5 +181,5 @@ IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
 
 def check_kind(kind: str) -> None:
     """Raise ValueError for a word that names no Fisher."""
-    if kind not in get_args(Kind):
+    if kind not in get_args(FisherKind):
         raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target a point) or 'empirical'.")

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.layout import misplaced
-from curvops.network.likelihoods.likelihood import Block, Likelihood, Outputs, RootBlock
+from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
 
@@ -45,15 +45,15 @@ class Sequences(Likelihood):
     def residual(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Outputs:
         return self._join(self.likelihood.residual(self._split(f), y.flatten(0, 1), self._each(w)))
 
-    def hessian_product(self, f: Outputs, u: Block, y: Tensor, w: SequenceWeights = None) -> Block:
+    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
         product = self.likelihood.hessian_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
         return self._join(product)
 
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> Block:
+    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: SequenceWeights = None) -> OutputBlock:
         product = self.likelihood.root_product(self._split(f), self._split(z), y.flatten(0, 1), self._each(w))
         return self._join(product)
 
-    def root_transpose_product(self, f: Outputs, u: Block, y: Tensor, w: SequenceWeights = None) -> RootBlock:
+    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: SequenceWeights = None) -> RootBlock:
         product = self.likelihood.root_transpose_product(self._split(f), self._split(u), y.flatten(0, 1), self._each(w))
         return self._join(product)
 

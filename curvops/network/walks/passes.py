@@ -19,7 +19,7 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise
-from curvops.network.engines.plan import Choice, Kind, Plan
+from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
@@ -74,7 +74,7 @@ class Passes:
         self,
         model: Model,
         source: Iterable[tuple[Any, Any]],
-        engine: Choice = "auto",
+        engine: EngineChoice = "auto",
         memory_budget: int | Budget = 2**30,
         engines: Engines | None = None,
         points: int = 0,
@@ -293,7 +293,7 @@ class Passes:
             return None
         cached = [self._kept[i] for i in range(len(self._kept))]
         for _, engine in cached:
-            kind: Kind = engine.kind
+            kind: EngineKind = engine.kind
             room = self._free() + engine.nbytes
             if self._choose(kind, asked, columns, engine.outputs.shape[0], room) != kind:
                 return None
@@ -301,7 +301,7 @@ class Passes:
 
     def _engine_for(self, index: int, inputs: Any, label: Any, asked: Counter[int], columns: int) -> Engine:
         _, present = self._kept.get(index, (None, None))
-        built: Kind = present.kind if present is not None else "streamed"
+        built: EngineKind = present.kind if present is not None else "streamed"
         room = self._free() + (present.nbytes if present is not None else 0)
         kind = self._choose(built, asked, columns, num_points(inputs), room)
         if present is not None and present.kind == kind:
@@ -318,7 +318,7 @@ class Passes:
                 self._asked.clear()
         return engine
 
-    def _choose(self, built: Kind, asked: Counter[int], columns: int, points: int, room: int) -> Kind:
+    def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
         """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet."""
         rule = self._rule
         kind = rule.choose(built, asked, columns, points, room)
