@@ -233,6 +233,7 @@ def test_memory_grows_by_what_is_allocated():
     assert block.sum() > 0 and (peak.bytes is None or 48 * 2**20 < peak.bytes < 128 * 2**20)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_command(tmp_path):
     arguments = ["--size", 60, "--columns", 2, "--budget", 20, "--budget", 40, "--seeds", 2, "--peers"]
     for option, names in (("problem", ("decaying", "indefinite")), ("method", ("cg", "block-cg", "logdet"))):

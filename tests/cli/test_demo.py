@@ -31,6 +31,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(demo, "QUICK", TINY)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.filterwarnings("ignore::curvops.NotAMode")
 def test_table_numbers_and_figures(tiny, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path)])

@@ -253,6 +253,7 @@ def test_dual_descent_in_groups():
     assert set(dual_descent(FLAT, B, rtol=1e-12, maxiter=0).reasons) == {Reason.ITERATION_LIMIT}
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_sketch_of_a_solve_is_kept_within_the_budget():
     A = Dense(symmetric(log_spaced(300, 1e4)), psd=True)
     rank, column = 5, 3 * 300 * 8
@@ -262,6 +263,7 @@ def test_the_sketch_of_a_solve_is_kept_within_the_budget():
     torch.testing.assert_close(capped.to_dense() @ x, torch.ones(300, 8).double(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("sketch", [lambda A, g: nystrom(A, 30, generator=g).preconditioner(0.01)])
 def test_one_seed_for_a_sketch_and_for_probes_does_not_bias_them(sketch):
     """Errors in standard errors, averaged over 30 seeds, are beyond 0.8 by chance with a probability below 1e-4."""

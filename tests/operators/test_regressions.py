@@ -93,6 +93,7 @@ def large(dtype=torch.float64):
     return co.linearize(model, (torch.randn(100, 8, dtype=dtype), torch.arange(100) % 3), "classification")
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_gpytorch_draws_keep_all_the_variance():
     lin = large()
     P = co.GGN(lin).add_diagonal(1.0)

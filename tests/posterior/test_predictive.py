@@ -212,6 +212,7 @@ def test_noise_is_added_to_the_diagonal_alone(numbers, joint, drawn):
     torch.testing.assert_close(noisy.variance.flatten(), (plain + added).diagonal(dim1=-2, dim2=-1).flatten(), **TIGHT)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_variances_from_draws_carry_their_error(numbers):
     """150 sets of 20 draws: the χ² interval of a variance holds for 95 %; fewer than 132 has odds of 1 in 10,000."""
     exact, held, errors = numbers.predict(X[:1]).variance[0, 0], 0, []

@@ -132,6 +132,7 @@ def test_results_say_where_memory_capped_them(name):
     assert CAPPED[name](co.GGN(linearized(14)) + noise) is Reason.RANK_CAPPED
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_bases_within_little_memory_still_find_eigenvalues():
     G = co.GGN(linearized(14))
     exact = torch.linalg.eigvalsh(G.to_dense())[-1:]

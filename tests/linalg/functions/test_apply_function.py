@@ -32,6 +32,7 @@ def dense(A, f, B):
     return (vectors * f(values)) @ (vectors.mT @ B.double())
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "values", "functions"), CASES, ids=[case[0] for case in CASES])
 def test_the_estimate_holds_and_is_no_exaggeration(name, values, functions, dtype):
@@ -50,6 +51,7 @@ def test_the_estimate_holds_and_is_no_exaggeration(name, values, functions, dtyp
                 assert r.accepted and (error <= rtol).all()
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_estimate_is_not_below_the_error_in_most_runs():
     # Every spectrum, function, accuracy and column: at least 95 % of the estimates are the error or more.
     held = total = 0

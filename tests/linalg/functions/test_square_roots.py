@@ -107,6 +107,7 @@ def test_columns_of_every_kind(method):
     torch.testing.assert_close(one.value, torch.full((1, 3), 0.5).double(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_budgets():
     A, B = symmetric(SPECTRA["kappa 1e4"]), columns(120, 4)
     capped = inverse_sqrt(A, B, method="contour", max_matvecs=60)
@@ -190,6 +191,7 @@ def test_sqrt_inv_matmul_of_a_vector_and_through_linear_operator(products_only):
         Known(-X, is_psd=True).sqrt_inv_matmul(b)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_samples_of_an_operator_without_a_root(products_only):
     X = symmetric(torch.linspace(0.1, 2, 12).double())
     draws = Known(X, is_psd=True).zero_mean_mvn_samples(1000)

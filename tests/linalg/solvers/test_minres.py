@@ -87,6 +87,7 @@ def test_shift_is_added_to_the_diagonal():
     assert (true_residuals(A - 2.0037 * torch.eye(120, dtype=torch.float64), s.x, B) <= 1.01e-10).all()
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_preconditioners_save_iterations_and_an_indefinite_one_is_an_error():
     A, B = indefinite(log_spaced(120, 1e4)), right_hand_sides(120, 2)
     values, vectors = torch.linalg.eigh(A)

@@ -288,6 +288,7 @@ def test_interior_pairs_by_shift_and_invert(sigma, lazy):
     assert_honest(A, pairs, 1e-9)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
     values = torch.linspace(0.2, 5, 30, dtype=torch.float64)
     A = Dense(symmetric(values))

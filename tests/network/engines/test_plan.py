@@ -134,6 +134,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return passes
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_blocks_of_changing_width_do_not_make_two_engines_take_turns(
     undecided: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_the_table_names_layers_parameters_and_engines() -> None:
     assert str(walk("mlp", "auto").plan).endswith("now: nothing")
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_every_parameter_is_accounted_for_once() -> None:
     for name, network in ZOO.items():
         if not isinstance(network.build()[0], nn.Module):
