@@ -1,7 +1,20 @@
 """Tuning a posterior's hyperparameters by its evidence; every function returns a new posterior."""
 
+from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import grid
 from curvops.evidence.maximize import maximize
+from curvops.evidence.validate import validate
 from curvops.posterior.evidence_parts import Evidence
+from curvops.posterior.tuning import Ending, Tuning, TuningStep, Validation
 
-__all__ = ["Evidence", "grid", "maximize"]
+__all__ = [
+    "Ending",
+    "Evidence",
+    "Tuning",
+    "TuningStep",
+    "Undetermined",
+    "Validation",
+    "grid",
+    "maximize",
+    "validate",
+]

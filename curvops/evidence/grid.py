@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ def grid(
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)
+    values = checked_precisions(prior_precisions)
+    smallest = min(float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values)
+    post.spectrum.prepare(smallest, rtol, generator)
+    return [post.with_prior(value).log_evidence(rtol, generator) for value in values]
+
+
+def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:
+    """Positive numbers, at least one; TypeError or ValueError otherwise."""
     if isinstance(prior_precisions, str) or not isinstance(prior_precisions, Iterable):
         raise TypeError(f"prior_precisions must be a sequence of numbers, got {prior_precisions!r}.")
     if isinstance(prior_precisions, Tensor) and prior_precisions.ndim != 1:
@@ -49,5 +58,4 @@ def grid(
     numbers_given = [float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values]
     if not values or not all(0 < value < math.inf for value in numbers_given):
         raise ValueError(f"prior_precisions must be positive finite numbers, at least one; got {values}.")
-    post.spectrum.prepare(min(numbers_given), rtol, generator)
-    return [post.with_prior(value).log_evidence(rtol, generator) for value in values]
+    return values

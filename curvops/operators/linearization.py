@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy as copy_object
 from typing import Any
 from uuid import uuid4
 
@@ -271,6 +272,12 @@ class Linearization:
                 "post.sample(k) gives them, take one at a time."
             )
         return vector
+
+    def with_likelihood(self, likelihood: Likelihood) -> Linearization:
+        """The same under another likelihood of the same targets, unchecked; products with J share what is kept."""
+        new = copy_object(self)
+        new.likelihood, new._gradient_rows = likelihood, {}
+        return new
 
     def cast(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Linearization:
         """A new linearisation with parameters, buffers and data converted. Costs two passes over the data."""

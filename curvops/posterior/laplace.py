@@ -23,6 +23,7 @@ from curvops import storage
 from curvops.linalg import Damped, Estimate, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
+from curvops.network.likelihoods import Gaussian, Sequences
 from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
 from curvops.operators.jacobian import Jacobian
@@ -39,6 +40,7 @@ from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterio
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
+from curvops.posterior.tuning import Tuning, Validation
 
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
 MODE_TOLERANCE = 0.1
@@ -58,6 +60,8 @@ class Laplace(Predictive):
     spectrum: Spectrum = field(repr=False)
     temperature: float = 1.0
     prior_error: Estimate | None = field(default=None, repr=False)
+    tuning: Tuning | Validation | None = field(default=None, repr=False)
+    """The steps by which `co.evidence` found the hyperparameters; None where they were given."""
 
     @property
     def compression(self) -> Estimate | None:
@@ -112,7 +116,39 @@ class Laplace(Predictive):
             prior_mean = 0.0 if isinstance(prior_precision, Laplace) else self.prior_mean
         prior = _prior(prior_precision, prior_mean, self.lin)
         self.spectrum.require_usable(prior)
-        return dataclasses.replace(self, prior=prior, prior_error=None)
+        return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
+
+    def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
+        """The posterior under another observation noise, the variance of a Gaussian likelihood; the prior stays.
+
+        Args:
+            noise: a positive number.
+            generator: source of what the curvature draws.
+
+        Raises:
+            TypeError, ValueError: another likelihood, a noise that is not a positive number, or a curvature that does
+                not say how it was made of its linearisation.
+        """
+        _ = self.noise
+        check_accuracy(noise, generator, "noise")
+        (tensor,) = self.lin.likelihood.hyperparameters
+        likelihood = self.lin.likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))])
+        lin = self.lin.with_likelihood(likelihood)
+        curvature = continual.made_alike(self.curvature, lin, generator)
+        changed = {"lin": lin, "curvature": curvature, "spectrum": Spectrum(lin, curvature), "tuning": None}
+        return dataclasses.replace(self, **changed)
+
+    @property
+    def noise(self) -> float:
+        """The observation noise, the variance of a Gaussian likelihood; ValueError where there is not one number."""
+        likelihood = self.lin.likelihood
+        each = likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
+        if not isinstance(each, Gaussian) or each.noise.numel() > 1:
+            raise ValueError(
+                f"{each!r} has no noise that is one number; co.likelihoods.Gaussian(noise=variance) has. Several "
+                "variances are learned by the gradient of log_evidence in a tensor that requires one."
+            )
+        return float(each.noise.detach())
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Draw k weight vectors from the posterior, θ* + √T P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.

@@ -296,6 +296,28 @@ class Spectrum:
                 return self._dimension_beside(precision, rtol, generator)
             return self._dimension_above(prior.diagonal, rtol, generator)
 
+    def shares(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate | None:
+        """1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
+
+        None where probes would be needed for this A alone, or A is an operator.
+        """
+        A = prior.diagonal
+        if A is None:
+            return None
+        precision = prior.plus(self._curvature)
+        form = precision._closed_form()
+        with self._naming_the_ggn(), torch.no_grad():
+            if form is not None:
+                return Estimate.exact(1 - (A * form.inverse_diagonal()).double())
+            if A.ndim == 0:
+                self.prepare(float(A), rtol, generator)
+                return self._dimension_above(A, rtol, generator)
+            spectrum = self._whole_spectrum(A)
+            if spectrum is None:
+                return None
+            found, inverse = spectrum.beside(A, rtol)
+            return Estimate.exact(1 - A.double() * inverse.diagonal(), found.matvecs)
+
     def _dimension_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
         spectrum = self._whole_spectrum(prior)
         if spectrum is not None and prior.ndim:

@@ -1,0 +1,96 @@
+"""The prior precisions and the noise while they are tuned, and what the evidence says of them.
+
+For a curvature that is proportional to 1 / noise, G = G₀ σ₀²/σ², every posterior is that of the first noise under
+another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature serves all of them, and a new one is made at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.evidence.precision_groups import PrecisionGroups
+from curvops.network.data.batches import Batch
+from curvops.network.walks.passes import BatchMap
+from curvops.operators import EmpiricalFisher
+from curvops.operators.reading import OfLinearization
+from curvops.posterior.laplace import Laplace
+from curvops.posterior.tuning import Tuning
+
+
+@dataclass(frozen=True, eq=False)
+class Misfit:
+    """Σ w (y − f)² over the M targets of a Gaussian likelihood, M the sum of their weights."""
+
+    targets: float
+    squares: float
+
+
+@dataclass(frozen=True, eq=False)
+class Hyperparameters:
+    """One precision for each group, and the noise where it is tuned (else None)."""
+
+    origin: Laplace
+    groups: PrecisionGroups
+    alpha: Float[Tensor, " G"]
+    noise: float | None = None
+
+    @cached_property
+    def posterior(self) -> Laplace:
+        """Of the origin's noise: its weights have these shares, its mode is theirs."""
+        factor = 1.0 if self.noise is None else self.noise / self.origin.noise
+        return self.origin.with_prior(self.groups.precision(self.alpha * factor))
+
+    def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
+        """(θ − m)ᵀ base (θ − m) of each group."""
+        gap = theta.detach().double() - self.origin.prior_mean.double()
+        return self.groups.totals(self.groups.base.double() * gap.square())
+
+    def moved(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
+        return dataclasses.replace(self, alpha=alpha, noise=noise)
+
+    def finished(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
+        """The posterior under these hyperparameters, its curvature at their noise."""
+        post = self.origin if self.noise is None else self.origin.with_noise(self.noise, generator)
+        return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
+
+
+@torch.no_grad()
+def misfit(post: Laplace, theta: Float[Tensor, " D"] | None = None) -> Misfit:
+    """Of the network at θ*, or of the linearised one at other weights. One pass over the data."""
+    lin = post.lin
+    (noise,) = lin.likelihood.hyperparameters
+    unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])
+    step = None if theta is None else (theta - lin.theta).unsqueeze(1)
+
+    def term(batch: Batch, J: BatchMap) -> Tensor:
+        f = J.outputs if step is None else J.outputs + J.push(step)[0]
+        y = batch.targets.reshape(f.shape)
+        # At f = y only the normalising constants are left, which count the targets with their weights.
+        logs = [unit.log_prob(at, batch.targets, batch.weights).double().sum() for at in (y, f)]
+        return torch.stack(logs)
+
+    free, whole = lin.sum_over_batches(term, 0 if step is None else 1).tolist()
+    return Misfit(-2 * free / math.log(2 * math.pi), 2 * (free - whole))
+
+
+def check_noise_scales(post: Laplace) -> None:
+    """ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
+    _ = post.noise
+    curvature = post.curvature
+    if not isinstance(curvature, OfLinearization) or curvature.asked is None:
+        raise ValueError(
+            f"the noise is tuned with a curvature made of one linearisation, co.GGN, co.KFAC, …; this "
+            f"{type(curvature).__name__} does not say how it was made, and could not be made again at another noise."
+        )
+    if isinstance(curvature, EmpiricalFisher) or curvature.asked.get("fisher") == "empirical":
+        raise ValueError(
+            "the noise is tuned with a curvature that is proportional to 1 / noise; an empirical Fisher falls with its "
+            "square. Take co.GGN, or the same class with fisher='exact'."
+        )

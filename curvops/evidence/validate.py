@@ -1,0 +1,167 @@
+"""The hyperparameters of largest held-out log-likelihood, for those who have data to spare."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.evidence.ascent import Undetermined
+from curvops.evidence.grid import checked_precisions
+from curvops.linalg.core.limits import check_flag
+from curvops.posterior.arguments import check_accuracy
+from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.tuning import Validation
+
+COARSE = tuple(10.0**power for power in range(-4, 5))
+"""Factors of the present value that a search tries before it looks closer."""
+PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
+
+
+def validate(
+    post: Laplace,
+    x: Any,
+    y: Tensor,
+    over: str | Sequence[str] = "scalar",
+    *,
+    prior_precisions: Sequence[float] | Tensor | None = None,
+    joint: bool = False,
+    xtol: float = 0.01,
+    generator: torch.Generator | None = None,
+) -> Laplace:
+    """A posterior like `post` at the hyperparameters of largest log-likelihood of held-out data; the weights are held.
+
+    The search tries factors from 1e-4 to 1e4 of the present value, a decade apart, and looks closer around the best.
+
+    Args:
+        post: a posterior by `co.laplace`.
+        x: held-out inputs.
+        y: their targets.
+        over: "scalar", a factor of the prior precision, whatever that is (a vector or an operator keeps its shape);
+            "noise", the variance of a Gaussian likelihood; or ("scalar", "noise"), both.
+        prior_precisions: numbers to try in place of a search; "scalar" alone.
+        joint: score random pairs of points, as in `Laplace.log_likelihood`.
+        xtol: relative accuracy of the maximum for these draws.
+        generator: source of the draws; all values are scored with the same ones.
+
+    Returns:
+        A new posterior; its `tuning` is a `Validation` with all that was tried and the scores.
+
+    Cost: a `post.log_likelihood(x, y)` for each value tried, some 25 for one hyperparameter and 80 for both.
+
+    Raises:
+        TypeError, ValueError: not a posterior, targets that the likelihood cannot score, precisions that are not
+            positive numbers, "noise" of another likelihood, or a curvature that cannot be made again at another noise.
+
+    Warns with `Undetermined` where the best lies at the edge of what was tried: often the largest precision, under
+    which predictions are those of the network itself.
+    """
+    check_posterior(post, "validate")
+    check_accuracy(xtol, generator, "xtol")
+    check_flag("joint", joint)
+    parts = (over,) if isinstance(over, str) else over
+    if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
+        raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
+    search = _Search(post, x, y, joint, generator)
+    with torch.no_grad():
+        if prior_precisions is not None:
+            if tuple(parts) != ("scalar",):
+                raise ValueError("prior_precisions are for over='scalar'; leave them out to search.")
+            for value in checked_precisions(prior_precisions):
+                search.score(post.with_prior(value))
+            return search.best()
+        if "noise" in parts:
+            _ = post.noise
+        for part in parts:
+            search.along(part, xtol)
+        if len(parts) > 1:
+            search.together(xtol)
+        return search.best()
+
+
+@dataclass(eq=False)
+class _Search:
+    post: Laplace
+    x: Any
+    y: Tensor
+    joint: bool
+    generator: torch.Generator | None
+    tried: list[tuple[Laplace, float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = None if self.generator is None else self.generator.device
+        self.seed = int(torch.randint(2**62, (), generator=self.generator, device=device))
+
+    def score(self, post: Laplace) -> float:
+        """The mean log-likelihood of a point, or of a pair, by the same draws for every posterior."""
+        device = post.mean.device if self.generator is None else self.generator.device
+        draws = torch.Generator(device=device).manual_seed(self.seed)
+        found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws)
+        value, count = float(found.value.mean()), found.value.numel()
+        error = float(torch.as_tensor(found.stderr).norm()) / count
+        self.tried.append((post, value, error))
+        return value
+
+    def along(self, part: str, xtol: float) -> None:
+        """Around the best so far, in one hyperparameter."""
+        from scipy.optimize import minimize_scalar  # a slow import, for those who tune
+
+        start = (self.tried and max(self.tried, key=_value)[0]) or self.post
+        move = _moves(start)[part]
+        scores = [self.score(move(factor)) for factor in COARSE]
+        best = max(range(len(COARSE)), key=scores.__getitem__)
+        if best in (0, len(COARSE) - 1):
+            what = "prior precision" if part == "scalar" else "noise"
+            warnings.warn(
+                f"the held-out log-likelihood has no maximum in the {what} within a factor 1e4 of its start: the best "
+                "lies at the edge of what was tried, where the posterior returned stands.",
+                Undetermined,
+                stacklevel=4,
+            )
+            return
+        span = math.log(COARSE[best - 1]), math.log(COARSE[best + 1])
+        options = {"xatol": xtol}
+        minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
+
+    def together(self, xtol: float) -> None:
+        """From the best so far, in both hyperparameters at once (Nelder & Mead 1965)."""
+        from scipy.optimize import minimize
+
+        start = max(self.tried, key=_value)[0]
+
+        def loss(logs: Any) -> float:
+            scale, noise = (math.exp(float(u)) for u in logs)
+            return -self.score(_moves(_moves(start)["scalar"](scale))["noise"](noise))
+
+        simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
+        options = {"xatol": xtol, "fatol": 1e-9, "initial_simplex": simplex, "maxfev": 80}
+        minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options)
+
+    def best(self) -> Laplace:
+        post = max(self.tried, key=_value)[0]
+        precisions = [each.prior.diagonal for each, *_ in self.tried]
+        scalars = [math.nan if A is None or A.ndim else float(A) for A in precisions]
+        noises = None if not post.lin.likelihood.hyperparameters else tuple(_noise(each) for each, *_ in self.tried)
+        scores, errors = (tuple(part) for part in list(zip(*self.tried))[1:])
+        return replace(post, tuning=Validation(tuple(scalars), noises, scores, errors))
+
+
+def _value(tried: tuple[Laplace, float, float]) -> float:
+    return -math.inf if math.isnan(tried[1]) else tried[1]
+
+
+def _noise(post: Laplace) -> float:
+    return float(post.lin.likelihood.hyperparameters[0].detach().mean())
+
+
+def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
+    """The posterior at a multiple of each hyperparameter."""
+    return {
+        "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
+        "noise": lambda factor: post.with_noise(post.noise * factor),
+    }

@@ -1,0 +1,126 @@
+"""How hyperparameters were found: the steps of a tuning, why it ended, and how well the data determine them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from jaxtyping import Float
+from scipy.special import chdtri
+from torch import Tensor
+
+from curvops.linalg.core.summary import Summarised
+
+
+class Ending(Enum):
+    """Why a tuning stopped. The value is the remedy, in plain sentences."""
+
+    CONVERGED = "Converged: a further step would change less than the tolerance. Nothing needs to be done."
+    WITHIN_ERROR = (
+        "Converged: what further steps would change is less than the error bar of these samples. For a smaller error "
+        "bar take more samples."
+    )
+    STEPS_SPENT = (
+        "The steps were spent before the hyperparameters stopped changing. Go on from the posterior returned, or raise "
+        "steps; MacKay's update takes fewer than update='em'."
+    )
+    OSCILLATING = (
+        "MacKay's update jumps to and fro around the maximum of the evidence without coming nearer. Use update='em', "
+        "which never lowers the evidence."
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TuningStep(Summarised):
+    """The hyperparameters before a step, what was counted at them, and what that cost.
+
+    Tensors have an entry for each group of weights with a precision of its own; where that is each weight, one entry:
+    the geometric mean of the precisions and the sum of the counts.
+    """
+
+    prior_precision: Float[Tensor, " G"]
+    effective_parameters: Float[Tensor, " G"]
+    stderr: Float[Tensor, " G"]
+    """Of the effective parameters, from the samples or probes; 0 where they are exact."""
+    noise: float | None
+    """The variance of a Gaussian likelihood, where it is tuned."""
+    matvecs: int
+    """Products with P that the step took."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tuning(Summarised):
+    """What `co.evidence.mackay` and `maximize` did, as `post.tuning` of the posterior that they return."""
+
+    method: str
+    groups: tuple[str, ...]
+    """The groups of weights with a precision of their own: layers, or "all"; "weights" where each has its own."""
+    mode: str
+    """Whether the weights were held ("map") or moved to the linear model's mode with each step ("linear")."""
+    steps: tuple[TuningStep, ...]
+    ending: Ending
+    targets: float | None = None
+    """How many numbers the noise was counted from (of weighted points the sum of weights), where it was tuned."""
+
+    @property
+    def converged(self) -> bool:
+        """Whether further steps would change less than the tolerance or the error bar."""
+        return self.ending in (Ending.CONVERGED, Ending.WITHIN_ERROR)
+
+    @property
+    def matvecs(self) -> int:
+        """Products with P in all."""
+        return sum(step.matvecs for step in self.steps)
+
+    @property
+    def matvecs_saved(self) -> int:
+        """Products that starting each step at the solutions of the one before saved: first step's cost × steps − cost.
+
+        0 where no samples were drawn.
+        """
+        return len(self.steps) * self.steps[0].matvecs - self.matvecs if self.steps else 0
+
+    def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
+        """In which the data leave each precision: γ directions determine it as γ draws do a variance (χ²).
+
+        Of the last step; the sampling error of γ is not in it. ValueError for a level outside (0, 1).
+        """
+        last = self.steps[-1]
+        low, high = _chi_squared(last.effective_parameters, level)
+        return last.prior_precision * low, last.prior_precision * high
+
+    def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """In which the data leave the noise, by the M − γ targets that are not used up by the weights.
+
+        Raises ValueError for a level outside (0, 1), and where the noise was not tuned.
+        """
+        last = self.steps[-1]
+        if last.noise is None or self.targets is None:
+            raise ValueError(
+                "the noise was held; mackay(post, tune_noise=True) or maximize(post, over='noise') tune it."
+            )
+        low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
+        return last.noise / float(high), last.noise / float(low)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Validation(Summarised):
+    """What `co.evidence.validate` tried, in that order, as `post.tuning` of the posterior that it returns."""
+
+    prior_precisions: tuple[float, ...]
+    """NaN where the prior precision is no single number."""
+    noises: tuple[float, ...] | None
+    """Variances of a Gaussian likelihood; None for others."""
+    scores: tuple[float, ...]
+    """Mean held-out log-likelihood of a point (or pair) in nats."""
+    stderrs: tuple[float, ...]
+    """Of the scores, from the draws of the posterior alone; that of the held-out sample is larger."""
+
+
+def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """The quantiles of χ² / its degrees of freedom that enclose the level."""
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+    tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
+    low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
+    return low.to(freedom.device), high.to(freedom.device)

@@ -1,0 +1,92 @@
+"""Tuning on held-out data: no neighbour of what is returned scores better, by the same draws."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.posterior import predictive
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+
+
+@pytest.fixture(scope="module")
+def regression():
+    """A linear model at the mode of a few points, and held-out points of the same noise."""
+    generator = torch.Generator().manual_seed(0)
+    x, new = (torch.randn(n, 5, generator=generator, dtype=DOUBLE) for n in (12, 40))
+    truth = torch.randn(5, 1, generator=generator, dtype=DOUBLE)
+    y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
+    model = nn.Linear(5, 1, bias=False).double()
+    model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
+    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets
+
+
+def score(post, x, y):
+    return float(post.log_likelihood(x, y).value.mean())
+
+
+@pytest.mark.parametrize("over", ["noise", ("scalar", "noise")])
+def test_no_neighbour_scores_better(regression, over):
+    post, x, y = regression
+    with pytest.warns(co.evidence.Undetermined) if "scalar" in over else pytest.MonkeyPatch.context():
+        best = co.evidence.validate(post, x, y, over, xtol=1e-3)
+    found, record = score(best, x, y), best.tuning
+    assert found == pytest.approx(max(record.scores)) and found >= score(post, x, y)
+    assert len(record.scores) == len(record.noises) == len(record.prior_precisions)
+    for factor in (0.9, 1.1):
+        assert score(best.with_noise(best.noise * factor), x, y) < found
+    assert best.noise == pytest.approx(0.25, rel=0.5)  # the generating variance; 40 targets leave 22 % of it
+
+
+def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch):
+    monkeypatch.setattr(predictive, "OUTPUT_DRAWS", 40)
+    model, x, y = problem()
+    generator = torch.Generator().manual_seed(1)
+    new = torch.randn(20, 4, generator=generator, dtype=DOUBLE)
+    noisy = (new[:, :3] + torch.randn(20, 3, generator=generator).double()).argmax(1)
+    lin = co.linearize(model, (x, y), "classification")
+    shape = torch.linspace(0.5, 2, lin.num_parameters, dtype=DOUBLE)
+    post = co.laplace(lin, co.DiagonalGGN, shape, check_mode=False)
+    best = co.evidence.validate(post, new, noisy, generator=torch.Generator().manual_seed(0))
+    again = co.evidence.validate(post, new, noisy, generator=torch.Generator().manual_seed(0))
+    ratio = best.prior_precision / shape
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+    assert torch.equal(best.prior_precision, again.prior_precision) and ratio[0] != 1
+    assert max(best.tuning.scores) > best.tuning.scores[4]  # of the start
+    assert best.tuning.noises is None and min(best.tuning.stderrs) > 0
+
+
+def test_of_given_precisions_the_best_is_returned_and_all_are_noted(regression):
+    post, x, y = regression
+    values = [0.1, 1.0, 10.0]
+    best = co.evidence.validate(post, x, y, prior_precisions=values)
+    expected = [score(post.with_prior(value), x, y) for value in values]
+    assert list(best.tuning.prior_precisions) == values and list(best.tuning.scores) == pytest.approx(expected)
+    assert float(best.prior_precision) == values[expected.index(max(expected))]
+
+
+WRONG = {
+    "no posterior": (lambda p, x, y: co.evidence.validate(p.lin, x, y), TypeError, "posterior"),
+    "no targets": (lambda p, x, y: co.evidence.validate(p, x, None), TypeError, "None"),
+    "too few targets": (lambda p, x, y: co.evidence.validate(p, x, y[:-1]), ValueError, "39"),
+    "layers": (lambda p, x, y: co.evidence.validate(p, x, y, "layers"), ValueError, "scalar"),
+    "a number": (lambda p, x, y: co.evidence.validate(p, x, y, 3), ValueError, "scalar"),
+    "precisions of a noise": (
+        lambda p, x, y: co.evidence.validate(p, x, y, "noise", prior_precisions=[1.0]),
+        ValueError,
+        "leave them out",
+    ),
+    "a precision of zero": (lambda p, x, y: co.evidence.validate(p, x, y, prior_precisions=[0.0]), ValueError, "posi"),
+    "one precision": (lambda p, x, y: co.evidence.validate(p, x, y, prior_precisions=1.0), TypeError, "sequence"),
+    "no tolerance": (lambda p, x, y: co.evidence.validate(p, x, y, xtol=0), ValueError, "xtol"),
+    "joint of a word": (lambda p, x, y: co.evidence.validate(p, x, y, joint="yes"), TypeError, "joint"),
+}
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_wrong_calls_are_refused_by_name(regression, use, annotations_unchecked):
+    call, error, match = WRONG[use]
+    with pytest.raises(error, match=match):
+        call(*regression)
