@@ -1,16 +1,23 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
+from curvops.posterior.deviations import Deviations
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
+from curvops.posterior.linear_mode import LinearMode
 from curvops.posterior.load import load
 from curvops.posterior.predictive import SampledNormal
 from curvops.posterior.selection import InertWeights, select, wasserstein
+from curvops.posterior.stochastic_descent import Diverged, StochasticDescent
 from curvops.posterior.uncertainty import Uncertainty
 
 __all__ = [
+    "Deviations",
+    "Diverged",
     "InertWeights",
     "Laplace",
+    "LinearMode",
     "NotAMode",
     "SampledNormal",
+    "StochasticDescent",
     "Uncertainty",
     "laplace",
     "load",

@@ -36,21 +36,21 @@ def check_accuracy(rtol: Any, generator: Any = None, name: str = "rtol") -> None
     check_generator(generator)
 
 
-def checked_draws(samples: Any, mean: Tensor) -> Tensor:
-    """Draws of the weights (k, D) of the mean's dtype and device; TypeError or ValueError otherwise."""
+def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int | None = None) -> Tensor:
+    """Draws of the weights (k, D) of the mean's dtype and device, k = `count`; TypeError or ValueError otherwise."""
+    size = f"({'k' if count is None else count}, {len(mean)})"
     if not isinstance(samples, Tensor):
         raise TypeError(
-            f"samples must be draws of the weights (k, {len(mean)}), as post.sample(k) gives, not {samples!r}."
+            f"{name} must be draws of the weights {size}, as post.sample(k) gives, not {samples!r}."
             if isinstance(samples, numbers.Real)
-            else f"samples must be a tensor of draws (k, {len(mean)}), as post.sample(k) gives, not "
-            f"{type(samples).__name__}."
+            else f"{name} must be a tensor of draws {size}, as post.sample(k) gives, not {type(samples).__name__}."
         )
-    if samples.ndim != 2 or samples.shape[1] != len(mean) or not len(samples):
-        raise ValueError(f"samples must be (k, {len(mean)}), as post.sample(k) gives, not {tuple(samples.shape)}.")
+    if samples.ndim != 2 or samples.shape[1] != len(mean) or len(samples) != (count or max(len(samples), 1)):
+        raise ValueError(f"{name} must be {size}, as post.sample(k) gives, not {tuple(samples.shape)}.")
     if samples.dtype != mean.dtype or samples.device != mean.device:
         raise ValueError(
-            f"samples are {samples.dtype} on {samples.device}, the weights {mean.dtype} on {mean.device}; convert "
-            "them with samples.to(post.mean)."
+            f"{name}: {samples.dtype} on {samples.device}, where the weights are {mean.dtype} on {mean.device}; "
+            f"convert with {name}.to(post.mean)."
         )
     return samples
 

@@ -20,7 +20,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
-from curvops.linalg import Damped, Estimate, draw
+from curvops.linalg import Estimate
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
 from curvops.network.likelihoods import Gaussian, Sequences
@@ -31,15 +31,21 @@ from curvops.posterior import continual
 from curvops.posterior.arguments import (
     check_accuracy,
     check_linearization,
+    check_operator,
     checked_count,
     checked_curvature,
+    checked_draws,
 )
 from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
+from curvops.posterior.deviations import Deviations, Systems, deviations, raise_if_failed, tempered, trace
 from curvops.posterior.evidence_parts import Evidence
+from curvops.posterior.linear_mode import LinearMode, linear_mode
+from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
+from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
 
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
@@ -84,7 +90,7 @@ class Laplace(Predictive):
         return self.prior.mean
 
     @cached_property
-    def precision(self) -> Damped:
+    def precision(self) -> Any:
         """P = G + A, (D, D), whatever the temperature."""
         return self.prior.plus(self.curvature)
 
@@ -151,12 +157,11 @@ class Laplace(Predictive):
         return float(each.noise.detach())
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """Draw k weight vectors from the posterior, θ* + √T P⁻¹ε with ε ~ N(0, P), by one block solve of k columns.
+        """Draw k weight vectors from the posterior: the mean plus `deviations(k, generator=generator, rtol=rtol)`.
 
         Args:
             k: the number of draws, at least 1.
-            generator: source of the draws. Where `lin.memory_budget` has no room for the working vectors of k columns
-                they are solved for in groups, so that equal seeds give equal draws under equal budgets only.
+            generator: source of the draws.
             rtol: relative residual of each solve, far below the sampling error of k draws.
 
         Returns:
@@ -168,15 +173,115 @@ class Laplace(Predictive):
             TypeError: k is not a whole number.
             ValueError: k is less than 1, or rtol not a positive number.
         """
+        return accumulate(self.deviations(k, rtol=rtol, generator=generator).draws, self.mean)
+
+    def deviations(
+        self,
+        k: int,
+        noise: Noise | None = None,
+        method: str | StochasticDescent | None = None,
+        x0: Float[Tensor, "k D"] | None = None,
+        rtol: float = 1e-3,
+        generator: torch.Generator | None = None,
+    ) -> Deviations:
+        """Draws of N(0, T P⁻¹), the posterior less its mean, with the noise that they were made of.
+
+        Each draw z solves P z = Aθ⁰ + Sε for θ⁰ ~ N(0, A⁻¹), white noise ε and the square root S of the curvature
+        (Papandreou & Yuille 2010; Antorán et al. 2023). For one noise the methods give one answer, to their tolerance.
+
+        Args:
+            k: the number of draws, at least 1.
+            noise: that of earlier deviations, for the same draws under another prior precision, observation noise,
+                method or tolerance; the first k where it is of more. None draws it anew.
+            method: "cg" solves for all draws in one block, preconditioned where that pays; "dual" in function space,
+                cheaper where there are fewer outputs in all than weights (GGN and Fishers, a prior that is a number
+                or a vector); "sgd" by minibatches, `co.StochasticDescent()` with options, to few digits; "closed form",
+                for structured curvatures, has draws of its own, which the others do not find for the same noise. None
+                takes the closed form where there is one, else the cheaper of "cg" and "dual".
+            x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
+            rtol: relative residual of each solve, far below the sampling error of k draws.
+            generator: source of the noise.
+
+        Returns:
+            A `Deviations`: the draws as rows, true residuals, products, history.
+
+        Raises:
+            NotConverged: rtol was not reached; the error carries the `deviations`.
+            Diverged: stochastic descent with a step size of one's own diverges.
+            TypeError, ValueError: k, rtol or x0 of another kind, size or sign, noise of another problem, or a method
+                that does not exist or does not fit the curvature.
+
+        Cost: a pull of J and the products that are reported. Memory: the draws, the right-hand sides, and what the
+        method's working vectors have of `lin.memory_budget`.
+        """
         k = checked_count(k)
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
-        memories = frozenset((self.lin.memory,))
+        if noise is None:
+            noise = Noise.drawn(self.lin, k, generator)
+        elif not isinstance(noise, Noise):
+            raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
+        noise.require_of(self.lin, k)
+        start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
+        if start is not None and self.temperature != 1:
+            start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
-        draws = draw(precision.inverse(rtol), k, generator, memories).mT
-        if self.temperature != 1:
-            draws *= math.sqrt(self.temperature)
-        return accumulate(draws, self.mean)
+        systems = Systems(precision, self.curvature, self.prior, noise, k)
+        found = raise_if_failed(deviations(systems, method, start, float(rtol)), float(rtol))
+        return dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
+
+    def trace(
+        self,
+        M: LinearOperator,
+        samples: int | Float[Tensor, "k D"] | Deviations = 64,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """tr(T P⁻¹ M) for any symmetric operator M (D, D), as the mean of zᵀM z over draws of the posterior.
+
+        Args:
+            M: the operator. tr(P⁻¹G) of the curvature itself is `effective_parameters`.
+            samples: how many draws; or draws (k, D) as `sample` gives them, or `deviations`, to be used again.
+            generator: source of new draws.
+
+        Raises:
+            TypeError, ValueError: M is no operator (D, D) on these weights, or there are fewer than two draws.
+
+        Cost: a product with M a draw, and what new draws cost. Values are right to the draws' own tolerance.
+        """
+        if not isinstance(M, LinearOperator):
+            raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
+        check_operator("M", M, self.lin)
+        if isinstance(samples, Deviations):
+            return trace(M, checked_draws(samples.draws, self.mean))
+        if isinstance(samples, Tensor):
+            return trace(M, checked_draws(samples, self.mean) - self.mean)
+        return trace(M, self.deviations(samples, generator=generator).draws)
+
+    def linear_mode(self, x0: Float[Tensor, " D"] | None = None, rtol: float = 1e-6, maxiter: int = 50) -> LinearMode:
+        """θ̄, the mode of the linear model f(x, θ*) + J(x)(θ − θ*) under the likelihood and the prior.
+
+        The network's own weights are one where training reached a mode and nothing normalises activations; elsewhere
+        the evidence of the linear model belongs to θ̄ (Antorán et al. 2022). It is found by Newton–CG with the exact
+        GGN at the linear model's outputs, whatever the posterior's curvature; for a Gaussian likelihood one solve.
+
+        Args:
+            x0: the weights (D,) to start from, such as the mode under a neighbouring prior; None is θ*.
+            rtol: the gradient's norm relative to those of the likelihood and the prior together.
+            maxiter: most Newton steps.
+
+        Returns:
+            A `LinearMode`; its `reason` says whether rtol was reached.
+
+        Raises:
+            ValueError: the data of the curvature are not known or not counted once (see `log_evidence`).
+            NotConverged: a Newton step was not solved for.
+
+        Cost: the products that are reported, and a pass over the data for each Newton step.
+        """
+        check_accuracy(rtol)
+        lins = self.spectrum.known_data("the mode of the linear model")
+        start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
+        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter))
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
         inverse = self.spectrum.for_rows(self.precision, jacobian.shape[-2]).inverse(rtol)

@@ -100,6 +100,15 @@ class Spectrum:
         """The linearisations that the curvature is of; a sentence on why where that is not known."""
         return data_terms(self._lin, self._curvature)
 
+    def known_data(self, what: str) -> tuple[Linearization, ...]:
+        """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
+        if isinstance(self.data, str):
+            raise ValueError(
+                f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
+                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
+            )
+        return self.data
+
     def _hyperparameters(self) -> list[Tensor]:
         """The values of all that a learned likelihood may change under a posterior that is kept."""
         lins = {id(lin): lin for lin in (self._lin, *(() if isinstance(self.data, str) else self.data))}
@@ -119,18 +128,14 @@ class Spectrum:
 
         Raises ValueError where the data are not known, or counted otherwise than once.
         """
-        if isinstance(self.data, str):
-            raise ValueError(
-                f"the log evidence needs the likelihood that the curvature is of: {self.data} Give a curvature that "
-                "counts the data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
-            )
-        if recorded([tensor for lin in self.data for tensor in lin.likelihood.hyperparameters]):
-            return torch.stack([lin.log_likelihood() for lin in self.data]).sum()
+        data = self.known_data("the log evidence")
+        if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
+            return torch.stack([lin.log_likelihood() for lin in data]).sum()
         with self._lock:
             found = self._found
             if found.log_likelihood is None:
                 with torch.no_grad():
-                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in self.data]).sum()
+                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in data]).sum()
             return found.log_likelihood
 
     def gradient(self) -> Float[Tensor, " D"] | None:

@@ -1,0 +1,132 @@
+"""The square root that the data give a curvature: G = S Sᵀ with S = Jᵀ L, whole or of some points at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.operators.base import Operator
+from curvops.network.data.batches import Batch
+from curvops.network.data.inputs import num_points, take
+from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
+from curvops.network.walks.passes import Passes, accumulate
+from curvops.operators.curvature import Curvature
+from curvops.operators.linearization import Linearization
+from curvops.progress import Progress
+
+
+class CurvatureRoot(Operator):
+    """S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, R columns a point, those of a point together.
+
+    S Z and Sᵀ V cost half a product of the curvature each. `reduced`: the walk multiplies with Lᵀ J itself.
+    """
+
+    def __init__(
+        self,
+        theta: Float[Tensor, " D"],
+        lin: Linearization | None = None,
+        walk: Passes | None = None,
+        output: OutputFisher | None = None,
+        points: int = 0,
+        reduced: bool = False,
+    ) -> None:
+        super().__init__(theta, lin=lin, walk=walk, output=output, points=points, reduced=reduced)
+
+    @classmethod
+    def of(cls, curvature: Curvature) -> CurvatureRoot:
+        """That of a curvature, over all of its data."""
+        lin, rows = curvature.lin, curvature.rows
+        walk, reduced = rows or lin.passes, rows is not None
+        return cls(lin.theta, lin=lin, walk=walk, output=curvature.output, points=lin.num_data, reduced=reduced)
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearisation."""
+        return self._kwargs["lin"]
+
+    @property
+    def output(self) -> OutputFisher:
+        """H = L Lᵀ of each point."""
+        return self._kwargs["output"]
+
+    @property
+    def columns_a_point(self) -> int:
+        """R."""
+        return self.output.num_columns(self.lin.num_outputs)
+
+    @property
+    def spaces(self) -> Spaces:
+        return self.lin.tangent_space, None
+
+    @property
+    def sources(self) -> Sources | None:
+        return None
+
+    @property
+    def memories(self) -> Memories:
+        return frozenset((self.lin.memory,))
+
+    @property
+    def progress(self) -> Progress:
+        return self.lin.passes.progress
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]), self._kwargs["points"] * self.columns_a_point))
+
+    def _product(self, block: Float[Tensor, "NR K"]) -> Float[Tensor, "D K"]:
+        total: Tensor | None = None
+        start, columns = 0, self.columns_a_point
+        for batch, J in self._kwargs["walk"].each(block.shape[1]):
+            n = batch.num_points
+            z = block[start : start + n * columns].mT.unflatten(1, (n, columns))
+            u = z if self._kwargs["reduced"] else self.output.root_product(J.outputs, z, batch)
+            total = accumulate(total, J.pull(u))
+            start += n * columns
+        assert total is not None  # linearize refuses empty data
+        return total
+
+    def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
+        parts = []
+        for batch, J in self._kwargs["walk"].each(block.shape[1]):
+            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
+            if not self._kwargs["reduced"]:
+                pushed = self.output.root_transpose_product(J.outputs, pushed, batch)
+            parts.append(pushed.flatten(1))
+        return torch.cat(parts, 1).mT
+
+    def minibatches(
+        self, size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Int[Tensor, " n"], CurvatureRoot]]:
+        """(positions of some points among all, their columns of S), all points once, in a random order.
+
+        Points are shuffled within each batch of the data, which are read in their own order: one of all points, as
+        tensors are, is shuffled as a whole.
+        """
+        if isinstance(self.output, Sampled):
+            raise ValueError("minibatches of a Monte-Carlo GGN are not known: take co.GGN(lin), or method='cg'.")
+        lin = self.lin
+        for inputs, batch in lin.passes.batches():
+            device = None if generator is None else generator.device
+            order = torch.randperm(num_points(inputs), generator=generator, device=device)
+            for chosen in order.to(batch.targets.device).split(size):
+                part, label = take(inputs, chosen), _at(batch, chosen)
+                walk = Passes(lin.model, [(part, label)], lin.engine, lin.memory, lin.passes.engines)
+                piece = CurvatureRoot(lin.theta, lin=lin, walk=walk, output=self.output, points=len(chosen))
+                yield chosen + batch.start, piece
+
+
+def _at(batch: Batch, chosen: Int[Tensor, " n"]) -> Batch:
+    weights = None if batch.weights is None else batch.weights[chosen]
+    return Batch((), batch.targets[chosen], weights, batch.start)
+
+
+def root_of(operator: Any) -> CurvatureRoot | None:
+    """The root that the data give; None of what is no GGN and no Fisher."""
+    return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None

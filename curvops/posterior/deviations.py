@@ -1,0 +1,245 @@
+"""Draws of N(0, T P⁻¹) by perturbing and solving: P z = Aθ⁰ + Sε, in weight space or in function space.
+
+Papandreou & Yuille 2010; for linearised networks Antorán et al. 2023. G = S Sᵀ is the curvature with its square root by
+points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer, by whatever method it is found.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.results import Reasoned, Solution
+from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.vectors import norm
+from curvops.linalg.estimators.hutchinson import mean_of
+from curvops.linalg.operators.algebra import is_psd
+from curvops.operators.curvature_root import CurvatureRoot, root_of
+from curvops.posterior.noise import Noise
+from curvops.posterior.priors import Prior
+from curvops.posterior.stochastic_descent import StochasticDescent
+
+METHODS = ("closed form", "cg", "dual", "sgd")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Deviations(Summarised, Reasoned):
+    """Draws of a posterior less its mean, and how they were found.
+
+    ``draws`` (k, D) are of N(0, T P⁻¹). ``relative_residuals`` are ‖b − P z‖/‖b‖ of each draw's own system,
+    recomputed by a product in weight space whatever the method. ``matvecs`` counts products with the curvature (in
+    function space, with its Gram matrix, which cost as much; of "sgd" a pass over the data is one), checks included;
+    ``history`` the relative residuals of the method's own recursion, a row per iteration ("sgd": per check).
+    ``noise`` gives the same draws again, or those of another prior precision.
+    """
+
+    draws: Float[Tensor, "k D"]
+    noise: Noise
+    method: str
+    reasons: tuple[Reason, ...]
+    relative_residuals: Float[Tensor, " k"]
+    matvecs: int
+    history: Float[Tensor, "steps k"]
+
+    @property
+    def converged(self) -> bool:
+        """Whether every draw was solved for to the tolerance, or to what the dtype allows."""
+        return self.accepted
+
+
+@dataclass(frozen=True, eq=False)
+class Systems:
+    """P = G + A with the right-hand sides of some draws: what every method starts from."""
+
+    precision: Any
+    curvature: LinearOperator
+    prior: Prior
+    noise: Noise
+    count: int
+
+    @property
+    def root(self) -> CurvatureRoot | None:
+        """S, where the curvature has one by points."""
+        return root_of(self.curvature)
+
+    def of_prior(self) -> Float[Tensor, "D k"]:
+        """Aθ⁰ ~ N(0, A)."""
+        return self.noise.of_prior(self.prior, self.count, self.like)
+
+    def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
+        """ε."""
+        return self.noise.of_data(root.shape[-1], self.count, self.like)
+
+    def of_data(self) -> Float[Tensor, "D k"]:
+        """Sε ~ N(0, G)."""
+        root = self.root
+        if root is None:
+            return self.noise.of_curvature(self.curvature, self.count)
+        return root._matmul(self.of_points(root))
+
+    def right_sides(self) -> Float[Tensor, "D k"]:
+        """Aθ⁰ + Sε ~ N(0, P); of an indefinite curvature, which has no S, draws of N(0, P) itself."""
+        if not is_psd(self.curvature):
+            return self.noise.of_curvature(self.precision, self.count)
+        return self.of_prior() + self.of_data()
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the weights' dtype and device."""
+        return self.curvature.representation()[0]
+
+
+def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
+    """The method: as named, else the cheapest. Raises ValueError for one that does not fit, TypeError for no method."""
+    if isinstance(given, StochasticDescent):
+        method: Any = "sgd"
+    elif given is None or isinstance(given, str):
+        method = given
+    else:
+        raise TypeError(f"method must be one of {METHODS}, a co.StochasticDescent or None, got {given!r}.")
+    exact = systems.precision._closed_form() is not None
+    root = systems.root
+    carried = recorded(systems.precision.representation())
+    if method is None:
+        if exact:
+            return "closed form"
+        if carried or systems.precision.promises().small:
+            return "cg"
+        few = root is not None and root.shape[-1] < root.shape[-2]
+        return "dual" if few and systems.prior.diagonal is not None else "cg"
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
+    kind = type(systems.curvature).__name__
+    if method == "closed form" and not exact:
+        raise ValueError(f"{kind} + prior has no closed form; use method='cg'.")
+    if method in ("dual", "sgd") and root is None:
+        raise ValueError(
+            f"method={method!r} needs the curvature's square root by points, which co.GGN and co.EmpiricalFisher have "
+            f"and {kind} has not; use method='cg'."
+        )
+    if method in ("dual", "sgd") and carried:
+        raise ValueError(f"method={method!r} gives no gradient for the prior precision or the noise; use method='cg'.")
+    if method == "dual" and systems.prior.diagonal is None:
+        raise ValueError("method='dual' needs a prior precision that is a number or a vector; use method='cg'.")
+    return given if isinstance(given, StochasticDescent) else StochasticDescent() if method == "sgd" else method
+
+
+def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float) -> Deviations:
+    """The draws, at temperature 1; failures come back as reasons. "cg" and closed forms have gradients in P."""
+    chosen = chosen_method(method, systems)
+    if chosen == "closed form":
+        return _exact(systems, x0, rtol)
+    if chosen == "cg":
+        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol))
+    with torch.no_grad():
+        if chosen == "dual":
+            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol))
+        root = systems.root
+        assert root is not None and isinstance(chosen, StochasticDescent)
+        prior, points = systems.of_prior(), systems.of_points(root)
+        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise)
+        return _deviations(systems, "sgd", found)
+
+
+def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:
+    return Deviations(
+        found.x.mT, systems.noise, method, found.reasons, found.relative_residuals, found.matvecs, found.history
+    )
+
+
+def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
+    """By the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
+    if x0 is not None:
+        raise ValueError("x0 is where an iteration starts; a closed form takes none.")
+    k, noise = systems.count, systems.noise
+    drawn = draw(systems.precision.inverse(rtol), k, noise.generator(systems.like.device))
+    none = torch.zeros(k, dtype=torch.float64)
+    return Deviations(drawn.mT, noise, "closed form", (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
+
+
+def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+    P, right = systems.precision, systems.right_sides()
+    if not recorded(P.representation()) and not P.promises().small and P._closed_form() is None:
+        return cg(P, right, preconditioner=P.preconditioner(systems.count), rtol=rtol, x0=x0)
+    z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
+    with torch.no_grad():
+        residuals = _relative(right - P._matmul(z), right)
+    reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.PRECISION_LIMIT for r in residuals.tolist())
+    none = residuals.new_full(residuals.shape, math.nan)
+    matvecs = len(z) + systems.count
+    return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
+
+
+def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+    """z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
+
+    The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
+    """
+    S, A = systems.root, systems.prior.diagonal
+    assert S is not None and A is not None
+    inverse = (1 / A.detach()).expand(S.shape[-2])
+    start = inverse.unsqueeze(-1) * systems.of_prior()
+    points = systems.of_points(S)
+    dual = (S.mT @ Diagonal(inverse) @ S).add_diagonal(1.0)
+    wanted = points - S._t_matmul(start)
+    guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
+    right = start / inverse.unsqueeze(-1) + S._matmul(points)
+    spent, goal = systems.count * (2 if guess is None else 3), rtol
+    while True:
+        found = cg(dual, wanted, preconditioner=dual.preconditioner(systems.count), rtol=goal, x0=guess)
+        z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
+        residuals = _relative(right - systems.precision._matmul(z), right)
+        spent += found.matvecs + 2 * systems.count
+        if not found.accepted or bool((residuals <= rtol).all()) or goal <= 4 * torch.finfo(z.dtype).eps:
+            break
+        goal, guess = max(goal * min(0.1, float(rtol / residuals.max())), 2 * torch.finfo(z.dtype).eps), found.x
+    reasons = tuple(
+        reason if reason is not Reason.CONVERGED or residual <= rtol else Reason.PRECISION_LIMIT
+        for reason, residual in zip(found.reasons, residuals.tolist())
+    )
+    return Solution(
+        z, reasons, residuals <= rtol, residuals, found.backward_errors, found.iterations, spent, found.history
+    )
+
+
+def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
+    """Norms of columns, relative, on the host."""
+    return (norm(residual) / norm(right)).double().cpu()
+
+
+def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
+    """mean_k of zᵀM z, with its standard error."""
+    vectors = draws.mT
+    samples = (vectors * M._matmul(vectors)).double().sum(0)
+    if len(samples) < 2:
+        raise ValueError("one draw gives no standard error; take two or more.")
+    return mean_of(samples, len(samples))
+
+
+def raise_if_failed(found: Deviations, rtol: float) -> Deviations:
+    """The draws where each was solved for, else NotConverged with the remedies."""
+    if found.accepted:
+        return found
+    raise NotSolved(found, rtol)
+
+
+class NotSolved(NotConverged):
+    """Some draws of a posterior were not solved for; ``deviations`` holds what was reached."""
+
+    def __init__(self, found: Deviations, rtol: float) -> None:
+        self.deviations, self.rtol = found, rtol
+        measure = f"true relative residual {{}} after {found.matvecs} products, asked for {rtol:.2e}"
+        RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals))
+
+
+def tempered(draws: Tensor, temperature: float) -> Tensor:
+    """Draws at temperature T."""
+    return draws if temperature == 1 else draws * math.sqrt(temperature)

@@ -1,0 +1,136 @@
+"""The mode of the linear model f* + J(θ − θ*) under the likelihood and the prior, by Newton–CG.
+
+Antorán et al. 2022: weights of a network are seldom a mode of its linear model (early stopping, normalisation layers),
+and the evidence of that model belongs to its own mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Reason, cg
+from curvops.linalg.core.summary import Summarised
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import Linearization
+from curvops.operators.displaced_ggn import DisplacedGGN
+from curvops.posterior.priors import Prior
+
+MOST_HALVINGS = 30
+SUFFICIENT = 1e-4
+"""Share of the decrease that a Newton step promises which a step must give (Armijo)."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearMode(Summarised):
+    """θ̄, the weights that maximise the linear model's posterior density.
+
+    ``log_likelihood`` is the linear model's at θ̄, in nats, ``gradient`` the norm of the gradient there relative to
+    those of likelihood and prior together, ``steps`` the Newton steps, ``matvecs`` the products with a curvature.
+    """
+
+    theta: Float[Tensor, " D"]
+    log_likelihood: Float[Tensor, ""]
+    gradient: float
+    reason: Reason
+    steps: int
+    matvecs: int
+
+    @property
+    def converged(self) -> bool:
+        """Whether the gradient reached the tolerance, or what the dtype allows."""
+        return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
+
+
+class _LinearModel:
+    """−log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
+
+    def __init__(self, lins: Sequence[Linearization], prior: Prior, delta: Tensor) -> None:
+        self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
+        self.parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in lins]
+        of_data = sum((part.gradient() for part in self.parts[1:]), self.parts[0].gradient())
+        of_prior = prior.gradient(self.theta)
+        self.gradient = of_data + of_prior
+        scale = float(of_data.double().norm() + of_prior.double().norm())
+        self.relative = float(self.gradient.double().norm()) / scale if scale else 0.0
+
+    def precision(self) -> Any:
+        """Its Hessian, for a likelihood whose Fisher is that; else the GGN's."""
+        total: LinearOperator = self.parts[0]
+        for part in self.parts[1:]:
+            total = total + part
+        return self.prior.plus(total)
+
+    def log_likelihood(self, steps: Sequence[Tensor | float] = ()) -> float:
+        given = steps or [0.0] * len(self.parts)
+        return sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
+
+    def loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
+        """With J times the step already known."""
+        theta = self.theta if direction is None else self.theta + direction
+        return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
+
+
+def pushed(lin: Linearization, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
+    """Jδ at the training inputs."""
+    return lin.jacobian()._matmul(delta.unsqueeze(-1)).reshape(lin.num_data, -1)
+
+
+@torch.no_grad()
+def linear_mode(
+    lins: Sequence[Linearization], prior: Prior, start: Float[Tensor, " D"] | None, rtol: float, maxiter: int
+) -> LinearMode:
+    """θ̄ from `start` (θ* where there is none)."""
+    theta = lins[0].theta
+    model = _LinearModel(lins, prior, torch.zeros_like(theta) if start is None else start - theta)
+    matvecs, steps, reason = 2, 0, Reason.CONVERGED
+    while model.relative > rtol:
+        if steps == maxiter:
+            reason = Reason.ITERATION_LIMIT
+            break
+        precision = model.precision()
+        # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
+        worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
+        goal = min(0.1, max(0.1 * rtol / model.relative, worth))
+        found = cg(precision, -model.gradient, preconditioner=precision.preconditioner(1), rtol=goal)
+        found.raise_if_failed(goal)
+        moved, length = _searched(lins, model, found.x)
+        matvecs, steps = matvecs + found.matvecs + 2, steps + 1
+        if not length:
+            reason = (
+                Reason.PRECISION_LIMIT
+                if model.relative < math.sqrt(torch.finfo(theta.dtype).eps)
+                else (Reason.STAGNATION)
+            )
+            break
+        before, model = model.relative, _LinearModel(lins, prior, moved)
+        if model.relative > 0.5 * before and model.relative < math.sqrt(torch.finfo(theta.dtype).eps):
+            reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
+            break
+    log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
+    return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
+
+
+def _quadratic(lins: Sequence[Linearization]) -> bool:
+    return all(isinstance(lin.likelihood, Gaussian) for lin in lins)
+
+
+def _searched(lins: Sequence[Linearization], model: _LinearModel, p: Tensor) -> tuple[Tensor, float]:
+    """δ after a step along p that lowers the loss enough, and its length as a share of p; 0 where none does."""
+    steps = [pushed(lin, p) for lin in lins]
+    slope, loss = float(model.gradient.double() @ p.double()), model.loss()
+    rounding = 10 * torch.finfo(torch.float64 if p.dtype == torch.float64 else p.dtype).eps * abs(loss)
+    length = 1.0
+    for _ in range(MOST_HALVINGS):
+        there = model.loss([length * step for step in steps], length * p)
+        if there <= loss + SUFFICIENT * length * slope + rounding:
+            return model.delta + length * p, length
+        length /= 2
+    return model.delta, 0.0

@@ -1,0 +1,88 @@
+"""The randomness of draws, frozen: the same for every method, prior precision, observation noise and tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import draw
+from curvops.linalg.core.vectors import join
+from curvops.operators import Linearization
+from curvops.posterior.priors import Prior
+
+LARGEST_SEED = 2**62
+DRAWN_TOGETHER = 8
+"""Draws of a matrix without columns of its own that are made together, whatever memory has room for."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard normal numbers for `count` draws of a posterior, as a seed: made again wherever they are used.
+
+    Each draw has its own, so that the first draws of two noises with one seed are the same, and neither batches nor the
+    memory budget matter.
+    """
+
+    seed: int
+    count: int
+    num_parameters: int
+    num_data: int
+    data: int
+    """The fingerprint of the training data."""
+
+    @classmethod
+    def drawn(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
+        """New noise for the posteriors of a linearisation."""
+        device = None if generator is None else generator.device
+        seed = int(torch.randint(LARGEST_SEED, (), generator=generator, device=device))
+        return cls(seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
+
+    def require_of(self, lin: Linearization, k: int) -> None:
+        """Raise ValueError for noise of another problem, or of fewer draws."""
+        own = (lin.num_parameters, lin.num_data, lin.data.fingerprint)
+        if (self.num_parameters, self.num_data, self.data) != own:
+            raise ValueError(
+                f"the noise is of {self.num_data} points and {self.num_parameters} weights, or of other data, than "
+                f"this posterior, which has {lin.num_data} and {lin.num_parameters}; leave noise out to draw it anew."
+            )
+        if k > self.count:
+            raise ValueError(f"k={k}, but the noise is of {self.count} draws; pass k={self.count} or fewer.")
+
+    def of_data(self, size: int, count: int, like: Tensor) -> Float[Tensor, "{size} k"]:
+        """Standard normal columns, for the square root of the curvature."""
+        return self._columns(0, size, count, like)
+
+    def of_curvature(self, curvature: LinearOperator, count: int) -> Float[Tensor, "D k"]:
+        """Draws of N(0, G) for a curvature that has no square root by points."""
+        parts = []
+        for start in range(0, count, DRAWN_TOGETHER):
+            drawn = draw(curvature, DRAWN_TOGETHER, self._generator(start, 0, curvature.device))
+            parts.append(drawn[:, : count - start])
+        return join(*parts)
+
+    def of_prior(self, prior: Prior, count: int, like: Tensor) -> Float[Tensor, "D k"]:
+        """Draws ξ of N(0, A)."""
+        if prior.diagonal is None:
+            assert isinstance(prior.precision, LinearOperator)
+            return self.of_curvature(prior.precision, count)
+        scale = prior.diagonal.sqrt()
+        normal = self._columns(1, self.num_parameters, count, like)
+        return normal * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
+
+    def generator(self, device: Any) -> torch.Generator:
+        """A source of further numbers."""
+        return self._generator(0, 2, device)
+
+    def _columns(self, part: int, size: int, count: int, like: Tensor) -> Tensor:
+        rows = torch.empty(count, size, dtype=like.dtype, device=like.device)
+        for column, row in enumerate(rows):
+            row.normal_(generator=self._generator(column, part, like.device))
+        return rows.mT
+
+    def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
+        return torch.Generator(device=device).manual_seed(self.seed + 3 * column + part)

@@ -1,0 +1,219 @@
+"""Draws of a posterior by minibatch gradient descent on the two losses that they minimise.
+
+Antorán et al. 2023: L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A has the noise of the data in each minibatch, L′(z) = ½‖Sᵀz‖² +
+½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε has it summed once before. They have one minimiser; at it the gradient noise of L′ is
+below that of L where Σ tr(M_iΣM_i) < ½ Σ tr M_i, M_i the curvature of point i: with many weights to a point determined,
+near interpolation, L is better.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg import Reason, Solution
+from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.vectors import norm
+from curvops.operators.curvature_root import CurvatureRoot
+from curvops.posterior.noise import Noise
+from curvops.posterior.priors import Prior
+from curvops.progress import as_step, at_work, remark
+
+Loss = Literal["low_variance", "standard"]
+POWER_STEPS, POWER_BATCHES = 8, 3
+GROWN = 100.0
+"""The gradient relative to the right-hand side from which on the descent diverges."""
+MOST_HALVINGS = 12
+CHECK_EVERY = 5
+"""Epochs between two looks at the true residual, which costs as much as an epoch."""
+
+
+class Diverged(RuntimeError):
+    """Gradient descent with the step size asked for diverges; the message names one to try."""
+
+
+@dataclass(frozen=True)
+class StochasticDescent:
+    """Minibatch gradient descent with Nesterov's momentum, a step that decays linearly, clipping and averaging.
+
+    Args:
+        loss: "low_variance" is L′, "standard" L.
+        batch_size: points in a step; those of a step come from one batch of the data.
+        epochs: passes over the data.
+        step_size: of the first steps, relative to the prior's precision (steps are A⁻¹ times the gradient); None is
+            1/λ, λ the largest eigenvalue of A⁻¹P of a few minibatches by power iterations. A step of one's own that
+            diverges is an error; the default is halved.
+        momentum: in [0, 1).
+        final: the last step as a share of the first.
+        averaging: the weight of the newest iterate in the average that is the answer (Polyak & Juditsky 1992).
+        clip: longest gradient of a draw, in lengths of its right-hand side.
+    """
+
+    loss: str = "low_variance"
+    batch_size: int = 256
+    epochs: int = 100
+    step_size: float | None = None
+    momentum: float = 0.9
+    final: float = 1 / 330
+    averaging: float = 0.01
+    clip: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_choice("loss", self.loss, get_args(Loss))
+        for name in ("batch_size", "epochs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        for name, low, high in (
+            ("step_size", 0.0, math.inf),
+            ("momentum", -1e-300, 1.0),
+            ("final", 0.0, 1.000001),
+            ("averaging", 0.0, 1.000001),
+            ("clip", 0.0, math.inf),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "step_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) < high:
+                raise ValueError(f"{name}={value!r} must lie between {max(low, 0.0):g} and {round(high, 3):g}.")
+
+    def solve(
+        self,
+        precision: Any,
+        root: CurvatureRoot,
+        prior: Prior,
+        of_prior: Float[Tensor, "D k"],
+        points: Float[Tensor, "NR k"],
+        x0: Float[Tensor, "D k"] | None,
+        rtol: float,
+        noise: Noise,
+    ) -> Solution:
+        """The minimiser for each column: `of_prior` is Aθ⁰, `points` ε."""
+        right = of_prior + root._matmul(points)
+        generator = noise.generator("cpu")
+        scale = prior.diagonal.detach() if prior.diagonal is not None else right.new_ones(())
+        scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
+        problem = _Problem(self, precision, root, prior, scale, of_prior, right, points, generator)
+        step = problem.step() if self.step_size is None else float(self.step_size)
+        with at_work("stochastic gradient descent", None, None, precision):
+            for _ in range(MOST_HALVINGS):
+                try:
+                    return problem.descend(step, x0, rtol)
+                except Diverged:
+                    if self.step_size is not None:
+                        raise Diverged(
+                            f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
+                            f"step_size={min(problem.step(), step / 2):.2g}, or None."
+                        ) from None
+                    step /= 2
+        raise Diverged(f"no step from {step * 2**MOST_HALVINGS:.2g} down to {step:.2g} converges; use method='cg'.")
+
+
+@dataclass(eq=False)
+class _Problem:
+    """One run's systems and what it has spent."""
+
+    options: StochasticDescent
+    precision: Any
+    root: CurvatureRoot
+    prior: Prior
+    scale: Tensor
+    of_prior: Float[Tensor, "D k"]
+    right: Float[Tensor, "D k"]
+    points: Float[Tensor, "NR k"]
+    generator: torch.Generator
+    passes: float = 0.0
+
+    def gradient(self, z: Tensor, chosen: Tensor, piece: CurvatureRoot) -> Tensor:
+        """An unbiased gradient of either loss at z from some points."""
+        lin, per_point = self.root.lin, self.root.columns_a_point
+        factor = lin.num_data / len(chosen)
+        pushed = piece._t_matmul(z)
+        if self.options.loss == "standard":
+            pushed = pushed - self.points.unflatten(0, (-1, per_point))[chosen].flatten(0, 1)
+            offset = self.of_prior
+        else:
+            offset = self.right
+        return factor * piece._matmul(pushed) + self._of_prior(z) - offset
+
+    def _of_prior(self, z: Tensor) -> Tensor:
+        precision = self.prior.precision
+        return self.scale * z if isinstance(precision, Tensor) else precision._matmul(z)
+
+    def step(self) -> float:
+        """1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), the largest of a few minibatches."""
+        largest = 0.0
+        for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):
+            if index == POWER_BATCHES:
+                break
+            factor = self.root.lin.num_data / len(chosen)
+            v = self.right[:, :1] / _length(self.right[:, :1])
+            for _ in range(POWER_STEPS):
+                image = (factor * piece._matmul(piece._t_matmul(v)) + self._of_prior(v)) / self.scale
+                size = _length(image)
+                largest = max(largest, float(size))
+                v = image / size
+            self.passes += POWER_STEPS * len(chosen) / self.root.lin.num_data / self.right.shape[1]
+        return 1 / largest
+
+    def residuals(self, z: Tensor) -> Tensor:
+        """True relative residuals."""
+        self.passes += 1
+        return norm(self.right - self.precision._matmul(z)) / norm(self.right)
+
+    def descend(self, step: float, x0: Tensor | None, rtol: float) -> Solution:
+        """All epochs, or as many as reach rtol, from x0."""
+        options = self.options
+        z = torch.zeros_like(self.right) if x0 is None else x0.clone()
+        velocity, average = torch.zeros_like(z), z.clone()
+        size = _length(self.right / self.scale)
+        batches = sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
+        total, count, history = options.epochs * batches, 0, []
+        for epoch in range(1, options.epochs + 1):
+            for chosen, piece in self.root.minibatches(options.batch_size, self.generator):
+                ahead = z + options.momentum * velocity
+                gradient = self.gradient(ahead, chosen, piece) / self.scale
+                lengths = _length(gradient) / size
+                if not float(lengths.max()) < GROWN * max(1.0, math.sqrt(self.root.lin.num_data / len(chosen))):
+                    raise Diverged
+                gradient = gradient / (lengths / options.clip).clamp_min(1.0)
+                rate = step * (1 - (1 - options.final) * count / total)
+                velocity = options.momentum * velocity - rate * gradient
+                z = z + velocity
+                count += 1
+                average += max(options.averaging, 1 / count) * (z - average)
+            self.passes += 1
+            as_step(self.right.shape[1], lambda: None)
+            if epoch % CHECK_EVERY == 0 or epoch == options.epochs:
+                residuals = self.residuals(average)
+                history.append(residuals.double().cpu())
+                worst = float(residuals.max())
+                remark(lambda worst=worst: f"residual {worst:.1e}")  # type: ignore[misc]
+                if worst <= rtol:
+                    break
+        return self._solution(average, history, rtol, count)
+
+    def _solution(self, z: Tensor, history: list[Tensor], rtol: float, steps: int) -> Solution:
+        final = history[-1]
+        reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.ITERATION_LIMIT for r in final.tolist())
+        return Solution(
+            z,
+            reasons,
+            final <= rtol,
+            final,
+            torch.full_like(final, math.nan),
+            steps,
+            round(self.passes * z.shape[1]),
+            torch.stack(history),
+        )
+
+
+def _length(V: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
+    """Norms of columns, in their own dtype."""
+    return norm(V).to(V.dtype)

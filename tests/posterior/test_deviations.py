@@ -1,0 +1,270 @@
+"""Draws by perturbing and solving: one noise, one answer, whatever the method."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.posterior.stochastic_descent import _Problem
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def setting(kind="classification", prior=1.0, curvature=co.GGN, n=30, **options):
+    model, x, y = problem(kind, n)
+    lin = co.linearize(model, (x, y), kind)
+    return co.laplace(
+        lin, curvature if isinstance(curvature, type) else curvature(lin), prior, check_mode=False, **options
+    )
+
+
+def vector_prior(post):
+    return torch.linspace(0.5, 2, len(post.mean), dtype=DOUBLE)
+
+
+def dense_deviations(post, noise, k):
+    """P⁻¹(Aθ⁰ + Sε) with S from each point's J and H by autograd, the noise's numbers taken as they come."""
+    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    right = noise.of_prior(post.prior, k, post.mean)
+    right = right + root.to_dense() @ noise.of_data(root.shape[-1], k, post.mean)
+    return torch.linalg.solve(post.precision.to_dense(), right).mT
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.EmpiricalFisher, lambda lin: co.GGN(lin, mc_samples=2)])
+def test_the_root_of_a_curvature_is_its_square_root_by_points(curvature):
+    model, x, y = problem()
+    lin = co.linearize(model, [(x[:13], y[:13]), (x[13:], y[13:])], "classification")
+    operator = curvature(lin)
+    root = co.operators.curvature_root.CurvatureRoot.of(operator)
+    S = root.to_dense()
+    torch.testing.assert_close(S @ S.mT, operator.to_dense(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(root.mT.to_dense(), S.mT, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("prior", [1.0, vector_prior])
+def test_methods_find_one_answer_for_one_noise(kind, prior):
+    post = setting(kind)
+    post = post.with_prior(prior(post)) if callable(prior) else post.with_prior(prior)
+    found = post.deviations(3, method="cg", rtol=1e-11, generator=seeded())
+    expected = dense_deviations(post, found.noise, 3)
+    torch.testing.assert_close(found.draws, expected, rtol=1e-8, atol=1e-9)
+    dual = post.deviations(3, found.noise, method="dual", rtol=1e-11)
+    torch.testing.assert_close(dual.draws, expected, rtol=1e-8, atol=1e-9)
+    assert found.converged and dual.converged
+    assert (dual.relative_residuals <= 1e-11).all() and dual.method == "dual"
+    for loss in ("low_variance", "standard"):
+        options = co.StochasticDescent(loss, batch_size=15, epochs=40)
+        rough = post.deviations(3, found.noise, method=options, rtol=0.2)
+        error = post.precision @ (rough.draws - expected).mT
+        residuals = error.norm(dim=0) / (post.precision @ expected.mT).norm(dim=0)
+        torch.testing.assert_close(residuals, rough.relative_residuals, rtol=1e-6, atol=1e-8)
+        assert (residuals <= 0.2).all()
+
+
+@pytest.mark.parametrize("prior", [0.01, 30.0])
+def test_gradient_noise_of_both_losses_follows_the_formula(prior):
+    """E‖term_i‖² is tr M_i − tr M_iΣM_i of L and tr M_iΣM_i of L′.
+
+    The mean of 500 draws is within 25 % of it: four standard errors where one direction has all of the noise. Near
+    interpolation (30 outputs, 51 weights, a weak prior) L′ is noisier, under a strong prior L is.
+    """
+    post, n, k = setting("regression", prior, n=10), 10, 500
+    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
+    z, noise = found.draws.mT, found.noise
+    of_prior = noise.of_prior(post.prior, k, post.mean)
+    points = noise.of_data(root.shape[-1], k, post.mean)
+    right = of_prior + root @ points
+    S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
+    M = S @ S.mT
+    in_posterior = (M @ torch.linalg.inv(post.precision.to_dense()) @ M).diagonal(dim1=1, dim2=2).sum()
+    expected = {"standard": M.diagonal(dim1=1, dim2=2).sum() - in_posterior, "low_variance": in_posterior}
+    for loss, value in expected.items():
+        run = _Problem(
+            co.StochasticDescent(loss, batch_size=1),
+            post.precision,
+            root,
+            post.prior,
+            post.prior.diagonal,
+            of_prior,
+            right,
+            points,
+            seeded(),
+        )
+        offset = of_prior if loss == "standard" else right
+        total = 0.0
+        for chosen, piece in root.minibatches(1, seeded()):
+            term = (run.gradient(z, chosen, piece) - prior * z + offset) / n
+            total += float(term.square().sum(0).mean())
+        assert abs(total / float(value) - 1) < 0.25, loss
+    assert (expected["low_variance"] < expected["standard"]) == (prior == 30.0)
+    assert max(expected.values()) > 2 * min(expected.values())
+
+
+def test_a_step_that_diverges_is_an_error_with_one_to_try():
+    post = setting(prior=0.01)
+    with pytest.raises(co.Diverged, match=r"step_size=1\b.*try step_size="):
+        post.deviations(2, method=co.StochasticDescent(step_size=1.0, batch_size=10), generator=seeded())
+
+
+def test_sample_is_the_mean_plus_deviations_at_every_temperature():
+    for options in ({}, {"temperature": 2.5}, {"curvature": co.KFAC}):
+        post = setting(**options)
+        found = post.deviations(4, generator=seeded())
+        torch.testing.assert_close(post.sample(4, seeded()), post.mean + found.draws, rtol=1e-12, atol=1e-12)
+    warm, cold = setting(temperature=4.0), setting()
+    noise = cold.deviations(2, rtol=1e-10, generator=seeded()).noise
+    torch.testing.assert_close(
+        warm.deviations(2, noise, rtol=1e-10).draws, 2 * cold.deviations(2, noise, rtol=1e-10).draws
+    )
+
+
+@pytest.mark.parametrize("curvature", [co.KFAC, co.DiagonalGGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)])
+def test_curvatures_without_a_root_by_points_are_drawn_from_and_solved(curvature):
+    """Fewer draws are the first ones; under another prior precision the noise scales as the formula says."""
+    post = setting(curvature=curvature)
+    found = post.deviations(11, method="cg", rtol=1e-11, generator=seeded())
+    assert found.converged
+    fewer = post.deviations(9, found.noise, method="cg", rtol=1e-11)
+    torch.testing.assert_close(fewer.draws, found.draws[:9], rtol=1e-8, atol=1e-9)
+    other = post.with_prior(4.0).deviations(11, found.noise, method="cg", rtol=1e-11)
+    noise, P = found.noise, post.precision.to_dense()
+    of_prior = noise.of_prior(post.prior, 11, post.mean)
+    of_data = P @ found.draws.mT - of_prior  # Sε, which does not depend on the prior
+    again = (P + 3 * torch.eye(len(P), dtype=DOUBLE)) @ other.draws.mT
+    torch.testing.assert_close(again, of_data + 2 * of_prior, rtol=1e-7, atol=1e-8)
+
+
+def test_the_root_of_the_covariance_is_exact():
+    """z is linear in unit noise: the map of each method, column by column, is a square root of P⁻¹."""
+    post = setting()
+    noise = post.deviations(1, generator=seeded()).noise
+    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    D, R = root.shape
+
+    class Unit(type(noise)):
+        def of_data(self, size, count, like):
+            return torch.eye(R, R + D, dtype=like.dtype)
+
+        def of_prior(self, prior, count, like):
+            return prior.precision.sqrt() * torch.eye(D, R + D, dtype=like.dtype).roll(R, 1)
+
+    unit = Unit(0, R + D, noise.num_parameters, noise.num_data, noise.data)
+    for method in ("cg", "dual"):
+        z = post.deviations(R + D, unit, method=method, rtol=1e-11).draws
+        torch.testing.assert_close(z.mT @ z @ post.precision.to_dense(), torch.eye(D, dtype=DOUBLE), rtol=0, atol=1e-8)
+
+
+def test_a_prior_operator_and_an_earlier_posterior():
+    post = setting()
+    prior = co.linalg.Dense(torch.diag(vector_prior(post)), psd=True)
+    found = post.with_prior(prior).deviations(2, rtol=1e-11, generator=seeded())
+    assert found.method == "cg" and found.converged
+    with pytest.raises(ValueError, match="dual"):
+        post.with_prior(prior).deviations(2, method="dual")
+
+
+def test_warm_starts_save_products_and_noise_is_reused():
+    model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    x = torch.randn(200, 6, dtype=DOUBLE)
+    lin = co.linearize(model, (x, x[:, :3].argmax(1)), "classification")
+    post = co.laplace(lin, prior_precision=0.1, check_mode=False)
+    cold = post.deviations(4, method="cg", rtol=1e-8, generator=seeded())
+    warm = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8, x0=cold.draws)
+    fresh = post.with_prior(0.11).deviations(4, cold.noise, method="cg", rtol=1e-8)
+    torch.testing.assert_close(warm.draws, fresh.draws, rtol=1e-5, atol=1e-6)
+    assert warm.matvecs < fresh.matvecs
+
+
+def test_single_precision_reaches_what_it_can():
+    model, x, y = problem()
+    lin = co.linearize(model.float(), (x.float(), y), "classification")
+    post = co.laplace(lin, prior_precision=0.5, check_mode=False)
+    found = post.deviations(2, method="cg", rtol=1e-5, generator=seeded())
+    for method in ("dual", co.StochasticDescent(batch_size=15, epochs=40)):
+        other = post.deviations(2, found.noise, method=method, rtol=1e-5 if method == "dual" else 0.2)
+        assert other.draws.dtype == torch.float32
+        gap = (post.precision @ (other.draws - found.draws).mT).norm(dim=0)
+        size = (post.precision @ found.draws.mT).norm(dim=0)
+        assert (gap <= (other.relative_residuals + 3e-5) * size).all()
+
+
+def test_noise_does_not_depend_on_batches_or_on_the_number_of_draws():
+    model, x, y = problem()
+    whole = co.laplace(co.linearize(model, (x, y), "classification"), check_mode=False)
+    found = whole.deviations(5, method="cg", rtol=1e-10, generator=seeded())
+    lin = co.linearize(model, (x, y), "classification", memory_budget=2**16)
+    torch.testing.assert_close(
+        co.laplace(lin, check_mode=False).deviations(5, found.noise, method="cg", rtol=1e-10).draws, found.draws
+    )
+    fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded())
+    torch.testing.assert_close(fewer.draws, found.draws[:2])
+
+
+def test_traces_of_any_operator():
+    """256 draws; four standard errors (Student's t): a false alarm in 10,000."""
+    post = setting(temperature=2.0)
+    dense = torch.linalg.inv(post.precision.to_dense())
+    M = co.linalg.Dense(_random_psd())
+    found = post.trace(M, samples=256, generator=seeded(1))
+    expected = 2 * (dense @ M.to_dense()).trace()
+    assert abs(found.value - expected) <= 4 * found.stderr
+    draws = post.deviations(256, generator=seeded(1))
+    torch.testing.assert_close(post.trace(M, draws).value, found.value)
+    torch.testing.assert_close(post.trace(M, draws.draws + post.mean).value, found.value, rtol=1e-9, atol=0)
+
+
+def _random_psd():
+    A = torch.randn(51, 51, dtype=DOUBLE, generator=seeded(2))
+    return A @ A.mT
+
+
+def test_misuse_is_refused_by_name(annotations_unchecked):
+    post = setting()
+    other = co.laplace(co.linearize(*_smaller()), check_mode=False)
+    noise = other.deviations(2, generator=seeded()).noise
+    for arguments, error, message in [
+        ((0,), ValueError, "k must be at least one"),
+        ((2.5,), TypeError, "k must be a whole number"),
+        ((2, noise), ValueError, "the noise is of 7 points"),
+        ((2, "cg"), TypeError, "noise must be"),
+        ((2, None, "CG"), ValueError, "method='CG'"),
+        ((2, None, 3), TypeError, "method must be"),
+        ((2, None, "closed form"), ValueError, "no closed form"),
+        ((2, None, "cg", post.mean), ValueError, r"x0 must be \(2, 51\)"),
+        ((2, None, "cg", torch.zeros(51, 2, dtype=DOUBLE)), ValueError, r"x0 must be \(2, 51\)"),
+        ((2, None, "cg", torch.zeros(2, 51)), ValueError, "x0: torch.float32"),
+        ((2, None, "cg", None, -1.0), ValueError, "rtol"),
+    ]:
+        with pytest.raises(error, match=message):
+            post.deviations(*arguments)
+    own = post.deviations(2, generator=seeded()).noise
+    with pytest.raises(ValueError, match="the noise is of 2 draws"):
+        post.deviations(3, own)
+    kfac = setting(curvature=co.KFAC)
+    for method in ("dual", "sgd"):
+        with pytest.raises(ValueError, match="KFAC has not"):
+            kfac.deviations(2, method=method)
+    for options in ({"loss": "L"}, {"epochs": 0}, {"momentum": 1.0}, {"step_size": -1.0}, {"batch_size": True}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            co.StochasticDescent(**options)
+    with pytest.raises(co.linalg.NotConverged, match="2 of 2 draws did not converge") as caught:
+        post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
+    assert caught.value.deviations.draws.shape == (2, 51)
+    for M, error in [(torch.eye(51), TypeError), (co.linalg.Dense(torch.eye(4, dtype=DOUBLE)), ValueError)]:
+        with pytest.raises(error, match=r"\bM\b"):
+            post.trace(M)
+    with pytest.raises(ValueError, match="two or more"):
+        post.trace(post.curvature, samples=1)
+
+
+def _smaller():
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(7, 3, dtype=DOUBLE)
+    return model, (x, torch.arange(7) % 2), "classification"

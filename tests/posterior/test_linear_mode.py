@@ -1,0 +1,84 @@
+"""The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+
+
+def untrained(kind, outputs=3):
+    """A network far from a mode, with its J by autograd."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    x = torch.randn(20, 4, dtype=DOUBLE)
+    y = {
+        "classification": x[:, :3].argmax(1),
+        "regression": x[:, :outputs].sin(),
+        "poisson": x[:, :outputs].abs().round(),
+    }[kind]
+    return model, x, y, co.likelihoods.Poisson() if kind == "poisson" else kind
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression", "poisson"])
+@pytest.mark.parametrize("prior", ["number", "vector", "operator"])
+def test_it_is_stationary_for_the_linear_model(kind, prior):
+    model, x, y, likelihood = untrained(kind)
+    lin = co.linearize(model, [(x[:8], y[:8]), (x[8:], y[8:])], likelihood)
+    D = lin.num_parameters
+    diagonal = torch.linspace(0.5, 2, D, dtype=DOUBLE)
+    chosen = {"number": 0.7, "vector": diagonal, "operator": co.linalg.Dense(torch.diag(diagonal), psd=True)}[prior]
+    A = torch.eye(D, dtype=DOUBLE) * 0.7 if prior == "number" else torch.diag(diagonal)
+    post = co.laplace(lin, prior_precision=chosen, check_mode=False, prior_mean=0.3)
+    mode = post.linear_mode(rtol=1e-9)
+    assert mode.converged and mode.gradient <= 1e-9
+    J, f = lin.jacobian().to_dense(), lin.outputs()
+    delta = (mode.theta - lin.theta).requires_grad_()
+    outputs = f + (J @ delta).unflatten(0, f.shape)
+    if kind == "regression":
+        log_p = torch.distributions.Normal(outputs, 1.0).log_prob(y).sum()
+    elif kind == "poisson":
+        log_p = torch.distributions.Poisson(outputs.exp()).log_prob(y).sum()
+    else:
+        log_p = -nn.functional.cross_entropy(outputs, y, reduction="sum")
+    gap = lin.theta + delta - 0.3
+    (gradient,) = torch.autograd.grad(-log_p + 0.5 * gap @ A @ gap, delta)
+    assert gradient.norm() <= 1e-7
+    torch.testing.assert_close(mode.log_likelihood, log_p.detach(), rtol=1e-10, atol=1e-10)
+    again = post.linear_mode(x0=mode.theta, rtol=1e-8)
+    assert again.steps == 0 and again.matvecs == 2
+
+
+def test_a_gaussian_takes_one_solve_and_gives_the_normal_equations():
+    model, x, y, _ = untrained("regression")
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(noise=0.25))
+    post = co.laplace(lin, co.KFAC, prior_precision=2.0, check_mode=False)  # whatever its curvature
+    mode = post.linear_mode(rtol=1e-10)
+    J, f = lin.jacobian().to_dense(), lin.outputs()
+    target = (y - f).flatten() + J @ lin.theta
+    P = J.mT @ J / 0.25 + 2 * torch.eye(lin.num_parameters, dtype=DOUBLE)
+    expected = torch.linalg.solve(P, J.mT @ target / 0.25)
+    torch.testing.assert_close(mode.theta, expected, rtol=1e-8, atol=1e-9)
+    assert mode.steps <= 2
+
+
+def test_at_a_mode_of_the_network_it_stays():
+    model, x, y = problem()
+    lin = co.linearize(model, (x, y), "classification")
+    mode = co.laplace(lin).linear_mode(rtol=1e-5)
+    torch.testing.assert_close(mode.theta, lin.theta, rtol=1e-3, atol=1e-3)
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    model, x, y = problem()
+    lin = co.linearize(model, (x, y), "classification")
+    post = co.laplace(lin)
+    with pytest.raises(ValueError, match="counts data 0.5 times"):
+        co.laplace(lin, 0.5 * co.GGN(lin), check_mode=False).linear_mode()
+    with pytest.raises(ValueError, match="x0 must be"):
+        post.linear_mode(x0=torch.zeros(3, dtype=DOUBLE))
+    with pytest.raises(ValueError, match="rtol"):
+        post.linear_mode(rtol=0.0)
