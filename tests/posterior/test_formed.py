@@ -86,9 +86,10 @@ def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
     """An identity: Lᵀ of a deviation is the seed's noise. Equal seeds give equal draws whatever was asked before."""
     post = co.laplace(lin, co.GGN, PRIORS[prior](lin), check_mode=False)
     with nothing_iterates():
-        deviations = post.sample(60, generator()) - lin.theta
-    noise = torch.linalg.cholesky(post.precision.to_dense()).mT @ deviations.mT
-    torch.testing.assert_close(noise, normal(51, 60, DOUBLE, lin.theta.device, generator()), **TIGHT)
+        found = post.deviations(60, generator=generator())
+    white = torch.linalg.cholesky(post.precision.to_dense()).mT @ found.draws.mT
+    seeded = found.noise.generator(lin.theta.device)
+    torch.testing.assert_close(white, normal(51, 60, DOUBLE, lin.theta.device, seeded), **TIGHT)
     few = co.laplace(lin, co.GGN, PRIORS[prior](lin), check_mode=False).sample(3, generator())
     _ = post.predict(X).variance
     torch.testing.assert_close(post.sample(3, generator()), few, rtol=0, atol=0)
