@@ -44,7 +44,7 @@ class Hyperparameters:
     @cached_property
     def posterior(self) -> Laplace:
         """Of the origin's noise: its weights have these shares, its mode is theirs."""
-        factor = 1.0 if self.noise is None else self.noise / self.origin.noise
+        factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
         return self.origin.with_prior(self.groups.precision(self.alpha * factor))
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
@@ -82,7 +82,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"] | None = None) -> Misfit:
 
 def check_noise_scales(post: Laplace) -> None:
     """ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
-    _ = post.noise
+    _ = post.observation_noise
     curvature = post.curvature
     if not isinstance(curvature, OfLinearization) or curvature.asked is None:
         raise ValueError(

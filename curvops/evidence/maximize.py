@@ -89,7 +89,7 @@ def maximize(
     with torch.no_grad():
         base = present.detach() if present.ndim and groups is None else None  # the whole of it is held
         chosen = precision_groups(post.lin, groups or "scalar", base)
-        start = Hyperparameters(post, chosen, chosen.start(present), post.noise if noise else None)
+        start = Hyperparameters(post, chosen, chosen.start(present), post.observation_noise if noise else None)
         return Ascent(start, groups, rtol, xtol, generator, int(probes)).run(int(steps))
 
 

@@ -76,7 +76,7 @@ def validate(
                 search.score(post.with_prior(value))
             return search.best()
         if "noise" in parts:
-            _ = post.noise
+            _ = post.observation_noise
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
@@ -163,5 +163,5 @@ def _moves(post: Laplace) -> dict[str, Callable[[float], Laplace]]:
     """The posterior at a multiple of each hyperparameter."""
     return {
         "scalar": lambda factor: post.with_prior(post.prior_precision * factor),
-        "noise": lambda factor: post.with_noise(post.noise * factor),
+        "noise": lambda factor: post.with_noise(post.observation_noise * factor),
     }

@@ -135,7 +135,7 @@ class Laplace(Predictive):
             TypeError, ValueError: another likelihood, a noise that is not a positive number, or a curvature that does
                 not say how it was made of its linearisation.
         """
-        _ = self.noise
+        _ = self.observation_noise
         check_accuracy(noise, generator, "noise")
         (tensor,) = self.lin.likelihood.hyperparameters
         likelihood = self.lin.likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))])
@@ -145,7 +145,7 @@ class Laplace(Predictive):
         return dataclasses.replace(self, **changed)
 
     @property
-    def noise(self) -> float:
+    def observation_noise(self) -> float:
         """The observation noise, the variance of a Gaussian likelihood; ValueError where there is not one number."""
         likelihood = self.lin.likelihood
         each = likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood

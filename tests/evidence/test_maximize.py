@@ -40,7 +40,7 @@ def dense_evidence(network, curvature, log_precision, log_noise):
 def gradients(network, curvature, post):
     """Of the dense log evidence at what was found: by weight, and in the noise."""
     precision = post.prior_precision.detach().expand(post.lin.num_parameters).log().clone().requires_grad_()
-    noise = torch.tensor(post.noise, dtype=DOUBLE).log().requires_grad_()
+    noise = torch.tensor(post.observation_noise, dtype=DOUBLE).log().requires_grad_()
     value = dense_evidence(network, curvature, precision, noise)
     return value.detach(), *torch.autograd.grad(value, (precision, noise))
 
@@ -81,7 +81,7 @@ def test_over_weights_each_slope_vanishes_or_its_weight_stands_at_the_limit(netw
 def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
     """At fixed noise the two ways meet: ("scalar", "noise") started at its own maximum in the noise does not move."""
     both = co.evidence.maximize(posterior(network), ("scalar", "noise"), xtol=1e-8)
-    alone = co.evidence.maximize(posterior(network, noise=both.noise), xtol=1e-6)
+    alone = co.evidence.maximize(posterior(network, noise=both.observation_noise), xtol=1e-6)
     torch.testing.assert_close(both.prior_precision, alone.prior_precision, rtol=1e-4, atol=0)
 
 
@@ -116,7 +116,9 @@ def test_weighted_targets_count_by_their_weights():
         co.evidence.maximize(co.laplace(lin, check_mode=False), ("scalar", "noise"), xtol=1e-9)
         for lin in (weighted, repeated)
     )
-    assert one.tuning.targets == pytest.approx(18) and one.noise == pytest.approx(other.noise, rel=1e-8)
+    assert one.tuning.targets == pytest.approx(18) and one.observation_noise == pytest.approx(
+        other.observation_noise, rel=1e-8
+    )
     torch.testing.assert_close(one.prior_precision, other.prior_precision, rtol=1e-7, atol=0)
 
 

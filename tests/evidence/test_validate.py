@@ -36,8 +36,10 @@ def test_no_neighbour_scores_better(regression, over):
     assert found == pytest.approx(max(record.scores)) and found >= score(post, x, y)
     assert len(record.scores) == len(record.noises) == len(record.prior_precisions)
     for factor in (0.9, 1.1):
-        assert score(best.with_noise(best.noise * factor), x, y) < found
-    assert best.noise == pytest.approx(0.25, rel=0.5)  # the generating variance; 40 targets leave 22 % of it
+        assert score(best.with_noise(best.observation_noise * factor), x, y) < found
+    assert best.observation_noise == pytest.approx(
+        0.25, rel=0.5
+    )  # the generating variance; 40 targets leave 22 % of it
 
 
 def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch):
