@@ -432,8 +432,8 @@ class Laplace(Predictive):
                 task: `post.update(lin_new, rank=...)` keeps it by structure).
             TypeError: path is no path.
 
-        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as many numbers as the
-        factors have; a pass over the data where the log-likelihood was not known before.
+        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as
+        many numbers as the factors have; a pass over the data where the log-likelihood was not known before.
         """
         record = record_of_posterior(
             self.lin, self.curvature, self.prior, self.spectrum, self.temperature, self.prior_error, inputs
