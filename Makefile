@@ -37,6 +37,7 @@ bench: .venv-peers/.installed
 docs: .venv/.docs
 	cd docs/figures && OMP_NUM_THREADS=1 ../../$(BIN)/python -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE \
 	    $$(grep --files-with-matches plots.save ../*.md)
+	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; f.shrink_large(pathlib.Path("docs/figures"))'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

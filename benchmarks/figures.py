@@ -48,6 +48,18 @@ def scaling(points: list[dict[str, Any]], axis: str) -> Figure:
 def save_small(figure: Figure, path: Path, colours: int = 64) -> None:
     """Write a PNG of so many colours: a third of the bytes, for the pages."""
     style.save(figure, path)
+    shrink(path, colours)
+
+
+def shrink_large(folder: Path, most: int = 100_000) -> None:
+    """Shrink the PNGs of more than so many bytes, which a page's own code has drawn in all colours."""
+    for path in sorted(folder.glob("*.png")):
+        if path.stat().st_size > most:
+            shrink(path)
+
+
+def shrink(path: Path, colours: int = 64) -> None:
+    """Write a PNG again, of so many colours."""
     with Image.open(path) as image:
         reduced = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     reduced.save(path, optimize=True)

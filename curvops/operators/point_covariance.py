@@ -289,13 +289,18 @@ def _add(target: Target, matrices: list[Sides], layer: OfLayer, most_bytes: int)
         _add_embedded(target, *sides[0], layer.weights)
         return
     # Calls that share weights add up their rows: to a sum over the positions of all of them.
-    left = torch.cat([left for left, _ in sides], 3)
-    right = torch.cat([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
+    left = _along([left for left, _ in sides], 3)
+    right = _along([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
     if positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, layer.weights, most_bytes)
     else:
         _add_rows(target, left, right, layer.weights.sqrt(), block_bytes(most_bytes, left))
+
+
+def _along(tensors: list[Tensor], dim: int) -> Tensor:
+    """The tensors one after the other; one alone is not copied, as `torch.cat` would."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _rotated(right: Tensor, layer: OfLayer) -> Tensor:
@@ -349,7 +354,8 @@ def _add_rows(
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
     if recorded((left, right)):  # each block below is written over by the next
-        _add_products(target, *[(torch.einsum("nrgtp,ngtq->nrgpq", left, right) * roots).flatten(2)] * 2)
+        formed = (torch.einsum("nrgtp,ngtq->nrgpq", left, right) * roots).flatten(2)
+        _add_products(target, formed, formed)
         return
     for points, lines, rows in row_blocks([(left, right)], most_bytes):
         rows.mul_(roots[:, lines].unsqueeze(1))

@@ -25,7 +25,6 @@ from curvops.network.engines.layerwise import (
     Features,
     Layer,
     Owners,
-    Rows,
     chunk_size,
     in_parts,
     record,
@@ -57,14 +56,21 @@ class Part:
         layer, count, columns = self.layer, self.delta.shape[1], len(tangents[next(iter(self.layer.names.values()))])
         outputs = self.delta[0, 0].numel()
         by_rows = count * (layer.multiply_adds + layer.size * columns)
+        size = layer.size * self.delta.element_size()
         if by_rows < columns * (layer.multiply_adds + count * outputs):
-            rows = self.rows(slice(None))
-            return Rows(layer, torch.cat([rows[name].flatten(2) for name in layer.names.values()], 2)).push(tangents)
+            pieces = in_parts(len(self.delta), count * size, self.delta.is_cuda)
+            return torch.cat([self._push_rows(points, tangents) for points in pieces], 1)
         factors = Factors(layer, self.kept, self.delta)
         # A layer's part of a vector lies amid the whole, and is copied: some at a time, in memory that is used again.
-        parts = in_parts(columns, layer.size * self.delta.element_size(), self.delta.is_cuda)
+        parts = in_parts(columns, size, self.delta.is_cuda)
         found = [factors.push({name: tangents[name][part] for name in layer.names.values()}) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _push_rows(self, points: slice, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:
+        """The same of some points from their rows, one parameter's after the other's: side by side would be a copy."""
+        rows = self.rows(points)
+        pushed = (tangents[name].flatten(1) @ row.flatten(2).flatten(0, 1).mT for name, row in rows.items())
+        return torch.stack(list(pushed)).sum(0).unflatten(1, (-1, self.delta.shape[1]))
 
     def rows(self, points: slice) -> Blocks:
         """The gradients by parameter name, (n, r, *shape)."""
