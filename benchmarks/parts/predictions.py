@@ -1,7 +1,9 @@
 """Predictive variances: what a point costs in gradients or forward passes, and with a gradient in the inputs.
 
 A product J U with U (D, 50) takes 50 D multiply-adds a point in each layer that is applied at one position, where a
-gradient takes at most 3 D: of fully connected networks alone it is 17 gradients and more, whatever is done beside it.
+gradient takes at most 3 D: of fully connected networks alone it is 17 gradients and more, whatever is done beside it
+(20.9 of the MLP, whose first layer takes 2 D). Likewise of its last layer, beside a forward pass of 669k multiply-adds:
+KFAC rotates 513 features into their eigenbasis, 263k, and low rank 50 takes 50 × 5,130: 1.4 forward passes at least.
 """
 
 from __future__ import annotations

@@ -29,10 +29,12 @@ class OfLayerBlocks(OfDirectSum):
         try:
             form.require_fit()
         except ValueError:
-            kind = type(self.base).__name__
+            own = type(self.base)
+            kind = "KFAC" if own is LayerBlocks else own.__name__  # a multiple of one, or a sum of several
             raise ValueError(
-                f"{kind} + prior has a closed form only where the prior precision is one number per layer; it varies "
-                f"within block {i} ({', '.join(self.base.names[i])}). Use one prior precision a layer, {kind} with "
+                f"{kind} + prior has a closed form only where the prior precision is one number per layer; what is "
+                f"added to it (the prior, and any DiagonalGGN of the curvature) varies within block {i} "
+                f"({', '.join(self.base.names[i])}). Use one prior precision a layer, {kind} with "
                 'bias="separate" where weights and biases have their own, or a curvature that takes any prior '
                 "precision: DiagonalGGN, low_rank(GGN(lin)), or the GGN itself. Solves alone work with this one by CG, "
                 f"{kind}(lin).add_diagonal(prior).cg(B); an EKFAC whitened by the prior is not available."

@@ -61,6 +61,12 @@ def dense_of(lin, name):
     return torch.diag(prior) if isinstance(prior, torch.Tensor) else prior.to_dense()
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_diagonal_curvature_beside_kfac_is_refused_as_part_of_the_diagonal(lin, factor):
+    with pytest.raises(ValueError, match="^KFAC .*prior, and any DiagonalGGN of the curvature"):
+        co.laplace(lin, factor * co.KFAC(lin) + co.DiagonalGGN(lin), 1.0, check_mode=False)
+
+
 @pytest.mark.parametrize("name", PRIORS)
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_everything_equals_the_dense_definition(lin, curvature, name):
