@@ -284,7 +284,7 @@ class Laplace(Predictive):
         return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter))
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        inverse = self.spectrum.for_rows(self.precision, jacobian.shape[-2]).inverse(rtol)
+        inverse = self.spectrum.for_columns(self.precision, jacobian.shape[-2], further=True).inverse(rtol)
         if jacobian.is_recorded and recorded(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "

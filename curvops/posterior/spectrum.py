@@ -214,26 +214,25 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
-    def for_rows(self, precision: Any, rows: int) -> Any:
-        """P as `for_columns` gives it for these right-hand sides and all that were asked for before."""
-        with self._lock:
-            self._found.rows += rows
-            return self.for_columns(precision, self._found.rows)
-
-    def for_columns(self, precision: Any, columns: int) -> Any:
+    def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
         """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
         It is between `DENSE_SIZE` weights (up to which every solve forms P) and `DENSE_BLOCK`, where P has no closed
-        form and no gradient is recorded. What is formed serves all priors that are numbers or vectors.
+        form and no gradient is recorded. What is formed serves all priors that are numbers or vectors. With `further`
+        the columns are more of those that were asked for before: draws, which equal seeds make equal, count alone.
         """
         size = len(self._lin.theta)
-        if not DENSE_SIZE < size <= DENSE_BLOCK or PRODUCTS_A_SOLVE * columns < size:
-            return precision
         base, shift = (precision.base, precision.shift) if isinstance(precision, Damped) else (precision, 0.0)
-        if recorded(precision.representation()) or precision._closed_form() is not None or not is_psd(base):
+        if not DENSE_SIZE < size <= DENSE_BLOCK or recorded(precision.representation()):
+            return precision
+        if precision._closed_form() is not None or not is_psd(base):
             return precision
         with self._lock:
             found = self._found
+            if further:
+                found.rows += columns
+            if PRODUCTS_A_SOLVE * (found.rows if further else columns) < size:
+                return precision
             if found.formed is None or found.formed.base is not base:
                 if Formed.bytes_for(size) > self._lin.memory.room():
                     return precision
