@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy.stats import binom, t
@@ -27,7 +28,10 @@ from curvops.cli.bench.spectra import clusters, flat, geometric, log_spaced, pow
 from curvops.linalg import Estimate, Reason, diagonal, effective_dimension, frobenius_norm, logdet, trace
 
 SIZE = 512
-LIMITS = (*({"max_matvecs": b} for b in (10, 30, 100, 300)), *({"rtol": r} for r in (0.1, 0.01)))
+LIMITS: tuple[dict[str, Any], ...] = (
+    *({"max_matvecs": b} for b in (10, 30, 100, 300)),
+    *({"rtol": r} for r in (0.1, 0.01)),
+)
 TRACES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
 DIAGONALS = ("bekas", "xdiag", "xnysdiag")
 ESTIMATORS = (*TRACES, *DIAGONALS, "frobenius", "frobenius, hutchinson", "logdet", "effective dimension")
@@ -129,7 +133,7 @@ class Cell:
     limit: str
 
     @property
-    def options(self) -> dict[str, float]:
+    def options(self) -> dict[str, Any]:
         return {str(limit): limit for limit in LIMITS}[self.limit]
 
     def seed(self, run: int) -> int:

@@ -98,7 +98,7 @@ def memory_table(result: dict[str, Any]) -> str:
 
 def sections(results: Iterable[dict[str, Any]]) -> dict[str, str]:
     """The tables of files of any kind, by the name that the page gives them."""
-    found = {}
+    found: dict[str, str] = {}
     for result in results:
         if result["kind"] == "operators":
             found |= {f"operators: {name}": part_tables(part) for name, part in result["parts"].items()}
@@ -123,7 +123,8 @@ def fill(path: Path, name: str, text: str) -> None:
 
 
 def _row(n: dict[str, Any], route: str, columns: int = 1, against: str = UNIT) -> dict[str, Any] | None:
-    for row in n["rows"]:
+    rows: list[dict[str, Any]] = n["rows"]
+    for row in rows:
         if row["route"] == route and row.get("columns", 1) == columns and row.get("against", UNIT) == against:
             return row
     return None

@@ -11,12 +11,13 @@ from torch import Tensor
 import curvops as co
 from benchmarks.networks import Problem
 from benchmarks.timing import Run
+from curvops.network.engines.plan import EngineChoice
 
 # A recorded engine is built at the fourth product at the latest, a forced layerwise one at the first.
 LATEST_BUILD = 6
 
 
-def ggn(problem: Problem, memory_budget: int | None = None, engine: str = "auto") -> Any:
+def ggn(problem: Problem, memory_budget: int | None = None, engine: EngineChoice = "auto") -> Any:
     """A GGN on a fresh linearisation. The data are one batch, as for the unit, whatever the budget."""
     lin = co.linearize(problem.model, problem.batches(), "classification", memory_budget=memory_budget, engine=engine)
     return co.GGN(lin)

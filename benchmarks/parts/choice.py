@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,8 +11,9 @@ from benchmarks import routes
 from benchmarks.networks import Problem, build
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread
+from curvops.network.engines.plan import EngineChoice
 
-FORCED = ("streamed", "autodiff", "layerwise")
+FORCED: tuple[EngineChoice, ...] = ("streamed", "autodiff", "layerwise")
 PRODUCTS = (1, 8, 24)
 TARGET = 1.3
 # network, outputs, vectors of a block
@@ -33,7 +33,7 @@ def measure(figures: Figures) -> None:
 def network(figures: Figures, problem: Problem, columns: int) -> None:
     """One run of each engine a round, all products in it; a run tells the times after 1, 8 and 24 of them."""
     V = problem.block(columns)
-    runs: dict[str, list[list[float]]] = {engine: [] for engine in ("auto", *FORCED)}
+    runs: dict[EngineChoice, list[list[float]]] = {engine: [] for engine in ("auto", *FORCED)}
     served = ""
     for turn in range(figures.settings.pairs + 1):
         for engine, kept in runs.items():
@@ -57,7 +57,7 @@ def network(figures: Figures, problem: Problem, columns: int) -> None:
         figures.add(problem.label, what, comparison, f"run of {best}", TARGET, note=note)
 
 
-def _run(problem: Problem, V: Tensor, engine: str) -> tuple[Sequence[float], str]:
+def _run(problem: Problem, V: Tensor, engine: EngineChoice) -> tuple[list[float], str]:
     """Seconds from nothing to the end of each number of products, and what served the last."""
     gc.collect()
     gc.disable()

@@ -11,8 +11,9 @@ from torch.func import functional_call, jacrev, vmap
 import curvops as co
 from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
 from benchmarks.routes import difference
+from benchmarks.tables import MIB
 from benchmarks.timing import Comparison, Spread, seconds
 
 LEAST = 3.0

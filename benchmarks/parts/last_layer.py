@@ -5,8 +5,9 @@ from __future__ import annotations
 import curvops as co
 from benchmarks.networks import build
 from benchmarks.parts.diagonal import linearized
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
 from benchmarks.routes import settle
+from benchmarks.tables import MIB
 
 CLASSES = 1000
 BUDGET = 256 * MIB

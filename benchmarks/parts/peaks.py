@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.networks import NETWORKS
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
+from benchmarks.tables import MIB
 
 BUDGETS = [64 * MIB, 256 * MIB]
 

@@ -8,8 +8,9 @@ import curvops as co
 from benchmarks import peer_operators, routes
 from benchmarks.networks import Problem, build
 from benchmarks.parts.diagonal import linearized
-from benchmarks.parts.figures import MIB, Figures
+from benchmarks.parts.figures import Figures
 from benchmarks.parts.fishers import beside
+from benchmarks.tables import MIB
 from benchmarks.transformer import VOCABULARY
 
 SETTLED = 24
