@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from curvops.cli import app
+from curvops.cli.demo import figures, network
 from curvops.cli.demo import run as demo
 
 TINY = demo.DemoSize(
@@ -29,6 +30,8 @@ FIGURES = ("reliability", "rotation", "evidence", "convergence", "regression", "
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(demo, "QUICK", TINY)
+    monkeypatch.setattr(figures, "REGRESSION_STEPS", 100)
+    monkeypatch.setattr(network, "POLISH", 20)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")

@@ -22,6 +22,7 @@ EIGEN_RTOL = 1e-3
 TOP = 10
 """Eigenvalues shown one by one."""
 NOISE = 0.1
+REGRESSION_STEPS = 3000
 
 
 def reliability(rotated: Mapping[str, Predicted], path: Path) -> None:
@@ -113,7 +114,7 @@ def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generat
         nn.init.normal_(parameter, std=scale, generator=generator)
     optimizer = torch.optim.LBFGS(
         model.parameters(),
-        max_iter=3000,
+        max_iter=REGRESSION_STEPS,
         history_size=50,
         tolerance_grad=1e-2,
         line_search_fn="strong_wolfe",

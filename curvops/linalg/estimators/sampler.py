@@ -96,22 +96,20 @@ class Sampler:
         deepest = depth_within(self.budget // count, n, size, count, self.memory_budget)
         capacity = first_capacity(4 * FIRST_DEPTH, deepest, n, size, count, self.memory_budget)
         run = self.start(count, 0 if deepest < 1 else capacity, deepest)
-        while True:
-            step = FIRST_DEPTH if run.alphas.shape[1] < 4 * FIRST_DEPTH else run.alphas.shape[1] // 4
-            target = min(deepest, run.alphas.shape[1] + step)
-            run.reserve(target)
-            run.extend(target)
-            self.rules = self.rules_of(run)
-            upper, lower = self.bounds()
-            middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
-            spread = float(middle.std()) if count > 1 else 0.0
-            best = spread * math.sqrt(max(target, 1) / self.budget)
-            aim = 0.5 * max(self.goal(middle), best)
-            if half <= aim or bool(run.done.all()) or target >= deepest:
-                break
-        self.capped = half > aim and not bool(run.done.all())
+        run.reserve(min(deepest, FIRST_DEPTH))
+        run.extend(min(deepest, FIRST_DEPTH))
+        self.capped = not run.deepen(deepest, lambda depth: max(FIRST_DEPTH, depth // 4), lambda: self.bracketed(run))
         self.kept(run)
         self.depth, self.matvecs = int(run.depths.max()), run.matvecs
+
+    def bracketed(self, run: LockStep) -> bool:
+        """Whether the rules of the first probes bracket their mean as narrowly as their number is worth."""
+        self.rules = self.rules_of(run)
+        upper, lower = self.bounds()
+        middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
+        spread = float(middle.std()) if run.K > 1 else 0.0
+        best = spread * math.sqrt(max(run.alphas.shape[1], 1) / self.budget)
+        return half <= 0.5 * max(self.goal(middle), best)
 
     def kept(self, run: LockStep) -> None:
         if self.keep:

@@ -244,13 +244,8 @@ class _Probes:
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others as deep."""
-        while not self._settled(view, level):
-            if self.depth == self.most:
-                self.reason = Reason.ITERATION_LIMIT if self.most == self.wanted else Reason.RANK_CAPPED
-                break
-            target = min(self.most, self.depth + max(5, self.depth // 4))
-            self.run.reserve(target)
-            self.run.extend(target)
+        if not self.run.deepen(self.most, lambda depth: max(5, depth // 4), lambda: self._settled(view, level)):
+            self.reason = Reason.ITERATION_LIMIT if self.most == self.wanted else Reason.RANK_CAPPED
         depth = self.depth
         self._collect(self.run)
         while len(self.tridiagonals) < self.probes:

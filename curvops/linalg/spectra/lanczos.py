@@ -229,6 +229,17 @@ class LockStep:
                 return
             self.step(m, live)
 
+    def deepen(self, most: int, longer: Callable[[int], int], settled: Callable[[], bool]) -> bool:
+        """``longer(depth)`` steps more at a time, to at most ``most``; whether it settled, or all vectors are done."""
+        while not settled() and not bool(self.done.all()):
+            depth = self.alphas.shape[1]
+            if depth >= most:
+                return False
+            target = min(most, depth + longer(depth))
+            self.reserve(target)
+            self.extend(target)
+        return True
+
     def step(self, m: int, live: Tensor) -> None:
         """One product and one projection for the start vectors ``live``, each with m vectors done."""
         here = (live * (self.capacity + 1) + m).to(self.store.device)

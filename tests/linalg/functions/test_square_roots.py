@@ -8,6 +8,7 @@ from curvops.linalg import Reason, inverse_sqrt, sqrt
 from curvops.linalg.core.results import FunctionNotConverged, NotPositiveSemidefinite
 from curvops.linalg.functions.contour import inverse_root_quadrature
 from curvops.linalg.functions.contour_solve import MultiShift
+from curvops.linalg.operators.draws import DRAW_BLOCK, DRAW_RTOL
 from tests.linalg.known import Known
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
@@ -191,11 +192,13 @@ def test_sqrt_inv_matmul_of_a_vector_and_through_linear_operator(products_only):
         Known(-X, is_psd=True).sqrt_inv_matmul(b)
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_samples_of_an_operator_without_a_root(products_only):
-    X = symmetric(torch.linspace(0.1, 2, 12).double())
-    draws = Known(X, is_psd=True).zero_mean_mvn_samples(1000)
-    # Each of 78 entries has a standard error of at most 2 √2 / √1000 = 0.09: 4.5 of them, 1 in 1000 false alarms.
-    assert draws.shape == (1000, 12) and (draws.mT @ draws / 1000 - X).abs().max() < 4.5 * 0.09
+def test_samples_of_an_operator_without_a_root_are_its_square_root_times_normal_vectors(products_only):
+    X, counts = symmetric(torch.linspace(0.1, 2, 12).double()), (DRAW_BLOCK, 3)
+    torch.manual_seed(5)
+    draws = Known(X, is_psd=True).zero_mean_mvn_samples(sum(counts))
+    torch.manual_seed(5)
+    Z = torch.cat([torch.randn(count, 12, dtype=torch.float64) for count in counts]).mT
+    exact = dense(X, torch.sqrt, Z).mT
+    assert ((draws - exact).norm(dim=1) <= DRAW_RTOL * exact.norm(dim=1)).all()
     with pytest.raises(NotPositiveSemidefinite):
         Known(-X, is_psd=True).zero_mean_mvn_samples(2)
