@@ -71,3 +71,8 @@ class DisplacedGGN(Curvature):
             f = Displaced(self.likelihood, shift).moved(J.outputs, batch)
             total = total + self.likelihood.log_prob(f, batch.targets, batch.weights).double().sum()
         return total
+
+
+def pushed(lin: Linearization, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
+    """Jδ at the training inputs."""
+    return lin.jacobian()._matmul(delta.unsqueeze(-1)).reshape(lin.num_data, -1)

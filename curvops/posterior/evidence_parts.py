@@ -22,18 +22,26 @@ class Evidence(Estimate):
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)
-    """Σ_n log p(y_n | x_n, θ) in nats, at the mode."""
+    """Σ_n log p(y_n | x_n, θ) in nats, at θ."""
     scatter: Float[Tensor, ""] = field(kw_only=True)
-    """(θ − m)ᵀA(θ − m) of the mode θ around the prior's mean: twice what the prior costs it, in nats."""
+    """(θ − m)ᵀA(θ − m) around the prior's mean m: twice what the prior costs θ, in nats."""
     log_determinant_ratio: Estimate = field(kw_only=True)
     """log det P − log det A: twice the nats that the data gain on the weights."""
     count: Callable[[], Estimate] = field(kw_only=True)
+    theta: Float[Tensor, " D"] = field(kw_only=True)
+    """The weights θ at which likelihood and scatter are taken."""
     mode: str = field(default="map", kw_only=True)
-    """Where likelihood and scatter are taken: "map" at θ*, the weights of the linearisation."""
+    """Which these are: "map", the network's own θ*, or "linear", the mode of its linear model."""
 
     @classmethod
     def of(
-        cls, log_likelihood: Tensor, scatter: Tensor, log_ratio: Estimate, count: Callable[[], Estimate]
+        cls,
+        theta: Tensor,
+        log_likelihood: Tensor,
+        scatter: Tensor,
+        log_ratio: Estimate,
+        count: Callable[[], Estimate],
+        mode: str = "map",
     ) -> Evidence:
         """The sum of the parts."""
         whole = log_ratio * -0.5 + (log_likelihood - 0.5 * scatter)
@@ -43,6 +51,8 @@ class Evidence(Estimate):
             scatter=scatter,
             log_determinant_ratio=log_ratio,
             count=count,
+            theta=theta,
+            mode=mode,
         )
 
     @cached_property

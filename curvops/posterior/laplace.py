@@ -298,29 +298,38 @@ class Laplace(Predictive):
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()
 
-    def log_evidence(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Evidence:
+    def log_evidence(
+        self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"
+    ) -> Evidence:
         """log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
 
-        It is log-likelihood − ½ [(θ* − m)ᵀA(θ* − m) + log det P − log det A], whatever the temperature, which belongs
-        to the approximation and not to the model. The log-determinants are exact where P has a closed
-        form, and up to 1,024 weights, where they cost D products, once for all scalar priors. Otherwise they are
-        estimated for this prior by `co.linalg.logdet` (`co.evidence.grid` and `maximize` serve many priors at once).
+        It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A], whatever the temperature, which belongs
+        to the approximation and not to the model. Likelihood and scatter are taken at θ*, or at the linear model's own
+        mode θ̄ (`linear_mode`), with P at θ* in both cases: at θ̄ it is the exact evidence of the linear model of a
+        Gaussian likelihood. Where layers normalise activations or weights, the scale of θ* is arbitrary, and θ̄ alone
+        gives an evidence of the prior (Antorán et al. 2022). The log-determinants are exact where P has a closed form,
+        and up to 1,024 weights, where they cost D products, once for all diagonal priors. Otherwise they are estimated
+        for this prior by `co.linalg.logdet` (`co.evidence.grid` and `maximize` serve many priors at once).
         Under a prior operator that is neither a closed form nor a curvature plus a number, its smallest eigenvalue is
         estimated too, and the reason is UNVERIFIED.
 
         The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
         the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
         of `lin`. The value carries gradients for the prior precision, and for the likelihood's hyperparameters where
-        the curvature does (GGN, EmpiricalFisher), with θ* held fixed.
+        the curvature does (GGN, EmpiricalFisher), with θ* held fixed. (θ̄ moves with them, which to first order
+        changes nothing: it maximises likelihood and prior.)
 
         Args:
             rtol: relative accuracy of an estimated log-determinant, which at most 4,000 products are spent on; the
                 estimate's `reason` says whether it was reached.
             generator: source of the probes.
+            mode: "map" at θ*, "linear" at θ̄, for the products of `linear_mode`; "auto" is "linear" for a module with
+                normalisation layers (a module whose class is called …Norm), else "map".
 
         Returns:
-            An `Evidence`: an `Estimate` with `log_likelihood`, `scatter` ((θ* − m)ᵀA(θ* − m)), `log_determinant_ratio`
-            (an Estimate) and `effective_parameters` (an Estimate, counted when it is first asked for).
+            An `Evidence`: an `Estimate` with `log_likelihood`, `scatter` ((θ − m)ᵀA(θ − m)), `log_determinant_ratio`
+            (an Estimate), `effective_parameters` (an Estimate, counted when it is first asked for) and `mode`, where
+            they were taken. Its `reason` is that of the mode where this was not found.
 
         Raises:
             ValueError: a gradient for anything else is asked for; the curvature is of other data or another likelihood,
@@ -328,11 +337,24 @@ class Laplace(Predictive):
                 (0.5 * KFAC(lin), GGN(lin) + GGN(lin)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
+        return self.evidence_from(None, rtol, generator, checked_mode(mode, self.lin))
+
+    def evidence_from(
+        self, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
+    ) -> Evidence:
+        """The log evidence, unchecked; `start` is where the search for the linear model's mode begins."""
         self.spectrum.require_gradients()
         log_ratio = self.spectrum.logdet(self.prior, rtol, generator)
-        log_likelihood, scatter = self.spectrum.log_likelihood(), self.prior.quadratic(self.mean)
         count = partial(self.effective_parameters, rtol, generator)
-        return Evidence.of(log_likelihood, scatter, log_ratio, count)
+        if mode == "map":
+            log_likelihood = self.spectrum.log_likelihood()
+            return Evidence.of(self.mean, log_likelihood, self.prior.quadratic(self.mean), log_ratio, count)
+        found = self.linear_mode(start)
+        log_likelihood = self.spectrum.linear_log_likelihood(found.theta)
+        if not found.converged:
+            log_ratio = dataclasses.replace(log_ratio, reason=found.reason)
+        scatter = self.prior.quadratic(found.theta)
+        return Evidence.of(found.theta, log_likelihood, scatter, log_ratio, count, "linear")
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -540,6 +562,15 @@ def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
         )
     kept, _ = prior_precision._as_prior(lin)
     return read_prior(kept, prior_precision.mean, lin)
+
+
+def checked_mode(mode: Any, lin: Linearization) -> str:
+    """ "map" or "linear", as asked for or as the network's layers ask for; ValueError for anything else."""
+    if mode not in ("auto", "map", "linear"):
+        raise ValueError(f"mode={mode!r}; expected 'auto', 'map' or 'linear'.")
+    if mode == "auto":
+        return "linear" if lin.model.normalises else "map"
+    return str(mode)
 
 
 def check_posterior(post: Any, function: str) -> None:

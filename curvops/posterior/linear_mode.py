@@ -20,7 +20,7 @@ from curvops.linalg import Reason, cg
 from curvops.linalg.core.summary import Summarised
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
-from curvops.operators.displaced_ggn import DisplacedGGN
+from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.posterior.priors import Prior
 
 MOST_HALVINGS = 30
@@ -76,11 +76,6 @@ class _LinearModel:
         """With J times the step already known."""
         theta = self.theta if direction is None else self.theta + direction
         return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
-
-
-def pushed(lin: Linearization, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
-    """Jδ at the training inputs."""
-    return lin.jacobian()._matmul(delta.unsqueeze(-1)).reshape(lin.num_data, -1)
 
 
 @torch.no_grad()

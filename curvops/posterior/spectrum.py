@@ -33,6 +33,7 @@ from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
+from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.formed import Formed
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms
@@ -137,6 +138,12 @@ class Spectrum:
                 with torch.no_grad():
                     found.log_likelihood = torch.stack([lin.log_likelihood() for lin in data]).sum()
             return found.log_likelihood
+
+    def linear_log_likelihood(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """That of the linear model at other weights, with its gradient in hyperparameters."""
+        delta = theta - self._lin.theta
+        parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in self.known_data("the log evidence")]
+        return torch.stack([part.log_likelihood() for part in parts]).sum()
 
     def gradient(self) -> Float[Tensor, " D"] | None:
         """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,6 +24,8 @@ from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 from curvops.network.model.wrappers import unwrapped
 
+NORMALISATION = re.compile(r"Norm(\d+d)?$")
+"""BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
@@ -110,6 +113,12 @@ class Model:
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
         return self.module is not None and any(self._modes.values())
+
+    @property
+    def normalises(self) -> bool:
+        """Whether a part of the module normalises activations or weights, by the name of its class or of a base."""
+        parts = () if self.module is None else self.module.modules()
+        return any(NORMALISATION.search(kind.__name__) for part in parts for kind in type(part).__mro__)
 
     def leaves(self) -> Blocks:
         """The selected parameters by name, as leaves of a graph to be recorded."""

@@ -1,0 +1,116 @@
+"""The evidence at the linear model's own mode: exact for that model, and the default with normalisation layers."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+
+DOUBLE = torch.float64
+
+
+def early(likelihood="gaussian", noise=0.3):
+    """A network that was never trained, so that θ* is far from a mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x = torch.randn(9, 3, dtype=DOUBLE)
+    if likelihood == "gaussian":
+        return co.linearize(model, (x, x[:, :2].sin()), co.likelihoods.Gaussian(noise))
+    return co.linearize(model, (x, x.argmax(1) % 2), "classification")
+
+
+PRIORS = {
+    "scalar": lambda lin: 0.7,
+    "layerwise": lambda lin: {"0.*": 0.5, "2.*": 2.0},
+    "weight-wise": lambda lin: torch.linspace(0.5, 3, lin.num_parameters, dtype=DOUBLE),
+    "operator": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense() / 3, psd=True).add_diagonal(0.4),
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_it_is_the_exact_log_density_of_the_linear_model(prior):
+    lin = early()
+    post = co.laplace(lin, prior_precision=PRIORS[prior](lin), prior_mean=0.1, check_mode=False)
+    found, J = post.log_evidence(mode="linear"), lin.jacobian().to_dense()
+    A = post.precision.to_dense() - co.GGN(lin).to_dense()
+    covariance = 0.3 * torch.eye(len(J), dtype=DOUBLE) + J @ A.inverse() @ J.mT
+    mean = lin.outputs().flatten() + J @ (0.1 - lin.theta)
+    targets = torch.cat([batch.targets for batch in lin.data]).flatten()
+    exact = torch.distributions.MultivariateNormal(mean, covariance).log_prob(targets)
+    torch.testing.assert_close(found.value, exact, rtol=1e-8, atol=1e-8)
+    assert found.mode == "linear" and post.log_evidence().mode == "map"
+    assert abs(post.log_evidence().value - exact) > 1  # θ* is not that mode
+    total = found.log_likelihood - 0.5 * (found.scatter + found.log_determinant_ratio.value)
+    torch.testing.assert_close(found.value, total, rtol=1e-14, atol=0)
+
+
+def agrees(function, at):
+    leaf = at.clone().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf), leaf)
+    step = 1e-4
+    with torch.no_grad():
+        expected = (function(at + step) - function(at - step)) / (2 * step)
+    torch.testing.assert_close(found.sum(), expected, rtol=1e-4, atol=1e-6)
+    assert abs(expected) > 1e-3
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "classes"])
+def test_its_gradients_are_those_with_the_mode_moving(likelihood):
+    lin = early(likelihood)
+    for at in (torch.tensor(1.3).double(), torch.linspace(1, 2, lin.num_parameters).double()):
+        agrees(lambda a: co.laplace(lin, prior_precision=a, check_mode=False).log_evidence(mode="linear").value, at)
+
+
+def test_its_gradient_in_the_noise():
+    agrees(
+        lambda noise: co.laplace(early(noise=noise), check_mode=False).log_evidence(mode="linear").value,
+        torch.tensor(0.3, dtype=DOUBLE),
+    )
+
+
+class RootMeanSquareNorm(nn.Module):
+    """One of the user's own, known by its name."""
+
+    def forward(self, x):
+        return x / x.square().mean(1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.LayerNorm(5), lambda: nn.BatchNorm1d(5), lambda: RootMeanSquareNorm()])
+def test_a_network_with_a_normalisation_uses_it_by_default(layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), layer(), nn.Tanh(), nn.Linear(5, 1)).double().eval()
+    x = torch.randn(9, 3, dtype=DOUBLE)
+    post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), check_mode=False)
+    found = post.log_evidence()
+    assert found.mode == "linear" and "mode='linear'" in repr(found)
+    torch.testing.assert_close(found.value, post.log_evidence(mode="linear").value)
+    assert abs(found.value - post.log_evidence(mode="map").value) > 0.1
+    assert co.evidence.grid(post, [1.0])[0].mode == "linear"
+
+
+def test_what_scaled_weights_before_a_normalisation_do_to_either_mode():
+    """They change no output: the scatter of θ* is that of an arbitrary scale, the linear model has its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6, bias=False), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.randn(12, 3, dtype=DOUBLE)
+    found = {}
+    for scale in (1.0, 30.0):
+        model[0].weight.data.mul_(scale)
+        post = co.laplace(co.linearize(model, (x, x[:, :1].sin()), co.likelihoods.Gaussian(0.1)), check_mode=False)
+        found[scale] = post.log_evidence(mode="map").scatter, post.log_evidence().scatter
+    assert found[30.0][0] > 100 * found[1.0][0] and found[30.0][1] < 10 * found[1.0][1]
+
+
+def test_another_mode_is_refused(annotations_unchecked):
+    post = co.laplace(early(), check_mode=False)
+    for wrong in ("mode", None, 1):
+        with pytest.raises(ValueError, match="'auto', 'map' or 'linear'"):
+            post.log_evidence(mode=wrong)
+
+
+def test_where_the_mode_was_not_found_the_reason_says_so(monkeypatch):
+    monkeypatch.setattr(co.Laplace, "linear_mode", partialmethod(co.Laplace.linear_mode, maxiter=1))
+    found = co.laplace(early("classes"), check_mode=False).log_evidence(mode="linear")
+    assert found.reason is co.linalg.Reason.ITERATION_LIMIT
