@@ -2,6 +2,7 @@
 
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import grid
+from curvops.evidence.mackay import Oscillates, mackay
 from curvops.evidence.maximize import maximize
 from curvops.evidence.validate import validate
 from curvops.posterior.evidence_parts import Evidence
@@ -10,11 +11,13 @@ from curvops.posterior.tuning import Ending, Tuning, TuningStep, Validation
 __all__ = [
     "Ending",
     "Evidence",
+    "Oscillates",
     "Tuning",
     "TuningStep",
     "Undetermined",
     "Validation",
     "grid",
+    "mackay",
     "maximize",
     "validate",
 ]

@@ -1,7 +1,7 @@
-"""The evidence by its gradient in the logarithms of the hyperparameters, at fixed weights.
+"""The evidence by its gradient in the logarithms of the hyperparameters.
 
-The gradient in log α_g is ½ (γ_g − α_g s_g). At the maximum its derivative, over (γ_g + α_g s_g)/2, has eigenvalues
-between −½ and −3/2, whatever the groups (Gershgorin: A^½P⁻¹A^½ has none outside [0, 1]). So a step of
+The gradient in log α_g is ½ (γ_g − α_g s_g). At the maximum for fixed weights its derivative over (γ_g + α_g s_g)/2
+has eigenvalues between −½ and −3/2, whatever the groups (Gershgorin: A^½P⁻¹A^½ has none outside [0, 1]). So a step of
 (γ_g − α_g s_g) / (γ_g + α_g s_g) leaves at most half of a small error, and no step is longer than one nat.
 """
 
@@ -15,21 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.evidence.hyperparameters import Hyperparameters, misfit
+from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit, require_inside
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
-# The search reaches this factor below and above the start.
-FURTHEST = 1e10
 # Precisions of single weights stay within this one: beyond, a weight is known, or free, for all that it matters.
 FURTHEST_WEIGHT = 1e6
-# Products with one vector serve all precisions down to this factor below the present one.
-WINDOW = 100.0
 SOLVE_RTOL = 1e-3
-# γ below this many units of rounding for each weight of a group is none.
-ROUNDING = 50
 
 
 class Undetermined(UserWarning):
@@ -46,6 +40,7 @@ class Ascent:
     xtol: float
     generator: torch.Generator | None
     probes: int
+    mode: str
     taken: list[TuningStep] = field(default_factory=list)
     vectors: Tensor | None = None
     solutions: Tensor | None = None
@@ -54,13 +49,17 @@ class Ascent:
     def run(self, steps: int) -> Laplace:
         """The posterior at the maximum."""
         start, post = self.now, self.now.origin
-        scatter = start.scatter(post.mean)
-        data = misfit(post) if start.noise is not None else None
+        theta = post.mean
+        scatter, data = self._at(theta)
         furthest = FURTHEST_WEIGHT if self.over == "weights" else FURTHEST
         ending = Ending.STEPS_SPENT
         for _ in range(steps):
             alpha, noise = self.now.alpha, self.now.noise
-            gamma = self._counted()
+            spent = 0
+            if self.mode == "linear":
+                theta, spent = self.now.linear_mode(theta)
+                scatter, data = self._at(theta)
+            gamma = self._counted(spent)
             change = torch.zeros_like(alpha)
             if self.over:
                 up, down = gamma - alpha * scatter, gamma + alpha * scatter
@@ -86,32 +85,25 @@ class Ascent:
                 break
         self._check_limits(start, furthest)
         targets = None if data is None else data.targets
-        tuning = Tuning("gradient", start.groups.names, "map", tuple(self.taken), ending, targets)
+        tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.taken), ending, targets=targets)
         return self.now.finished(tuning, self.generator)
 
-    def _counted(self) -> Float[Tensor, " G"]:
+    def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
+        """What the weights cost the prior of each group, and how far they are from the targets."""
+        data = None if self.now.noise is None else misfit(self.now.origin, theta)
+        return self.now.scatter(theta), data
+
+    def _counted(self, spent: int) -> Float[Tensor, " G"]:
         """γ of each group, noted as a step."""
-        groups, post = self.now.groups, self.now.posterior
-        A = post.prior.diagonal
-        assert A is not None
-        if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
-            post.spectrum.prepare(float(A) / WINDOW, self.rtol, self.generator)
-        exact = post.spectrum.shares(post.prior, self.rtol, self.generator)
-        matvecs, spread = 0, torch.zeros_like(groups.counts)
-        if exact is None:
-            gamma, spread, matvecs = self._probed(post)
-        elif exact.value.ndim:
-            gamma = groups.totals(exact.value)
-        else:
-            gamma, spread = exact.value.reshape(1).to(groups.counts), exact.stderr.reshape(1).to(groups.counts)
-        rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * groups.counts
-        gamma = torch.where(gamma > rounding, gamma, 0.0)
-        self._note(gamma, spread, matvecs)
+        exact = self.now.exact_counts(self.rtol, self.generator)
+        gamma, spread, matvecs = self._probed() if exact is None else (*exact, 0)
+        self._note(gamma, spread, matvecs + spent)
         return gamma
 
-    def _probed(self, post: Laplace) -> tuple[Tensor, Tensor, int]:
+    def _probed(self) -> tuple[Tensor, Tensor, int]:
         """γ of each group from solves with random signs, and its standard error."""
-        groups, P = self.now.groups, post.precision
+        groups, post = self.now.groups, self.now.posterior
+        P = post.precision
         anew = self.over == "weights" or self.vectors is None
         if anew:
             self.vectors = random_block(describe(P), self.probes, generator=self.generator)
@@ -140,20 +132,16 @@ class Ascent:
         self.taken.append(TuningStep(alpha, gamma, spread, self.now.noise, matvecs))
 
     def _check_limits(self, start: Hyperparameters, furthest: float) -> None:
-        factor = (self.now.alpha / start.alpha).log().abs()
-        stuck = factor > math.log(furthest) * (1 - 1e-6)
-        if not bool(stuck.any()):
-            return
-        if self.over == "weights":
+        moved = (self.now.alpha / start.alpha).log()
+        stuck = moved.abs() > math.log(furthest) * (1 - 1e-6)
+        if self.over == "weights" and bool(stuck.any()):
             warnings.warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
                 f"within a factor {furthest:.0g} of its start, where they now stand.",
                 Undetermined,
                 stacklevel=4,
             )
+        if self.over == "weights":
             return
-        names = [name for name, at in zip(start.groups.names, stuck.tolist()) if at]
-        raise ValueError(
-            f"the log evidence has no maximum in the prior precision of {names} within a factor {furthest:.0g} of its "
-            "start: these data do not determine it at these weights."
-        )
+        names = [f"the prior precision of {name!r}" for name in start.groups.names]
+        require_inside(names, moved)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.posterior.arguments import check_accuracy
 from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 
 
 def grid(
@@ -20,16 +20,19 @@ def grid(
     prior_precisions: Sequence[float] | Tensor,
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
+    mode: str = "auto",
 ) -> list[Evidence]:
-    """Log evidence in nats at each scalar prior precision; the weights are held fixed.
+    """Log evidence in nats at each scalar prior precision; the curvature is held fixed.
 
-    The products are spent once, for the smallest precision; further values cost none.
+    The products are spent once, for the smallest precision; further values cost none, but at the linear model's mode
+    the solves for it, each from the mode before.
 
     Args:
         post: a posterior by `co.laplace`.
         prior_precisions: positive numbers, at least one. Tensors keep their gradients.
         rtol: as in `Laplace.log_evidence`.
         generator: source of the probes.
+        mode: as in `Laplace.log_evidence`.
 
     Returns:
         An `Evidence` for each prior precision.
@@ -40,10 +43,15 @@ def grid(
     """
     check_posterior(post, "grid")
     check_accuracy(rtol, generator)
+    at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
     smallest = min(float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values)
     post.spectrum.prepare(smallest, rtol, generator)
-    return [post.with_prior(value).log_evidence(rtol, generator) for value in values]
+    found: list[Evidence] = []
+    for value in values:
+        start = found[-1].theta if found else None
+        found.append(post.with_prior(value).evidence_from(start, rtol, generator, at))
+    return found
 
 
 def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +17,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.evidence.precision_groups import PrecisionGroups
+from curvops.linalg.core.summary import summary
 from curvops.network.data.batches import Batch
 from curvops.network.walks.passes import BatchMap
 from curvops.operators import EmpiricalFisher
 from curvops.operators.reading import OfLinearization
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.tuning import Tuning
+
+# A search reaches this factor below and above the start.
+FURTHEST = 1e10
+# Products with one vector serve all precisions down to this factor below the present one.
+WINDOW = 100.0
+# γ below this many units of rounding for each weight of a group is none.
+ROUNDING = 50
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +54,48 @@ class Hyperparameters:
     def posterior(self) -> Laplace:
         """Of the origin's noise: its weights have these shares, its mode is theirs."""
         factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
-        return self.origin.with_prior(self.groups.precision(self.alpha * factor))
+        post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
+        return dataclasses.replace(post, temperature=1.0)  # the evidence is the model's
 
     def scatter(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
         """(θ − m)ᵀ base (θ − m) of each group."""
         gap = theta.detach().double() - self.origin.prior_mean.double()
         return self.groups.totals(self.groups.base.double() * gap.square())
+
+    def linear_mode(self, start: Float[Tensor, " D"]) -> tuple[Float[Tensor, " D"], int]:
+        """The linear model's mode and the products that it took; ValueError where it is not found."""
+        at_once = self.posterior.spectrum.normal_mode(self.posterior.prior)
+        if at_once is not None:
+            return at_once, 0
+        found = self.posterior.linear_mode(start)
+        if not found.converged:
+            raise ValueError(
+                f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
+                f"{found.reason.value} maximize takes mode='map', at the network's own weights."
+            )
+        return found.theta, found.matvecs
+
+    def exact_counts(
+        self, rtol: float, generator: torch.Generator | None
+    ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]] | None:
+        """γ of each group and its standard error, 0 but for one precision of many weights; None where draws have to do.
+
+        A γ within rounding of zero is zero.
+        """
+        groups, post = self.groups, self.posterior
+        A = post.prior.diagonal
+        assert A is not None
+        if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
+            post.spectrum.prepare(float(A) / WINDOW, rtol, generator)
+        exact = post.spectrum.shares(post.prior, rtol, generator)
+        if exact is None:
+            return None
+        if exact.value.ndim:
+            gamma, spread = groups.totals(exact.value), torch.zeros_like(groups.counts)
+        else:
+            gamma, spread = exact.value.reshape(1).to(groups.counts), exact.stderr.reshape(1).to(groups.counts)
+        rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * groups.counts
+        return torch.where(gamma > rounding, gamma, 0.0), spread
 
     def moved(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
         return dataclasses.replace(self, alpha=alpha, noise=noise)
@@ -62,12 +107,12 @@ class Hyperparameters:
 
 
 @torch.no_grad()
-def misfit(post: Laplace, theta: Float[Tensor, " D"] | None = None) -> Misfit:
-    """Of the network at θ*, or of the linearised one at other weights. One pass over the data."""
+def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
+    """Of the linearised network at these weights. One pass over the data, and at others than θ* a product with J."""
     lin = post.lin
     (noise,) = lin.likelihood.hyperparameters
     unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])
-    step = None if theta is None else (theta - lin.theta).unsqueeze(1)
+    step = None if torch.equal(theta, lin.theta) else (theta - lin.theta).unsqueeze(1)
 
     def term(batch: Batch, J: BatchMap) -> Tensor:
         f = J.outputs if step is None else J.outputs + J.push(step)[0]
@@ -94,3 +139,17 @@ def check_noise_scales(post: Laplace) -> None:
             "the noise is tuned with a curvature that is proportional to 1 / noise; an empirical Fisher falls with its "
             "square. Take co.GGN, or the same class with fisher='exact'."
         )
+
+
+def require_inside(names: Sequence[str], moved: Float[Tensor, " H"], furthest: float = FURTHEST) -> None:
+    """ValueError unless all logarithms have moved by less than the search reaches, with which have not and why."""
+    edge = math.log(furthest) * (1 - 1e-6)
+    lost = [(name, by) for name, by in zip(names, moved.tolist()) if not abs(by) < edge]
+    if not lost:
+        return
+    why = {
+        True: "it still rises as {} grows (the data ask for nothing but the prior's mean there)",
+        False: "it still rises as {} falls (the data do not determine it)",
+    }
+    said = "; ".join(why[by > 0].format(name) for name, by in lost)
+    raise ValueError(f"the log evidence has no maximum within a factor {furthest:.0g} of the start: {said}.")

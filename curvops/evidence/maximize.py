@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from curvops.evidence.ascent import FURTHEST, WINDOW, Ascent
-from curvops.evidence.hyperparameters import Hyperparameters, check_noise_scales
+from curvops.evidence.ascent import Ascent
+from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
 from curvops.evidence.precision_groups import OVER, precision_groups
 from curvops.posterior.arguments import check_accuracy
-from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 
 
 def maximize(
@@ -24,13 +24,14 @@ def maximize(
     generator: torch.Generator | None = None,
     probes: int = 8,
     steps: int = 200,
+    mode: str = "auto",
 ) -> Laplace:
-    """A posterior like `post` at the hyperparameters of largest log evidence; the weights are held fixed.
+    """A posterior like `post` at the hyperparameters of largest log evidence; its weights and curvature are held.
 
     A scalar precision alone is found by a search around the present one: one set of Lanczos runs serves a whole window
     of precisions, so that the curve searched is smooth. All others are found by the gradient of the log evidence in the
     logarithms of the precisions α_g and the noise σ², ½ (γ_g − α_g s_g) and ½ (Σw(y − f)²/σ² + γ − M). Here γ_g are the
-    effective parameters of group g, s_g = ‖θ* − m‖² in it, M the number of targets. Scaled by γ_g + α_g s_g, a step
+    effective parameters of group g, s_g = ‖θ − m‖² in it, M the number of targets. Scaled by γ_g + α_g s_g, a step
     about halves the distance to the maximum. γ is exact where P has a closed form, up to 1,024 weights, and for one
     precision; beyond, it comes from solves for `probes` random vectors, kept from step to step and started at the last
     solutions.
@@ -47,6 +48,8 @@ def maximize(
         probes: how many, where γ is not exact. Over "weights" they are drawn anew in each step and averaged: the share
             of each weight keeps an error of about (probes · steps / 4)^-½.
         steps: the most to be taken; `tuning.ending` says whether they were enough.
+        mode: where the evidence is taken, as in `Laplace.log_evidence`: at "map", the network's weights, or at
+            "linear", the linear model's mode at the hyperparameters of each step, found from that before.
 
     Returns:
         A new posterior; its `tuning` has the steps, but for a scalar alone.
@@ -61,8 +64,7 @@ def maximize(
     Warns with `Undetermined` where the precision of single weights ends at 1e-6 or 1e6 times its start: what no output
     depends on, say.
 
-    Source: MacKay 1992. The maximum at fixed weights is not the fixed point of MacKay's updates at the linear model's
-    mode.
+    Source: MacKay 1992. At "linear" the maximum is the fixed point of `mackay`, at "map" it has another.
     """
     check_posterior(post, "maximize")
     check_accuracy(rtol, generator)
@@ -73,6 +75,7 @@ def maximize(
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}.")
     groups, noise = _read(over)
+    at = checked_mode(mode, post.lin)
     present = post.prior.diagonal
     if present is None or (present.ndim and groups == "scalar"):
         raise ValueError(
@@ -82,7 +85,7 @@ def maximize(
             "from post.with_prior(1.0)."
         )
     if groups == "scalar" and not noise:
-        return _searched(post, float(present.detach()), rtol, xtol, generator)
+        return _searched(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
     post.spectrum.log_likelihood()  # refuses data that are not known
@@ -90,7 +93,7 @@ def maximize(
         base = present.detach() if present.ndim and groups is None else None  # the whole of it is held
         chosen = precision_groups(post.lin, groups or "scalar", base)
         start = Hyperparameters(post, chosen, chosen.start(present), post.observation_noise if noise else None)
-        return Ascent(start, groups, rtol, xtol, generator, int(probes)).run(int(steps))
+        return Ascent(start, groups, rtol, xtol, generator, int(probes), at).run(int(steps))
 
 
 def _read(over: Any) -> tuple[str | None, bool]:
@@ -105,13 +108,20 @@ def _read(over: Any) -> tuple[str | None, bool]:
     return (precisions[0] if precisions else None), "noise" in parts
 
 
-def _searched(post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None) -> Laplace:
+def _searched(
+    post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None, mode: str
+) -> Laplace:
     """The scalar precision of largest evidence, by bounded search in windows."""
     from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 
+    theta = None
+
     def loss(log_precision: float) -> float:
+        nonlocal theta
         with torch.no_grad():
-            return -float(post.with_prior(math.exp(log_precision)).log_evidence(rtol, generator).value)
+            found = post.with_prior(math.exp(log_precision)).evidence_from(theta, rtol, generator, mode)
+        theta = found.theta
+        return -float(found.value)
 
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:

@@ -32,7 +32,8 @@ from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.operators.algebra import is_psd
-from curvops.operators import Linearization
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import GGN, Linearization
 from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.formed import Formed
 from curvops.operators.reading import require_no_gradient
@@ -306,6 +307,25 @@ class Spectrum:
             if prior.diagonal is None:
                 return self._dimension_beside(precision, rtol, generator)
             return self._dimension_above(prior.diagonal, rtol, generator)
+
+    def normal_mode(self, prior: Prior) -> Float[Tensor, " D"] | None:
+        """The linear model's mode from the normal equations; None unless the curvature is known whole and is its own.
+
+        That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
+        """
+        curvature, A = self._curvature, prior.diagonal
+        if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(self.data, str):
+            return None
+        if not all(isinstance(lin.likelihood, Gaussian) for lin in self.data):
+            return None
+        with torch.no_grad():
+            theta, spectrum = self._lin.theta, self._whole_spectrum(A.expand_as(self._lin.theta))
+            if spectrum is None:
+                return None
+            _, inverse = spectrum.beside(A.expand_as(theta), 1.0)
+            gradient = self.gradient()
+            assert gradient is not None
+            return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
 
     def shares(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate | None:
         """1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.

@@ -24,10 +24,6 @@ class Ending(Enum):
         "The steps were spent before the hyperparameters stopped changing. Go on from the posterior returned, or raise "
         "steps; MacKay's update takes fewer than update='em'."
     )
-    OSCILLATING = (
-        "MacKay's update jumps to and fro around the maximum of the evidence without coming nearer. Use update='em', "
-        "which never lowers the evidence."
-    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +55,8 @@ class Tuning(Summarised):
     """Whether the weights were held ("map") or moved to the linear model's mode with each step ("linear")."""
     steps: tuple[TuningStep, ...]
     ending: Ending
+    oscillated: bool = False
+    """Whether MacKay's update jumped to and fro, so that its steps were halved."""
     targets: float | None = None
     """How many numbers the noise was counted from (of weighted points the sum of weights), where it was tuned."""
 

@@ -140,7 +140,7 @@ def test_dead_weights_stay_and_undetermined_ones_are_named():
     model[2].weight.data.zero_()
     model[2].bias.data.zero_()
     post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False)
-    with pytest.raises(ValueError, match=r"no maximum in the prior precision of \['0', '2'\]"):
+    with pytest.raises(ValueError, match=r"no maximum.*of '0' falls.*of '2' grows"):
         co.evidence.maximize(post, "layers")
 
 

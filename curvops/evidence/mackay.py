@@ -1,0 +1,263 @@
+"""Prior precisions and noise by fixed-point steps from draws of the posterior (MacKay 1992; Antorán et al. 2023)."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
+from curvops.evidence.precision_groups import precision_groups
+from curvops.linalg.core.limits import check_flag
+from curvops.operators import DiagonalGGN
+from curvops.posterior.arguments import check_accuracy, checked_count
+from curvops.posterior.deviations import Deviations
+from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.noise import Noise
+from curvops.posterior.stochastic_descent import StochasticDescent
+from curvops.posterior.tuning import Ending, Tuning, TuningStep
+
+PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers"}
+LEAST_CURVATURE = 1e-6
+"""Entries of diag(GGN) below this count as this in a g-prior."""
+STEADY = 0.5
+"""Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
+
+LARGEST_ERROR = 0.2
+"""Relative errors of γ beyond this one do not end the steps sooner."""
+
+
+class Oscillates(UserWarning):
+    """MacKay's update jumps to and fro around the maximum of the evidence."""
+
+
+def mackay(
+    post: Laplace,
+    samples: int | None = 8,
+    steps: int = 10,
+    prior: str = "iso",
+    update: str = "mackay",
+    noise: Noise | None = None,
+    *,
+    tune_noise: bool = False,
+    method: str | StochasticDescent | None = None,
+    rtol: float = 1e-3,
+    xtol: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Laplace:
+    """A posterior like `post` under the prior precisions of largest evidence at the linear model's mode, from draws.
+
+    Each step finds the mode θ̄ of the linear model and draws z of N(0, P⁻¹), counts γ_g, the effective parameters of
+    each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g / (s_g +
+    (d_g − γ_g)/α_g), d_g its weights (EM). Nothing of size D × D is formed. The draws of all steps are made of one
+    noise, so that they change as little as the precisions do; draws and mode start at those of the step before.
+
+    γ_g is mean zᵀ(Gz) over the group's entries, with variance 2Σp²/K for eigenvalues p of P⁻¹G, or d_g − α_g mean
+    zᵀA₀z, with 2Σ(1 − p)²/K: the former where at most half of the group's weights are determined, else the latter.
+
+    Args:
+        post: a posterior by `co.laplace`, its prior precision a number or a vector: the start, of groups the geometric
+            mean in each.
+        samples: K, how many draws; None counts γ exactly, where P has a closed form, up to 1,024 weights, or for "iso".
+        steps: the most to be taken.
+        prior: A = α A₀ with A₀ = I ("iso"); with A₀ = max(diag(GGN), 1e-6) at the noise of `post` ("g"), which does not
+            depend on the scale of the weights; or A₀ = I and an α for each layer ("layer").
+        update: "mackay", fast but not monotone, or "em", which never lowers the evidence of a Gaussian likelihood.
+        noise: that of earlier deviations, to be used again; its count must be K or more.
+        tune_noise: set the variance of a Gaussian likelihood, too, σ² ← Σw(y − f)² / (M − γ) for M targets, by "em"
+            (Σw(y − f)² + σ²γ) / M.
+        method: of the draws, as in `Laplace.deviations`.
+        rtol: relative residual of the draws.
+        xtol: relative accuracy where γ is exact.
+        generator: source of the noise.
+
+    Returns:
+        A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, why it ended,
+        `matvecs_saved` by starting at earlier solutions, and intervals of the precisions and the noise. It ends where
+        the steps that are left, by the ratio of the last two, would move less than a quarter of the error bar.
+
+    Raises:
+        TypeError, ValueError: not a posterior, another prior or update, a prior operator, noise of another problem, a
+            curvature without an exact γ where samples is None, one that is zero, evidence without a maximum, or (with
+            tune_noise) what `maximize` refuses for "noise".
+        NotConverged: the draws or the mode were not solved for.
+
+    Warns with `Oscillates` where MacKay's update does, and halves its steps from there on.
+
+    Cost: a step takes the products that `tuning` reports: K solves and those of `linear_mode`, fewer from step to step.
+    """
+    check_posterior(post, "mackay")
+    check_accuracy(rtol, generator)
+    check_accuracy(xtol, name="xtol")
+    check_flag("tune_noise", tune_noise)
+    count = None if samples is None else checked_count(samples)
+    if count == 1:
+        raise ValueError("samples=1 gives no standard error; take two or more.")
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+    for name, given, accepted in (("prior", prior, PRIORS), ("update", update, ("mackay", "em"))):
+        if not isinstance(given, str) or given not in accepted:
+            raise ValueError(f"{name}={given!r}; expected one of {', '.join(map(repr, accepted))}.")
+    present = post.prior.diagonal
+    if present is None:
+        raise ValueError(
+            "mackay scales a prior precision that is a number or a vector; start from post.with_prior(1.0)."
+        )
+    if count is None and (noise is not None or method is not None):
+        raise ValueError("samples=None counts exactly, without draws: leave noise and method out.")
+    if tune_noise:
+        check_noise_scales(post)
+    post.spectrum.known_data("the log evidence")
+    with torch.no_grad():
+        base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
+        groups = precision_groups(post.lin, PRIORS[prior], base)
+        start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
+        return _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), generator).run(int(steps))
+
+
+@dataclass(eq=False)
+class _FixedPoint:
+    now: Hyperparameters
+    samples: int | None
+    update: str
+    noise: Noise | None
+    method: str | StochasticDescent | None
+    rtol: float
+    xtol: float
+    generator: torch.Generator | None
+    taken: list[TuningStep] = field(default_factory=list)
+    drawn: Deviations | None = None
+    halved: bool = False
+
+    def run(self, steps: int) -> Laplace:
+        """The posterior at the fixed point."""
+        start, theta, data = self.now, self.now.origin.mean, None
+        changes: list[Float[Tensor, " H"]] = []
+        ending = Ending.STEPS_SPENT
+        for _ in range(steps):
+            theta, spent = self.now.linear_mode(theta)
+            data = None if self.now.noise is None else misfit(self.now.origin, theta)
+            gamma, stderr, products = self._counted()
+            self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products))
+            new = self._updated(gamma, self.now.scatter(theta), data)
+            self._check(new, start)
+            changes.append(_logs(new) - _logs(self.now))
+            bar = self._error_bar(gamma, stderr, data)
+            if not self.halved and _oscillates(changes, bar):
+                self.halved = True
+                warnings.warn(
+                    "MacKay's update jumps to and fro around the maximum of the evidence; from here on its steps are "
+                    "halved in the logarithms. update='em' does not oscillate.",
+                    Oscillates,
+                    stacklevel=3,
+                )
+            if self.halved:
+                new = _between(self.now, new)
+                changes[-1] = changes[-1] / 2
+            self.now = new
+            if bool((_left(changes) <= bar).all()):
+                ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
+                break
+        targets = None if data is None else data.targets
+        tuning = Tuning(self.update, start.groups.names, "linear", tuple(self.taken), ending, self.halved, targets)
+        return self.now.finished(tuning, self.generator)
+
+    def _counted(self) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], int]:
+        """γ of each group, its standard error, and the products spent."""
+        if self.samples is None:
+            exact = self.now.exact_counts(self.xtol, self.generator)
+            if exact is None:
+                raise ValueError(
+                    f"samples=None: γ is exact where P has a closed form, for {self.now.origin.lin.num_parameters:,} "
+                    "weights only under prior='iso'; give a number of samples."
+                )
+            return *exact, 0
+        groups, post = self.now.groups, self.now.posterior
+        last = self.drawn
+        start = None if last is None or last.method == "closed form" else last.draws
+        found = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
+        self.noise, self.drawn = found.noise, found
+        A, z = post.prior.diagonal, found.draws
+        assert A is not None
+        each = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
+        few = each.mean(0) <= groups.counts / 2
+        products = 0
+        if bool(few.any()):
+            pushed = post.curvature._matmul(z.mT).mT
+            of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
+            each, products = torch.where(few, of_data, each), len(z)
+        stderr = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.inf)
+        least = torch.finfo(z.dtype).eps * groups.counts
+        gamma = each.mean(0).clamp(least, groups.counts - least)
+        return gamma, stderr, found.matvecs + products
+
+    def _updated(
+        self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None
+    ) -> Hyperparameters:
+        alpha, noise, count = self.now.alpha, self.now.noise, float(gamma.sum())
+        if self.update == "em":
+            total = self.now.groups.counts
+            alpha = total / (scatter + (total - gamma) / alpha)
+        else:
+            alpha = gamma / scatter
+        if data is not None and noise is not None:
+            if self.update == "em":
+                noise = (data.squares + noise * count) / data.targets
+            elif data.targets <= count:
+                raise ValueError(
+                    f"{data.targets:.4g} targets and {count:.4g} effective parameters leave nothing to tell the noise "
+                    "by: start from a larger noise or prior precision, or take update='em'."
+                )
+            else:
+                noise = data.squares / (data.targets - count)
+        return self.now.moved(alpha, noise)
+
+    def _error_bar(
+        self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
+    ) -> Float[Tensor, " H"]:
+        """A quarter of the relative error that that of γ makes of each hyperparameter; a large one excuses nothing."""
+        bars = (stderr / gamma).clamp_max(LARGEST_ERROR)
+        if data is not None:
+            of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
+            bars = torch.cat([bars, of_noise.reshape(1)])
+        return (bars / 4).clamp_min(self.xtol)
+
+    def _check(self, new: Hyperparameters, start: Hyperparameters) -> None:
+        """ValueError where a precision or the noise has left the range in which the data can be said to tell it."""
+        names = [f"the prior precision of {name!r}" for name in start.groups.names] + ["the noise"]
+        require_inside(names, _logs(new) - _logs(start))
+
+
+def _logs(at: Hyperparameters) -> Float[Tensor, " H"]:
+    """The logarithms of the precisions, and of the noise where it is tuned."""
+    logs = at.alpha.log()
+    return logs if at.noise is None else torch.cat([logs, logs.new_tensor([math.log(at.noise)])])
+
+
+def _between(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:
+    """The geometric mean."""
+    noise = None if one.noise is None or other.noise is None else math.sqrt(one.noise * other.noise)
+    return other.moved((one.alpha * other.alpha).sqrt(), noise)
+
+
+def _left(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
+    """How far it is yet, if changes go on to shrink as the last two did."""
+    last = changes[-1].abs()
+    if len(changes) < 2:
+        return torch.full_like(last, math.inf)
+    ratio = last / changes[-2].abs().clamp_min(torch.finfo(last.dtype).tiny)
+    return torch.where(ratio < 1, last * ratio / (1 - ratio), torch.where(last > 0, math.inf, 0.0))
+
+
+def _oscillates(changes: list[Float[Tensor, " H"]], bar: Float[Tensor, " H"]) -> bool:
+    """Whether the last three changes of one hyperparameter alternate, above its error bar, and do not shrink."""
+    if len(changes) < 3:
+        return False
+    first, second, third = changes[-3:]
+    alternates = (first * second < 0) & (second * third < 0)
+    return bool((alternates & (third.abs() > STEADY * first.abs()) & (third.abs() > bar)).any())
