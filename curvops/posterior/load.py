@@ -29,8 +29,8 @@ def load(
             buffers and the dtype that it had then; the posterior is made on its device.
         data: the training data as `co.linearize` takes them, in the same batches (tensors and Datasets are divided as
             they were). Without them a posterior whose curvature has a structure (KFAC, EKFAC, diagonal, low rank,
-            dense, blocks, subnetwork) predicts, samples and has its evidence; what walks over the data says that they
-            are missing. Needed where the curvature is a GGN, a Fisher or a Hessian itself.
+            dense, blocks, subnetwork) predicts, samples and has its evidence (at mode="map"); what walks over the data
+            says that they are missing. Needed where the curvature is a GGN, a Fisher or a Hessian itself.
         likelihood: the function or class of one's own, where the posterior has such a likelihood; those of
             `co.likelihoods` are saved.
         memory_budget: as in `co.linearize`.
