@@ -58,9 +58,10 @@ class Nystrom(Summarised):
     reason: Reason
 
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
-        """P = U (Λ + μ)/(τ + μ) Uᵀ + I − UUᵀ for G + μI; μ, the shift, defaults to the one the rank was chosen for.
+        """P = (Ĝ + μI)/μ for G + μI and this approximation Ĝ; the shift μ defaults to the one the rank was chosen for.
 
-        τ is the ``tail``. Rank 0 gives the identity.
+        With E = G − Ĝ the preconditioned condition number is at most 1 + ‖E‖/μ. (Frangella, Tropp & Udell scale by
+        τ + μ in place of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; with μ = 0 this does, too.) Rank 0 gives the identity.
 
         Raises:
             ValueError: the shift is negative, or zero where the approximation is exhausted (P would be singular).
@@ -70,7 +71,7 @@ class Nystrom(Summarised):
             raise ValueError(f"shift must not be negative, got {shift}.")
         if self.tail + shift <= 0 and len(self.eigenvalues):
             raise ValueError("a preconditioner of an operator of low rank needs a positive shift; got 0.")
-        ratios = (self.eigenvalues + shift) / (self.tail + shift)
+        ratios = (self.eigenvalues + shift) / (shift if shift else self.tail)
         return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:

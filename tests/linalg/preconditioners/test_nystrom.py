@@ -53,12 +53,13 @@ def test_exact_low_rank_and_zero(rank, asked, dtype):
     assert s.accepted and (s.iterations <= 4 or dtype == torch.float32)
 
 
-@pytest.mark.parametrize("rank", [0, 10])
-def test_preconditioner_against_its_dense_formula(rank):
+@pytest.mark.parametrize(("rank", "mu"), [(0, 0.01), (10, 0.01), (10, 0.0)])
+def test_preconditioner_against_its_dense_formula(rank, mu):
+    """(Ĝ + μ)/μ; without a shift, relative to the smallest eigenvalue that was kept."""
     N = nystrom(symmetric(SPECTRA["decaying"]), rank, generator=generator())
-    mu, eye = 0.01, torch.eye(120, dtype=torch.float64)
-    tail = N.eigenvalues[-1] if rank else torch.tensor(0.0)
-    dense = (N.U * ((N.eigenvalues + mu) / (tail + mu))) @ N.U.mT + eye - N.U @ N.U.mT
+    eye = torch.eye(120, dtype=torch.float64)
+    level = mu if mu else N.eigenvalues[-1]
+    dense = (N.U * ((N.eigenvalues + mu) / level)) @ N.U.mT + eye - N.U @ N.U.mT
     P = N.preconditioner(mu)
     torch.testing.assert_close(P @ dense, eye, rtol=0, atol=1e-10)
     torch.testing.assert_close(P.sqrt_inverse(P.sqrt_inverse(dense)), eye, rtol=0, atol=1e-10)
