@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from linear_operator import LinearOperator
 
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
@@ -143,3 +144,14 @@ def solved_at_a_time(A: Any, count: int, memories: Memories | None = None) -> tu
 def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
     """How many of ``count`` columns of so many bytes run together; at least one."""
     return max(1, count if room is None else min(count, room // max(1, column_bytes)))
+
+
+class BlockHalved(UserWarning):
+    """Memory did not suffice for a block of columns: they are solved for in smaller ones."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this says that a device or the machine has no memory left; of a CPU, torch has no class for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

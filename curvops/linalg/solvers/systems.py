@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -13,7 +14,15 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.limits import check_limits
-from curvops.linalg.core.memory import Multiply, columns_at_a_time, holding, room_for, vector_bytes
+from curvops.linalg.core.memory import (
+    BlockHalved,
+    Multiply,
+    columns_at_a_time,
+    holding,
+    is_out_of_memory,
+    room_for,
+    vector_bytes,
+)
 from curvops.linalg.core.results import Reason, Solution, converged
 from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -36,6 +45,10 @@ from curvops.linalg.solvers.verdicts import Records, rounding_level
 from curvops.progress import Progress, aside, at_work
 
 MOST_ITERATIONS = 10_000
+NO_ROOM = (
+    "There is no room for one column either: give linearize a smaller memory_budget, so that less is kept of the data, "
+    "linearise on smaller batches, or free what else is in memory."
+)
 Callback: TypeAlias = Callable[[int, Tensor], object]
 
 
@@ -184,7 +197,8 @@ def solved(
 ) -> Solution:
     """The outcome of ``solve(B, x0)``, for as many columns at a time as memory has room for, at least one.
 
-    A column takes ``vectors`` working vectors. x has the shape of B.
+    A column takes ``vectors`` working vectors. x has the shape of B. Where memory runs out all the same, fewer columns
+    run together.
     """
     with torch.no_grad(), at_work(what, None, progress, A):
         found = _in_groups(solve, A, as_columns(B), None if x0 is None else as_columns(x0), vectors, memory_budget)
@@ -201,16 +215,37 @@ def _in_groups(
 ) -> Solution:
     column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
-    with holding(A, width * column):
-        found = [solve(part(B, 0, width), None if X0 is None else part(X0, 0, width))]
-        if width >= K:
-            return found[0]
-        X = empty_block(found[0].x, K)
-        put(X, 0, found[0].x)
-        for i in range(width, K, width):
-            found[-1] = replace(found[-1], x=X)  # its own is freed
-            found.append(solve(part(B, i, i + width), None if X0 is None else part(X0, i, i + width)))
-            put(X, i, found[-1].x)
+    found: list[Solution] = []
+    X, start, halved = B, 0, False
+    while start < K:
+        stop = min(K, start + width)
+        try:
+            with holding(A, width * column):
+                one = solve(part(B, start, stop), None if X0 is None else part(X0, start, stop))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if stop - start == 1:
+                raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
+            failed = stop - start
+        else:
+            if stop - start == K:
+                return one
+            X = empty_block(one.x, K) if start == 0 else X
+            put(X, start, one.x)
+            found.append(replace(one, x=X))  # its own is freed
+            start = stop
+            continue
+        # Here the error is gone, and with it the tensors that its traceback held.
+        width = failed // 2
+        if not halved:
+            warnings.warn(
+                f"out of memory with {failed} columns together: {width} are solved for at a time, or fewer where these "
+                "do not fit either. A memory_budget prevents the attempts that fail.",
+                BlockHalved,
+                stacklevel=4,
+            )
+        halved = True
     return _joined(found, X)
 
 

@@ -6,8 +6,18 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg import Reason, draw
-from curvops.linalg.core.memory import BESIDE, SOLVED, in_parts, memories_of, solved_at_a_time, working
+from curvops.linalg.core.memory import (
+    BESIDE,
+    SOLVED,
+    BlockHalved,
+    in_parts,
+    is_out_of_memory,
+    memories_of,
+    solved_at_a_time,
+    working,
+)
 from curvops.network.walks import budget
+from tests.linalg.faulty import without_room_beyond
 from tests.linalg.matrices import symmetric
 
 D, N, C = 303, 6, 3
@@ -141,3 +151,32 @@ def test_bases_within_little_memory_still_find_eigenvalues():
     triplets = co.linalg.svds(linearized(14).jacobian(), 1, rtol=1e-4, generator=generator())
     J = linearized(10**6).jacobian().to_dense()
     torch.testing.assert_close(triplets.values, torch.linalg.svdvals(J)[:1], rtol=1e-7, atol=0)
+
+
+CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+@pytest.mark.parametrize("error", [None, CPU_ERROR, MemoryError()])
+@pytest.mark.parametrize("solver", [co.linalg.cg, co.linalg.minres, co.linalg.lsmr])
+def test_a_block_without_memory_is_halved_and_says_so_once(solver, error):
+    matrix = symmetric(torch.linspace(1, 3, 40).double())
+    B = torch.randn(40, 11, generator=generator(), dtype=torch.float64)
+    A = without_room_beyond(3, matrix, error)
+    with pytest.warns(BlockHalved, match="out of memory with 11 columns together: 5 ") as caught:
+        found = solver(A, B, rtol=1e-10)
+    assert len(caught) == 1 and found.groups == 6 and found.accepted
+    torch.testing.assert_close(found.x, torch.linalg.solve(matrix, B), rtol=1e-8, atol=1e-8)
+    assert A.widths[:3] == [11, 5, 2]
+
+
+def test_an_allocation_that_fails_is_told_from_other_errors():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    with pytest.raises(RuntimeError, match="no room"):
+        co.linalg.cg(without_room_beyond(3, torch.eye(5), RuntimeError("no room")), torch.ones(5, 4))
+
+
+def test_without_memory_for_a_column_the_error_says_what_to_do():
+    with pytest.warns(BlockHalved), pytest.raises(torch.OutOfMemoryError, match="one column either: give linearize"):
+        co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))
