@@ -4,6 +4,7 @@ from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import grid
 from curvops.evidence.mackay import Oscillates, mackay
 from curvops.evidence.maximize import maximize
+from curvops.evidence.train import train
 from curvops.evidence.validate import validate
 from curvops.posterior.evidence_parts import Evidence
 from curvops.posterior.tuning import Ending, Tuning, TuningStep, Validation
@@ -19,5 +20,6 @@ __all__ = [
     "grid",
     "mackay",
     "maximize",
+    "train",
     "validate",
 ]

@@ -1,0 +1,106 @@
+"""Weights and hyperparameters in one run: a few steps up the evidence after every few epochs (Immer et al. 2021)."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvops.evidence.maximize import maximize
+from curvops.operators import KFAC, linearize
+from curvops.posterior.laplace import Laplace, laplace
+from curvops.posterior.tuning import Tuning
+
+Parameters = Iterable[nn.Parameter]
+
+
+def train(
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    likelihood: Any,
+    *,
+    epochs: int,
+    every: int = 5,
+    prior_precision: Any = 1.0,
+    over: str | Sequence[str] = "layers",
+    curvature: Any = KFAC,
+    batch_size: int | None = None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] = torch.optim.Adam,
+    steps: int = 3,
+    generator: torch.Generator | None = None,
+) -> Laplace:
+    """Train a network to a mode of its posterior while the evidence sets the prior precision, and the noise if asked.
+
+    The loss of a batch is the mean negative log-likelihood plus ½ θᵀAθ / N. After every few epochs the network is
+    linearised and `maximize` takes a few steps in A (and the noise) at these weights; training goes on under the new
+    ones. Held-out data are not needed.
+
+    Args:
+        model: trained in place, and left in evaluation mode. Parameters that require a gradient are trained.
+        data: tensors (X, y), all training points.
+        likelihood: as `co.linearize` takes it.
+        epochs: passes over the data.
+        every: epochs between updates of the hyperparameters. The first is after as many.
+        prior_precision: A of the first epochs, as `co.laplace` takes it, of diagonal form; for "scalar" a number.
+        over: what is tuned, as in `maximize`; a "scalar" alone is set by its search, the others by a few steps.
+        curvature: of the posterior: an operator class.
+        batch_size: points of a step, drawn anew in each epoch; None takes all.
+        optimizer: makes the optimiser of the parameters, `lambda p: torch.optim.SGD(p, 0.1)`, without weight decay.
+        steps: of `maximize` at each update, at most one nat (a factor e) each.
+        generator: source of the batches and of probes.
+
+    Returns:
+        The posterior at the last weights and hyperparameters; `tuning.steps` are those of all updates.
+
+    Raises:
+        TypeError, ValueError: data that are no pair of tensors, numbers out of range, an optimiser with weight decay, a
+            loss that is not finite (too long a step), and what `co.linearize`, `co.laplace` and `maximize` refuse.
+
+    Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
+    """
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError("train takes data as tensors (X, y), all training points.")
+    x, y = data
+    size = len(x) if batch_size is None else batch_size
+    for name, number in (("epochs", epochs), ("every", every), ("batch_size", size), ("steps", steps)):
+        if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+    stepper = optimizer([p for p in model.parameters() if p.requires_grad])
+    if any(group.get("weight_decay", 0) for group in stepper.param_groups):
+        raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
+
+    post, record = _posterior(model, data, likelihood, curvature, prior_precision), []
+    for epoch in range(1, epochs + 1):
+        lin = post.lin
+        layout, score = lin.model.layout, lin.likelihood.log_prob
+        assert layout is not None
+        penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
+        weights = {name: p for name, p in model.named_parameters() if name in penalties}
+        model.train()
+        device = None if generator is None else generator.device
+        for chosen in torch.randperm(len(x), generator=generator, device=device).to(x.device).split(size):
+            stepper.zero_grad()
+            fit = score(layout.rows(model(x[chosen])), layout.targets(y[chosen])).mean()
+            prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
+            loss = prior / (2 * len(x)) - fit
+            if not bool(loss.isfinite()):
+                raise ValueError(f"the loss is not finite in epoch {epoch}: take a smaller learning rate.")
+            loss.backward()
+            stepper.step()
+        if epoch % every == 0 or epoch == epochs:
+            post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
+        if epoch % every == 0 and epoch < epochs:
+            post = maximize(post, over, generator=generator, steps=steps)
+            record.append(post.tuning)
+    taken = [each for each in record if isinstance(each, Tuning)]
+    whole = replace(taken[-1], steps=tuple(step for each in taken for step in each.steps)) if taken else None
+    return replace(post, tuning=whole)
+
+
+def _posterior(model: nn.Module, data: Any, likelihood: Any, curvature: Any, prior_precision: Any) -> Laplace:
+    lin = linearize(model.eval(), data, likelihood)
+    return laplace(lin, curvature, prior_precision, check_mode=False)
