@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,8 @@ LEAST_CURVATURE = 1e-6
 STEADY = 0.5
 """Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
 
+LEAST_FALL = 0.3
+"""Share of the digits that a solve must at least have found for a rate to be told from it."""
 LARGEST_ERROR = 0.2
 """Relative errors of γ beyond this one do not end the steps sooner."""
 
@@ -55,7 +57,8 @@ def mackay(
     Each step finds the mode θ̄ of the linear model and draws z of N(0, P⁻¹), counts γ_g, the effective parameters of
     each group, and sets α_g ← γ_g / s_g with s_g = (θ̄ − m)ᵀA₀(θ̄ − m) in the group (MacKay 1992), or α_g ← d_g / (s_g +
     (d_g − γ_g)/α_g), d_g its weights (EM). Nothing of size D × D is formed. The draws of all steps are made of one
-    noise, so that they change as little as the precisions do; draws and mode start at those of the step before.
+    noise, so that they change as little as the precisions do; draws and mode start where the line through those of the
+    last two steps leads.
 
     γ_g is mean zᵀ(Gz) over the group's entries, with variance 2Σp²/K for eigenvalues p of P⁻¹G, or d_g − α_g mean
     zᵀA₀z, with 2Σ(1 − p)²/K: the former where at most half of the group's weights are determined, else the latter.
@@ -120,6 +123,15 @@ def mackay(
         return _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), generator).run(int(steps))
 
 
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What a step solved for, and where it stood in the logarithms."""
+
+    at: Float[Tensor, " G"]
+    theta: Float[Tensor, " D"]
+    draws: Float[Tensor, "k D"] | None
+
+
 @dataclass(eq=False)
 class _FixedPoint:
     now: Hyperparameters
@@ -131,19 +143,22 @@ class _FixedPoint:
     xtol: float
     generator: torch.Generator | None
     taken: list[TuningStep] = field(default_factory=list)
-    drawn: Deviations | None = None
+    past: list[Solved] = field(default_factory=list)
     halved: bool = False
 
     def run(self, steps: int) -> Laplace:
         """The posterior at the fixed point."""
-        start, theta, data = self.now, self.now.origin.mean, None
+        start, data = self.now, None
         changes: list[Float[Tensor, " H"]] = []
         ending = Ending.STEPS_SPENT
         for _ in range(steps):
-            theta, spent = self.now.linear_mode(theta)
+            first, last = self._guess()
+            theta, spent = self.now.linear_mode(start.origin.mean if first is None else first)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
-            gamma, stderr, products = self._counted()
-            self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products))
+            gamma, stderr, drawn = self._counted(last)
+            products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._saved(drawn))
+            self.past = [*self.past[-1:], Solved(self._position(), theta, None if drawn is None else drawn.draws)]
+            self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
             new = self._updated(gamma, self.now.scatter(theta), data)
             self._check(new, start)
             changes.append(_logs(new) - _logs(self.now))
@@ -167,8 +182,35 @@ class _FixedPoint:
         tuning = Tuning(self.update, start.groups.names, "linear", tuple(self.taken), ending, self.halved, targets)
         return self.now.finished(tuning, self.generator)
 
-    def _counted(self) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], int]:
-        """γ of each group, its standard error, and the products spent."""
+    def _position(self) -> Float[Tensor, " G"]:
+        """The logarithms that solutions depend on: of precision and noise together."""
+        return self.now.alpha.log() + (0.0 if self.now.noise is None else math.log(self.now.noise))
+
+    def _guess(self) -> tuple[Float[Tensor, " D"] | None, Float[Tensor, "k D"] | None]:
+        """Mode and draws to start from: the last ones, carried on along the line through the last two."""
+        if not self.past:
+            return None, None
+        last, before = self.past[-1], self.past[0]
+        step, back = self._position() - last.at, last.at - before.at
+        share = float(step @ back / (back @ back)) if bool(back.any()) else 0.0
+        share = share if abs(share) <= 1 else 0.0  # too far to be told
+        draws = last.draws
+        if draws is not None and before.draws is not None:
+            draws = draws + share * (draws - before.draws)
+        return last.theta + share * (last.theta - before.theta), draws
+
+    def _saved(self, drawn: Deviations) -> float:
+        """Products that a start at zero would have taken in addition, by the rate at which residuals fell."""
+        if not self.past or drawn.method == "closed form" or not len(drawn.history):
+            return 0.0
+        start, steps = float(drawn.history[0].max()), len(drawn.history) - 1
+        whole, left = math.log(1 / self.rtol), math.log(max(start / self.rtol, 1.0))
+        return len(drawn.draws) * steps * (whole / max(left, LEAST_FALL * whole) - 1)
+
+    def _counted(
+        self, guess: Float[Tensor, "k D"] | None
+    ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
+        """γ of each group, its standard error, and the draws that it was counted from, with all products spent."""
         if self.samples is None:
             exact = self.now.exact_counts(self.xtol, self.generator)
             if exact is None:
@@ -176,25 +218,23 @@ class _FixedPoint:
                     f"samples=None: γ is exact where P has a closed form, for {self.now.origin.lin.num_parameters:,} "
                     "weights only under prior='iso'; give a number of samples."
                 )
-            return *exact, 0
+            return *exact, None
         groups, post = self.now.groups, self.now.posterior
-        last = self.drawn
-        start = None if last is None or last.method == "closed form" else last.draws
+        start = None if post.precision._closed_form() is not None else guess
         found = post.deviations(self.samples, self.noise, self.method, start, self.rtol, self.generator)
-        self.noise, self.drawn = found.noise, found
+        self.noise = found.noise
         A, z = post.prior.diagonal, found.draws
         assert A is not None
         each = groups.counts - torch.stack([groups.totals(share) for share in (A * z.square()).double()])
         few = each.mean(0) <= groups.counts / 2
-        products = 0
         if bool(few.any()):
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
-            each, products = torch.where(few, of_data, each), len(z)
+            each, found = torch.where(few, of_data, each), replace(found, matvecs=found.matvecs + len(z))
         stderr = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.inf)
         least = torch.finfo(z.dtype).eps * groups.counts
         gamma = each.mean(0).clamp(least, groups.counts - least)
-        return gamma, stderr, found.matvecs + products
+        return gamma, stderr, found
 
     def _updated(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None

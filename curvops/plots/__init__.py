@@ -13,6 +13,7 @@ from curvops.plots.convergence import convergence
 from curvops.plots.density import spectral_density
 from curvops.plots.estimates import estimates
 from curvops.plots.evidence import evidence
+from curvops.plots.evidence_trace import evidence_trace
 from curvops.plots.heatmap import covariance
 from curvops.plots.ray import ray
 from curvops.plots.regression import regression
@@ -26,6 +27,7 @@ __all__ = [
     "covariance",
     "estimates",
     "evidence",
+    "evidence_trace",
     "ray",
     "regression",
     "reliability",

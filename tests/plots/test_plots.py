@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import curvops as co
 from curvops import plots
+from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
 ROWS = ["MAP", "MAP + temperature", "Laplace (full GGN)"]
 
@@ -110,11 +111,23 @@ def estimates() -> Figure:
     return plots.estimates({"trace": {"hutchinson": curve, "exact": exact}, "logdet": {"auto": curve}}, "flat")
 
 
+def evidence_trace() -> Figure:
+    def step(alpha: float, gamma: float, matvecs: int) -> TuningStep:
+        entries = (torch.tensor([value, 2 * value]) for value in (alpha, gamma, 0.1 * gamma))
+        return TuningStep(*entries, None, matvecs)
+
+    steps = tuple(step(1 + 2.0**-i, 20 - 2.0**-i, 100 - 10 * i) for i in range(5))
+    exact = Tuning("em", ("0", "2"), "linear", steps, Ending.CONVERGED)
+    ended = Tuning("mackay", ("0", "2"), "linear", steps[:2], Ending.STEPS_SPENT)
+    return plots.evidence_trace({"exact": exact, "8 draws": ended})
+
+
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
     (rotation, 2, 3 + 3 + 1, ["degrees", "(nats)", "fraction"]),
     (evidence, 2, 1 + 2 + 2, ["log evidence (nats)", "nats a point", "prior precision"]),
+    (evidence_trace, 3, (4 + 2) + 4 + 2, ["prior precision", "effective parameters", "products with single vectors"]),
     (convergence, 1, 3 + 3 + 1 + 1, ["products with single vectors", "relative residual"]),
     (solves, 2, 2 * (4 + 1), ["products with single vectors", "seconds", "worst relative residual"]),
     (estimates, 2, 3 * (5 + 1 + 1), ["products with single vectors (budget)", "relative error"]),
@@ -166,6 +179,11 @@ def test_reliability_has_three_panels_a_row():
     assert len(figure.axes) == 5
     assert [axes.get_subplotspec().rowspan.start for axes in figure.axes] == [0, 0, 0, 1, 1]
     assert [bool(axes.get_ylabel()) for axes in figure.axes] == [True, False, False, True, False]
+
+
+def test_a_tuning_without_steps_is_not_drawn():
+    with pytest.raises(ValueError, match="at least one step"):
+        plots.evidence_trace({})
 
 
 def test_covariance_with_a_wrong_number_of_labels():
