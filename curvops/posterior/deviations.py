@@ -7,7 +7,8 @@ points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from curvops.posterior.noise import Noise
 from curvops.posterior.priors import Prior
 from curvops.posterior.stochastic_descent import StochasticDescent
 
+FEWER_ROWS = 4
+"""So many times fewer outputs than weights make up for the tighter tolerance that function space needs."""
 METHODS = ("closed form", "cg", "dual", "sgd")
 
 
@@ -64,6 +67,7 @@ class Systems:
     prior: Prior
     noise: Noise
     count: int
+    preconditioner: Callable[..., tuple[Any, int]]
 
     @property
     def root(self) -> CurvatureRoot | None:
@@ -113,7 +117,7 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
             return "closed form"
         if carried or systems.precision.promises().small:
             return "cg"
-        few = root is not None and root.shape[-1] < root.shape[-2]
+        few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2]
         return "dual" if few and systems.prior.diagonal is not None else "cg"
     if method not in METHODS:
         raise ValueError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
@@ -168,7 +172,9 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
     if not recorded(P.representation()) and not P.promises().small and P._closed_form() is None:
-        return cg(P, right, preconditioner=P.preconditioner(systems.count), rtol=rtol, x0=x0)
+        M, spent = systems.preconditioner(P, systems.count)
+        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
+        return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
     with torch.no_grad():
         residuals = _relative(right - P._matmul(z), right)
@@ -193,8 +199,10 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
+    M, sketched = systems.preconditioner(dual, systems.count, A)
+    spent += sketched
     while True:
-        found = cg(dual, wanted, preconditioner=dual.preconditioner(systems.count), rtol=goal, x0=guess)
+        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
         z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
         residuals = _relative(right - systems.precision._matmul(z), right)
         spent += found.matvecs + 2 * systems.count

@@ -23,6 +23,7 @@ from curvops import storage
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
+from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian, Sequences
 from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
@@ -194,10 +195,10 @@ class Laplace(Predictive):
             noise: that of earlier deviations, for the same draws under another prior precision, observation noise,
                 method or tolerance; the first k where it is of more. None draws it anew.
             method: "cg" solves for all draws in one block, preconditioned where that pays; "dual" in function space,
-                cheaper where there are fewer outputs in all than weights (GGN and Fishers, a prior that is a number
-                or a vector); "sgd" by minibatches, `co.StochasticDescent()` with options, to few digits; "closed form",
-                for structured curvatures, has draws of its own, which the others do not find for the same noise. None
-                takes the closed form where there is one, else the cheaper of "cg" and "dual".
+                cheaper where there are far fewer outputs in all than weights (GGN and Fishers, a prior that is a
+                number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with options, to few digits;
+                "closed form", for structured curvatures, has draws of its own, which the others do not find for the
+                same noise. None takes the closed form where there is one, else the cheaper of "cg" and "dual".
             x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
             rtol: relative residual of each solve, far below the sampling error of k draws.
             generator: source of the noise.
@@ -226,7 +227,7 @@ class Laplace(Predictive):
         if start is not None and self.temperature != 1:
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
-        systems = Systems(precision, self.curvature, self.prior, noise, k)
+        systems = Systems(precision, self.curvature, self.prior, noise, k, self.spectrum.preconditioner)
         found = raise_if_failed(deviations(systems, method, start, float(rtol)), float(rtol))
         return dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
 
@@ -281,7 +282,9 @@ class Laplace(Predictive):
         check_accuracy(rtol)
         lins = self.spectrum.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
-        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter))
+        ours = is_psd(self.curvature) and self.precision._closed_form() is None
+        sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
+        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch)
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
         inverse = self.spectrum.for_columns(self.precision, jacobian.shape[-2], further=True).inverse(rtol)

@@ -7,7 +7,7 @@ and the evidence of that model belongs to its own mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,14 @@ class _LinearModel:
 
 @torch.no_grad()
 def linear_mode(
-    lins: Sequence[Linearization], prior: Prior, start: Float[Tensor, " D"] | None, rtol: float, maxiter: int
+    lins: Sequence[Linearization],
+    prior: Prior,
+    start: Float[Tensor, " D"] | None,
+    rtol: float,
+    maxiter: int,
+    preconditioner: Callable[[int], tuple[Any, int]] | None = None,
 ) -> LinearMode:
-    """θ̄ from `start` (θ* where there is none)."""
+    """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one."""
     theta = lins[0].theta
     model = _LinearModel(lins, prior, torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps, reason = 2, 0, Reason.CONVERGED
@@ -94,10 +99,11 @@ def linear_mode(
         # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
         worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        found = cg(precision, -model.gradient, preconditioner=precision.preconditioner(1), rtol=goal)
+        M, spent = (precision.preconditioner(1), 0) if preconditioner is None else preconditioner(1)
+        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
         found.raise_if_failed(goal)
         moved, length = _searched(lins, model, found.x)
-        matvecs, steps = matvecs + found.matvecs + 2, steps + 1
+        matvecs, steps = matvecs + found.matvecs + spent + 2, steps + 1
         if not length:
             reason = (
                 Reason.PRECISION_LIMIT

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,8 @@ WHOLE = 1024
 MOST_SOLVES = 200
 # What a right-hand side of a block solve takes at least: from D / 8 of them on, D products form the whole matrix.
 PRODUCTS_A_SOLVE = 8
+# A sketch for so many times fewer columns, or for priors that differ so unevenly, is as good as a new one.
+FEWER, UNEVEN = 4, 4.0
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -67,6 +69,7 @@ class Findings:
     formed: Formed | None = None
     solved: tuple[LinearOperator, LinearOperator] | None = None
     rows: int = 0
+    sketches: dict[str, tuple[Tensor, int, Any]] = field(default_factory=dict)
 
 
 class Spectrum:
@@ -248,6 +251,31 @@ class Spectrum:
             if found.solved is None or found.solved[0] is not precision:
                 found.solved = precision, found.formed.add_diagonal(shift)
             return found.solved[1]
+
+    def preconditioner(self, precision: Any, columns: int, prior: Tensor | None = None) -> tuple[Any, int]:
+        """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
+
+        A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
+        a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
+        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart.
+        """
+        if not isinstance(precision, Damped) or recorded(precision.representation()) or precision.shift.ndim > 1:
+            return precision.preconditioner(columns), 0
+        space, diagonal = ("weights", precision.shift) if prior is None else ("functions", prior)
+        with self._lock:
+            kept = self._found.sketches
+            if space in kept:
+                of, served, known = kept[space]
+                factors = diagonal.detach() / of
+                low, high = float(factors.min()), float(factors.max())
+                if served * FEWER >= columns and low >= 1 / 3 and high <= UNEVEN * low:
+                    scalar = of.ndim == 0 and prior is None  # else the matrix that was sketched is whitened
+                    return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
+            made = precision.preconditioner(columns)
+            if made is None:
+                return None, 0
+            kept[space] = diagonal.detach().clone(), columns, made
+            return made, made.matvecs
 
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""

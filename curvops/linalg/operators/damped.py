@@ -334,6 +334,15 @@ class _ScaledPreconditioner:
     scale: Tensor
     inner: Any
 
+    @property
+    def matvecs(self) -> int:
+        """Products that M took."""
+        return self.inner.matvecs
+
+    def shifted(self, shift: float) -> _ScaledPreconditioner:
+        """The same for another multiple of S⁻² beside the matrix."""
+        return _ScaledPreconditioner(self.scale, self.inner.shifted(shift))
+
     def __matmul__(self, block: Tensor) -> Tensor:
         scale = self.scale if block.ndim == 1 else self.scale.unsqueeze(-1)
         return scale * (self.inner @ (scale * block))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -98,6 +98,10 @@ class LowRankPreconditioner(FilteredPreconditioner):
     values: Float[Tensor, " r"]
     level: float
     matvecs: int = 0
+
+    def shifted(self, shift: float) -> LowRankPreconditioner:
+        """(Â + shift)/shift: of the same approximation, for another multiple of the identity beside it."""
+        return replace(self, values=(self.eigenvalues + shift) / shift, level=1.0)
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P."""
