@@ -93,5 +93,6 @@ def require_no_gradient(likelihood: Likelihood, what: str) -> None:
     if recorded(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
-            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it."
+            "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it; "
+            "co.evidence.maximize(post, 'noise') finds a Gaussian's noise without."
         )

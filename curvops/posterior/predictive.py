@@ -314,7 +314,8 @@ class Predictive(ABC):
         drawn, start, parts = self._drawn_outputs(x, samples, generator), 0, []
         for draws in drawn:
             some = targets[start : start + draws.shape[1]]
-            parts.append(torch.stack([likelihood.log_prob(f, some) for f in draws]))
+            together = some.repeat(len(draws), *[1] * (some.ndim - 1))  # all draws in one call
+            parts.append(likelihood.log_prob(draws.flatten(0, 1), together).unflatten(0, draws.shape[:2]))
             start += len(some)
         log_p = torch.cat(parts, 1)
         return held_out.dyadic(log_p, generator) if joint else held_out.log_mean_exp(log_p)
