@@ -62,12 +62,15 @@ class Hyperparameters:
         gap = theta.detach().double() - self.origin.prior_mean.double()
         return self.groups.totals(self.groups.base.double() * gap.square())
 
-    def linear_mode(self, start: Float[Tensor, " D"]) -> tuple[Float[Tensor, " D"], int]:
-        """The linear model's mode and the products that it took; ValueError where it is not found."""
+    def linear_mode(self, start: Float[Tensor, " D"], rtol: float = 1e-6) -> tuple[Float[Tensor, " D"], int]:
+        """The linear model's mode and the products that it took; ValueError where it is not found.
+
+        Its relative error, and half that of the scatter, is at most about rtol.
+        """
         at_once = self.posterior.spectrum.normal_mode(self.posterior.prior)
         if at_once is not None:
             return at_once, 0
-        found = self.posterior.linear_mode(start)
+        found = self.posterior.linear_mode(start, rtol)
         if not found.converged:
             raise ValueError(
                 f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "

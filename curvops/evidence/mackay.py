@@ -28,6 +28,8 @@ LEAST_CURVATURE = 1e-6
 STEADY = 0.5
 """Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
 
+MODE_RTOL = 1e-4
+"""Relative accuracy of the mode beside draws, whose γ is not known to a hundredth."""
 LEAST_FALL = 0.3
 """Share of the digits that a solve must at least have found for a rate to be told from it."""
 LARGEST_ERROR = 0.2
@@ -153,7 +155,8 @@ class _FixedPoint:
         ending = Ending.STEPS_SPENT
         for _ in range(steps):
             first, last = self._guess()
-            theta, spent = self.now.linear_mode(start.origin.mean if first is None else first)
+            wanted = 0.1 * self.xtol if self.samples is None else MODE_RTOL
+            theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             gamma, stderr, drawn = self._counted(last)
             products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._saved(drawn))
