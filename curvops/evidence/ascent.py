@@ -57,7 +57,7 @@ class Ascent:
             alpha, noise = self.now.alpha, self.now.noise
             spent = 0
             if self.mode == "linear":
-                theta, spent = self.now.linear_mode(theta)
+                theta, spent = self.now.linear_mode(theta, 0.1 * self.xtol)
                 scatter, data = self._at(theta)
             gamma = self._counted(spent)
             change = torch.zeros_like(alpha)

@@ -111,8 +111,11 @@ def linear_mode(
                 else (Reason.STAGNATION)
             )
             break
+        # What a Newton step promises is what the loss has left; less than its rounding cannot be had.
+        spent_out = -0.5 * float(model.gradient.double() @ found.x.double()) <= _rounding(model)
         before, model = model.relative, _LinearModel(lins, prior, moved)
-        if model.relative > 0.5 * before and model.relative < math.sqrt(torch.finfo(theta.dtype).eps):
+        stuck = model.relative > 0.5 * before and model.relative < math.sqrt(torch.finfo(theta.dtype).eps)
+        if stuck or spent_out:
             reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
             break
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
@@ -123,11 +126,16 @@ def _quadratic(lins: Sequence[Linearization]) -> bool:
     return all(isinstance(lin.likelihood, Gaussian) for lin in lins)
 
 
+def _rounding(model: _LinearModel) -> float:
+    """Of the loss."""
+    return 10 * torch.finfo(model.theta.dtype).eps * abs(model.loss())
+
+
 def _searched(lins: Sequence[Linearization], model: _LinearModel, p: Tensor) -> tuple[Tensor, float]:
     """δ after a step along p that lowers the loss enough, and its length as a share of p; 0 where none does."""
     steps = [pushed(lin, p) for lin in lins]
     slope, loss = float(model.gradient.double() @ p.double()), model.loss()
-    rounding = 10 * torch.finfo(torch.float64 if p.dtype == torch.float64 else p.dtype).eps * abs(loss)
+    rounding = _rounding(model)
     length = 1.0
     for _ in range(MOST_HALVINGS):
         there = model.loss([length * step for step in steps], length * p)

@@ -114,3 +114,17 @@ def test_where_the_mode_was_not_found_the_reason_says_so(monkeypatch):
     monkeypatch.setattr(co.Laplace, "linear_mode", partialmethod(co.Laplace.linear_mode, maxiter=1))
     found = co.laplace(early("classes"), check_mode=False).log_evidence(mode="linear")
     assert found.reason is co.linalg.Reason.ITERATION_LIMIT
+
+
+def test_in_float32_the_mode_is_found_to_the_rounding_of_the_loss():
+    """A strong prior on one layer: its gradient cannot fall to the tolerance, which must not end as a failure."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(40, 4)
+    prior, found = {"0.*": 0.16, "2.*": 8e4}, []
+    for dtype in (torch.float32, DOUBLE):
+        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].argmax(1)), "classification")
+        post = co.laplace(lin, prior_precision=prior, check_mode=False)
+        mode = post.linear_mode()
+        assert mode.converged and mode.steps < 20
+        found.append(float(post.log_evidence(mode="linear").value))
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
