@@ -86,7 +86,7 @@ def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
 
 
 @pytest.mark.parametrize("over", ["layers", "weights"])
-def test_by_probes_it_comes_near_the_exact_one(network, over, monkeypatch):
+def test_by_probes_it_comes_near_the_exact_one(network, over, monkeypatch, annotations_unchecked):
     """64 probes, fixed seed. Layers: within 4 standard errors of γ, a false alarm once in 8,000 seeds."""
     exact = co.evidence.maximize(posterior(network), over, xtol=1e-6)
     monkeypatch.setattr(spectrum, "WHOLE", 0)

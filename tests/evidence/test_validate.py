@@ -28,10 +28,10 @@ def score(post, x, y):
 
 
 @pytest.mark.parametrize("over", ["noise", ("scalar", "noise")])
-def test_no_neighbour_scores_better(regression, over):
+def test_no_neighbour_scores_better(regression, over, annotations_unchecked):
     post, x, y = regression
     with pytest.warns(co.evidence.Undetermined) if "scalar" in over else pytest.MonkeyPatch.context():
-        best = co.evidence.validate(post, x, y, over, xtol=1e-3)
+        best = co.evidence.validate(post, x, y, over)
     found, record = score(best, x, y), best.tuning
     assert found == pytest.approx(max(record.scores)) and found >= score(post, x, y)
     assert len(record.scores) == len(record.noises) == len(record.prior_precisions)
@@ -42,7 +42,7 @@ def test_no_neighbour_scores_better(regression, over):
     )  # the generating variance; 40 targets leave 22 % of it
 
 
-def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch):
+def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch, annotations_unchecked):
     monkeypatch.setattr(predictive, "OUTPUT_DRAWS", 40)
     model, x, y = problem()
     generator = torch.Generator().manual_seed(1)
