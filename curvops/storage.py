@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], kind: str, version: int, tree: Mapping[st
         FileExistsError: the path is a file, or holds another kind of tree.
         TypeError: the path is no path, or a value is none of the above.
     """
-    folder = _folder(path)
+    folder = folder_of(path)
     tensors: dict[str, Tensor] = {}
     encoded = _encoded(tree, "", tensors)
     if folder.exists() and not folder.is_dir():
@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         ValueError: it holds another kind, was written by a newer version, or its files are truncated or changed.
         TypeError: the path is no path.
     """
-    folder = _folder(path)
+    folder = folder_of(path)
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}.")
     if not (folder / CONTENTS).is_file():
@@ -117,12 +117,30 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         return found["version"], _decoded(found["tree"], tensors)
 
 
-def _folder(path: Any) -> Path:
+def folder_of(path: Any) -> Path:
+    """The path; TypeError for what is none, ValueError for an empty one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"path must be that of a folder, a str or a Path, got {type(path).__name__}.")
     if not os.fspath(path):
         raise ValueError("path is empty; give that of a folder.")
     return Path(path)
+
+
+def discard(path: str | os.PathLike[str], kind: str) -> None:
+    """Remove what `save` wrote there, if it is of this kind, with folders of the kind inside; nothing else goes."""
+    folder = folder_of(path)
+    before = _present(folder)
+    if before.get("format") != "curvops" or before.get("kind") != kind:
+        return
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            if each.is_dir() and not each.name.startswith(SCRATCH):
+                discard(each, kind)
+            elif each.is_dir():
+                shutil.rmtree(each)
+            elif each.name == CONTENTS or TENSORS.fullmatch(each.name):
+                each.unlink()
+        folder.rmdir()
 
 
 # Trees as JSON: what begins with "$" is not a name but says what stands in its place.
@@ -163,7 +181,7 @@ def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, A
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda i: -strides[i])
     turned = tensor.detach().permute(order)
-    if not turned.is_contiguous() or tensor.is_contiguous():
+    if not turned.is_contiguous():
         order, turned = list(range(tensor.ndim)), tensor.detach()
     # safetensors takes no two tensors that share memory, and writes all of it for a part.
     own = turned.untyped_storage().nbytes() == turned.nbytes and not any(_shares(turned, t) for t in tensors.values())

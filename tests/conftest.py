@@ -85,3 +85,11 @@ def no_foreign_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for target in FOREIGN_SOLVERS:
         monkeypatch.setattr(target, refuse)
+
+
+@pytest.fixture
+def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are saved whenever they may be, without waiting for the disk."""
+    monkeypatch.setattr("curvops.checkpoint.PAUSE", 0.0)
+    monkeypatch.setattr("curvops.checkpoint.SHARE", float("inf"))
+    monkeypatch.setattr("curvops.storage._flush", lambda path: None)

@@ -6,9 +6,10 @@ points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer,
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import norm
@@ -136,16 +139,23 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
     return given if isinstance(given, StochasticDescent) else StochasticDescent() if method == "sgd" else method
 
 
-def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float) -> Deviations:
+def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, kept: Checkpoint = NOTHING) -> Deviations:
     """The draws, at temperature 1; failures come back as reasons. "cg" and closed forms have gradients in P."""
     chosen = chosen_method(method, systems)
+    if kept and recorded(systems.precision.representation()):
+        raise ValueError(
+            "a checkpoint keeps no gradient, and the prior precision or the noise requires one: detach it, or leave "
+            "checkpoint out."
+        )
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
     if chosen == "cg":
-        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol))
+        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol, kept))
     with torch.no_grad():
         if chosen == "dual":
-            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol))
+            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol, kept))
+        if kept:
+            raise ValueError("method='sgd' keeps no checkpoint: use method='cg' or 'dual', or leave checkpoint out.")
         root = systems.root
         assert root is not None and isinstance(chosen, StochasticDescent)
         prior, points = systems.of_prior(), systems.of_points(root)
@@ -159,6 +169,16 @@ def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:
     )
 
 
+def record_of_deviations(found: Deviations) -> dict[str, Any]:
+    """The result as plain values and tensors."""
+    return record_of_result(found) | {"noise": asdict(found.noise)}
+
+
+def recorded_deviations(record: Mapping[str, Any]) -> Deviations:
+    """The result of such a record."""
+    return recorded_result(Deviations, {**record, "noise": Noise(**record["noise"])})
+
+
 def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
     """By the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
     if x0 is not None:
@@ -169,11 +189,11 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
     return Deviations(drawn.mT, noise, "closed form", (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
 
 
-def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Solution:
     P, right = systems.precision, systems.right_sides()
     if not recorded(P.representation()) and not P.promises().small and P._closed_form() is None:
-        M, spent = systems.preconditioner(P, systems.count)
-        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
+        M, spent = systems.preconditioner(P, systems.count, checkpoint=kept.part("preconditioner"))
+        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, checkpoint=kept.part("solve"))
         return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
     with torch.no_grad():
@@ -184,7 +204,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
     return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
 
 
-def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
+def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Solution:
     """z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
 
     The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
@@ -199,10 +219,11 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
-    M, sketched = systems.preconditioner(dual, systems.count, A)
+    M, sketched = systems.preconditioner(dual, systems.count, A, checkpoint=kept.part("preconditioner"))
     spent += sketched
-    while True:
-        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
+    for turn in itertools.count():
+        place = kept.part(f"solve-{turn}")
+        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess, checkpoint=place)
         z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
         residuals = _relative(right - systems.precision._matmul(z), right)
         spent += found.matvecs + 2 * systems.count

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,9 +20,11 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
+from curvops.checkpoint import Checkpoint, Place, digest, seed_of
 from curvops.linalg import Estimate
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian, Sequences
 from curvops.network.walks.passes import accumulate
@@ -38,7 +40,16 @@ from curvops.posterior.arguments import (
     checked_draws,
 )
 from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
-from curvops.posterior.deviations import Deviations, Systems, deviations, raise_if_failed, tempered, trace
+from curvops.posterior.deviations import (
+    Deviations,
+    Systems,
+    deviations,
+    raise_if_failed,
+    record_of_deviations,
+    recorded_deviations,
+    tempered,
+    trace,
+)
 from curvops.posterior.evidence_parts import Evidence
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
@@ -184,6 +195,8 @@ class Laplace(Predictive):
         x0: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
         generator: torch.Generator | None = None,
+        *,
+        checkpoint: Place | None = None,
     ) -> Deviations:
         """Draws of N(0, T P⁻¹), the posterior less its mean, with the noise that they were made of.
 
@@ -202,6 +215,9 @@ class Laplace(Predictive):
             x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
             rtol: relative residual of each solve, far below the sampling error of k draws.
             generator: source of the noise.
+            checkpoint: a folder for what is reached, every half minute at most. After a crash the same call goes on
+                from there, the noise included, and ends with the same bits; the folder keeps the result, which a later
+                call returns at once. Not with "sgd".
 
         Returns:
             A `Deviations`: the draws as rows, true residuals, products, history.
@@ -210,7 +226,8 @@ class Laplace(Predictive):
             NotConverged: rtol was not reached; the error carries the `deviations`.
             Diverged: stochastic descent with a step size of one's own diverges.
             TypeError, ValueError: k, rtol or x0 of another kind, size or sign, noise of another problem, or a method
-                that does not exist or does not fit the curvature.
+                that does not exist or does not fit the curvature; a checkpoint of another problem.
+            OSError: the checkpoint cannot be written.
 
         Cost: a pull of J and the products that are reported. Memory: the draws, the right-hand sides, and what the
         method's working vectors have of `lin.memory_budget`.
@@ -218,18 +235,38 @@ class Laplace(Predictive):
         k = checked_count(k)
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
+        asked = {
+            "k": k,
+            "the method": repr(method),
+            "rtol": float(rtol),
+            "the noise": None if noise is None else repr(noise),
+            "x0": None if x0 is None else digest([x0]),
+            "the seed": None if noise is not None else seed_of(generator),
+        }
         if noise is None:
             noise = Noise.drawn(self.lin, k, generator)
         elif not isinstance(noise, Noise):
             raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
         noise.require_of(self.lin, k)
+        kept = Checkpoint(checkpoint, "deviations", lambda: self._problem(asked), self.mean.device)
+        if kept.result is not None:
+            return recorded_deviations(kept.outcome)
+        known = kept.also("noise", partial(asdict, noise))
+        noise = noise if known is None else Noise(**known)
+        kept.save(dict, now=True)
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         if start is not None and self.temperature != 1:
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         systems = Systems(precision, self.curvature, self.prior, noise, k, self.spectrum.preconditioner)
-        found = raise_if_failed(deviations(systems, method, start, float(rtol)), float(rtol))
-        return dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
+        found = raise_if_failed(deviations(systems, method, start, float(rtol), kept), float(rtol))
+        found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
+        kept.finish(record_of_deviations(found) if kept else None)
+        return found
+
+    def _problem(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps of this posterior and of what was asked of it."""
+        return {**problem_of(self.precision), "the temperature": self.temperature, **asked}
 
     def trace(
         self,

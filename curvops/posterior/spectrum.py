@@ -15,6 +15,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import Place
 from curvops.linalg import (
     Damped,
     Estimate,
@@ -252,13 +253,19 @@ class Spectrum:
                 found.solved = precision, found.formed.add_diagonal(shift)
             return found.solved[1]
 
-    def preconditioner(self, precision: Any, columns: int, prior: Tensor | None = None) -> tuple[Any, int]:
+    def preconditioner(
+        self, precision: Any, columns: int, prior: Tensor | None = None, checkpoint: Place | None = None
+    ) -> tuple[Any, int]:
         """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
 
         A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
         a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
-        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart.
+        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart. With a `checkpoint` it is the one of that
+        folder, whatever was sketched before.
         """
+        if checkpoint is not None:
+            made = precision.preconditioner(columns, checkpoint=checkpoint)
+            return made, 0 if made is None else made.matvecs
         if not isinstance(precision, Damped) or recorded(precision.representation()) or precision.shift.ndim > 1:
             return precision.preconditioner(columns), 0
         space, diagonal = ("weights", precision.shift) if prior is None else ("functions", prior)

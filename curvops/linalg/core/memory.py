@@ -39,6 +39,9 @@ class Memory(Protocol):
     def keep(self, owner: object, nbytes: int) -> None:
         """So many bytes are in use for as long as the owner exists."""
 
+    def expect_many(self) -> None:
+        """Products to come are more than those made so far: what serves many of them serves the next."""
+
 
 Memories = frozenset[Memory]
 

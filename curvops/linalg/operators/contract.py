@@ -16,6 +16,7 @@ import torch
 from linear_operator.operators import LinearOperator, RootLinearOperator, to_linear_operator
 from torch import Tensor
 
+from curvops.checkpoint import Place
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_SIZE
 from curvops.linalg.core.results import (
@@ -310,7 +311,9 @@ class SolverContract:
         if form is not None:
             form.require_definite()
 
-    def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
+    def preconditioner(
+        self, columns: int = 1, *, memory_budget: int | None = None, checkpoint: Place | None = None
+    ) -> Any:
         """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None
 

@@ -11,6 +11,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import Place
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
@@ -147,24 +148,35 @@ class Damped(OfOne):
     # Solving
 
     def preconditioner(
-        self, columns: int = 1, generator: torch.Generator | None = None, *, memory_budget: int | None = None
+        self,
+        columns: int = 1,
+        generator: torch.Generator | None = None,
+        *,
+        memory_budget: int | None = None,
+        checkpoint: Place | None = None,
     ) -> Any:
         """M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
 
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
         kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
-        cost no iterations.
+        cost no iterations. With a ``checkpoint`` it is the one of that folder, or a new one, as in `nystrom`.
         """
         cache = self._cache
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
-            if not cache.columns or columns > 4 * cache.columns:
-                cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget)
+            if checkpoint is not None or not cache.columns or columns > 4 * cache.columns:
+                cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
                 cache.columns = columns
             return cache.preconditioner
 
-    def _build_preconditioner(self, columns: int, generator: torch.Generator | None, memory_budget: int | None) -> Any:
+    def _build_preconditioner(
+        self,
+        columns: int,
+        generator: torch.Generator | None,
+        memory_budget: int | None,
+        checkpoint: Place | None = None,
+    ) -> Any:
         shift = self.shift.detach()
         if not bool((shift > 0).all()):
             return None
@@ -173,7 +185,13 @@ class Damped(OfOne):
             memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for
         try:
             sketch = nystrom(
-                base, rank=None, shift=level, rhs=columns, generator=generator, memory_budget=memory_budget
+                base,
+                rank=None,
+                shift=level,
+                rhs=columns,
+                generator=generator,
+                memory_budget=memory_budget,
+                checkpoint=checkpoint,
             )
         except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
             return None

@@ -11,11 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, Place, seed_of
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_known_psd
@@ -58,6 +61,7 @@ def low_rank(
     generator: torch.Generator | None = None,
     memory_budget: int | None = None,
     progress: Progress = None,
+    checkpoint: Place | None = None,
 ) -> LowRank:
     """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
 
@@ -76,12 +80,15 @@ def low_rank(
             of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
             cap where nothing is given.
         progress: as in `cg`.
+        checkpoint: a folder for what is reached, every half minute at most: a run that was killed goes on from there
+            and ends with the same bits. It keeps the result, too, which a later run returns at once. "nystrom" alone.
 
     Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
 
     Raises:
-        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, or a tensor in A
-            that requires a gradient: Â has none.
+        ValueError: rank not in 1..n, rtol not in (0, 1), an unknown method, a budget below one vector, a tensor in A
+            that requires a gradient: Â has none; or a checkpoint of another problem.
+        OSError: the checkpoint cannot be written.
         NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
@@ -95,11 +102,20 @@ def low_rank(
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):
         raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
-    generator = apart(generator)
+    if checkpoint is not None and method != "nystrom":
+        raise ValueError(f'method={method!r} keeps no checkpoint; take method="nystrom".')
+    asked = {"rank": rank, "rtol": rtol, "the seed": seed_of(generator)}
+    kept = Checkpoint(checkpoint, "low_rank", lambda: problem_of(op) | asked, facts.device)
+    generator = kept.source("generator", apart(generator), facts.device)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:
         return aim is not None and check.passes(U, values, aim)
 
+    if kept.result is not None:
+        ended = kept.outcome
+        found, error = recorded_result(_Found, ended["found"]), recorded_result(Estimate, ended["error"])
+        _warn(found, error, aim, rank, ended["limit"])
+        return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
     approximate = _by_nystrom if method == "nystrom" else _by_lanczos
     with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
         probes = PROBES
@@ -109,8 +125,10 @@ def low_rank(
         limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
         probed = Probed(multiply, facts, generator)
         check = _Check(probed, probes)
-        found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied)
+        check.recall(kept.also("error", check.state))
+        found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied, kept)
         error = check(found.vectors, found.values, found.matvecs)
+    kept.finish({"found": record_of_result(found), "error": record_of_result(error), "limit": limit})
     _warn(found, error, aim, rank, limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
 
@@ -133,12 +151,12 @@ class _Found:
     ended: bool
 
 
-def _by_nystrom(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied) -> _Found:
-    sketch = grow(probed, limit if fixed else None, limit, satisfied=satisfied, known_psd=psd)
+def _by_nystrom(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, kept: Checkpoint) -> _Found:
+    sketch = grow(probed, limit if fixed else None, limit, satisfied=satisfied, known_psd=psd, kept=kept)
     return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
 
 
-def _by_lanczos(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied) -> _Found:
+def _by_lanczos(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, _: Checkpoint) -> _Found:
     depth = limit if fixed else min(limit, FIRST_RANK)
     start = random_block(probed.facts, 1, "gaussian", probed.generator)
     run = LockStep(probed.multiply, start, depth)
@@ -175,6 +193,14 @@ class _Check:
 
     def __init__(self, probed: Probed, count: int) -> None:
         self.probed, self.count = probed, count
+
+    def state(self) -> dict[str, Tensor]:
+        """What was drawn and multiplied so far."""
+        return {name: vars(self)[name] for name in ("probes", "images") if name in vars(self)}
+
+    def recall(self, state: dict[str, Tensor] | None) -> None:
+        """Take what was drawn and multiplied before."""
+        vars(self).update(state or {})
 
     @cached_property
     def probes(self) -> Tensor:

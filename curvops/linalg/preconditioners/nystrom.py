@@ -10,10 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint, Place, seed_of
 from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
 from curvops.linalg.core.vectors import (
@@ -40,6 +43,8 @@ FIRST_RANK = 8
 MOST_RANK = 1024
 KEPT = 3
 """Arrays of n × rank numbers that are held at once."""
+KEPT_TOGETHER = 32
+"""Products that a sketch with a checkpoint makes together."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,32 +95,44 @@ def nystrom(
     rhs: int = 1,
     max_rank: int | None = None,
     progress: Progress = None,
+    checkpoint: Place | None = None,
 ) -> Nystrom:
     """Approximate positive semidefinite A from ``rank`` products with random vectors.
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
     products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
     earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, or what
-    the linearisation behind A has left of its own. ``progress`` is as in `cg`.
+    the linearisation behind A has left of its own. ``progress`` is as in `cg`. ``checkpoint``, a folder, keeps what is
+    reached, so that a run that was killed goes on, and the result.
 
     Raises:
-        ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative.
+        ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative, or the
+            checkpoint is of another problem.
+        OSError: the checkpoint cannot be written.
         NotPositiveSemidefinite: A has an eigenvalue clearly below zero.
 
     Source: Frangella, Tropp & Udell 2023, algorithm 2.1; the shift for stability from Li et al. 2017.
     """
-    n = describe_square(A).rows
+    facts = describe_square(A)
+    n = facts.rows
     for name, value in (("rank", rank), ("shift", shift), ("rhs", rhs), ("max_rank", max_rank)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    known = is_known_psd(A)
+    known, seed = is_known_psd(A), seed_of(generator)
+    asked = {"rank": rank, "shift": float(shift), "rhs": rhs, "max_rank": max_rank, "the seed": seed}
+    kept = Checkpoint(checkpoint, "nystrom", lambda: problem_of(A) | asked, facts.device)
+    source = kept.source("generator", apart(generator), facts.device)
+    if kept.result is not None:
+        return recorded_result(Nystrom, kept.outcome)
     with (
         at_work("nystrom", None if rank is None else limit, progress, A),
-        probing(A, apart(generator), Limits(memory=memory_budget)) as probed,
+        probing(A, source, Limits(memory=memory_budget)) as probed,
     ):
-        return grow(probed, rank, limit, float(shift), rhs, known_psd=known)
+        found = grow(probed, rank, limit, float(shift), rhs, known_psd=known, kept=kept)
+    kept.finish(record_of_result(found))
+    return found
 
 
 def grow(
@@ -127,6 +144,7 @@ def grow(
     *,
     satisfied: Callable[[Vectors, Tensor], bool] | None = None,
     known_psd: bool = False,
+    kept: Checkpoint = NOTHING,
 ) -> Nystrom:
     """Sketch until ``rank``, or until more does not pay, within ``limit`` products and the memory; earlier are kept.
 
@@ -137,14 +155,20 @@ def grow(
         limit = min(limit, memory // max(1, KEPT * n * facts.dtype.itemsize))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
+    if kept.state is not None:
+        Omega, Y, target, limit = (kept.state[name] for name in ("Omega", "Y", "target", "limit"))
     while True:
-        fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
-        fresh, _ = tall_qr(fresh, overwrite=True)
-        for _ in range(2 if Omega.shape[1] else 0):
-            fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
-        Omega = join(Omega, fresh)
-        Y = join(Y, probed.multiply(fresh))
-        del fresh
+        if Omega.shape[1] < target:
+            fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
+            fresh, _ = tall_qr(fresh, overwrite=True)
+            for _ in range(2 if Omega.shape[1] else 0):
+                fresh, _ = tall_qr(axpy(fresh, Omega, -gram(Omega, fresh)), overwrite=True)
+            Omega = join(Omega, fresh)
+            del fresh
+        while Y.shape[1] < target:
+            stop = min(target, Y.shape[1] + KEPT_TOGETHER) if kept else target
+            Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
+            kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit})  # noqa: B023
         U, values, exhausted = _factor(Omega, Y, known_psd)
         if rank is not None or exhausted or target >= limit:
             break

@@ -14,18 +14,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint, Place
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reason, Solution
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_block,
+    as_columns,
     axpy,
     columns,
     combine,
@@ -57,6 +63,7 @@ REFINED = 16
 """As many more for iterative refinement: what it keeps in float64."""
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
+STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met")
 DRIFT = 0.1
 """The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
 
@@ -74,6 +81,7 @@ def cg(
     refine: bool | torch.dtype = False,
     memory_budget: int | None = None,
     progress: Progress = None,
+    checkpoint: Place | None = None,
 ) -> Solution:
     """Solve A x = b for every column b of B; failures come back as reasons, never as answers.
 
@@ -93,6 +101,9 @@ def cg(
             None is what the linearisation behind A has left of its own budget.
         progress: None shows a bar of the products on a terminal after two seconds, True wherever standard error leads,
             False nothing at all. A function (what, products so far, total or None) is called after each product.
+        checkpoint: a folder for the state of the iteration, every half minute at most: after a crash the same call
+            goes on from there, with an equal preconditioner, and ends with the same bits. It keeps the solution, too.
+            Not with ``refine``.
 
     Returns:
         A Solution; ``x`` is shaped as B. One iteration costs one product per active column. Each column's residual is
@@ -101,8 +112,9 @@ def cg(
     Raises:
         TypeError: A, B or x0 is not of one real dtype, float32 or float64 (half precision is for storage: solve with
             ``A.to(torch.float32)``, which loses nothing).
-        ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, or refine
-            is a dtype other than these.
+        ValueError: shapes or devices do not fit, A is not square, rtol, maxiter or memory_budget is negative, refine is
+            a dtype other than these, or the checkpoint is of another problem.
+        OSError: the checkpoint cannot be written.
 
     Source: O'Leary 1980, with orthonormal directions and dependent ones dropped (Ji & Li 2017); residual replacement
     as in van der Vorst & Ye 2000.
@@ -111,18 +123,40 @@ def cg(
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
+    if checkpoint is not None and refine is not False:
+        raise ValueError(f"cg keeps no checkpoint of iterative refinement: leave checkpoint or refine={refine} out.")
     most = iterations_allowed(facts.rows, maxiter)
+    asked = {"rtol": float(rtol), "maxiter": maxiter, "block": block}
+    kept = Checkpoint(checkpoint, "cg", lambda: problem_of(A) | asked | _sides(B, x0), facts.device)
+    if kept.result is not None:
+        return recorded_result(Solution, kept.outcome)
+    B, x0 = kept.also("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = applied(preconditioner)
+
+    done: list[int] = []
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            return _solve(A, apply, block, part, start, float(rtol), most, callback)
+            place = kept.part(f"columns-{sum(done)}-{part.shape[1]}")
+            found = _solve(A, apply, block, part, start, float(rtol), most, callback, place)
+            done.append(part.shape[1])
+            return found
         low = facts.dtype if refine is True else refine
         correct = partial(_solve, A.to(low), _in_dtype(apply, facts.dtype), block)
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, float(rtol), most, callback)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    return solved("cg", solve, A, B, x0, vectors, memory_budget, progress)
+    found = solved("cg", solve, A, B, x0, vectors, memory_budget, progress, kept)
+    kept.finish(record_of_result(found))
+    return found
+
+
+def _sides(B: Vectors, x0: Vectors | None) -> dict[str, Any]:
+    """What tells right-hand sides and initial guesses from others, in a few numbers."""
+    return {
+        name: None if V is None else torch.cat([norm(as_columns(V)), as_columns(V)[:64].double().sum(0)])
+        for name, V in (("the right-hand sides", B), ("x0", x0))
+    }
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
@@ -139,13 +173,21 @@ def _solve(
     rtol: float,
     maxiter: int,
     callback: Callback | None,
+    place: Path | None = None,
 ) -> Solution:
     """Iterate on columns of unit norm."""
+    kept = Checkpoint(place, "cg of a block", dict, B.device)
+    if kept.result is not None:
+        return recorded_result(Solution, kept.outcome)
     system = UnitSystems.of(B, X0, B)
     directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
-    run = ConjugateGradients(product(A), precondition, directions, system, X0 is not None, rtol, maxiter, callback)
+    run = ConjugateGradients(
+        product(A), precondition, directions, system, X0 is not None, rtol, maxiter, callback, kept
+    )
     run.solve()
-    return system.solution(run.records)
+    found = system.solution(run.records)
+    kept.finish(record_of_result(found))
+    return found
 
 
 class ConjugateGradients:
@@ -165,13 +207,15 @@ class ConjugateGradients:
         rtol: float,
         maxiter: int,
         callback: Callback | None,
+        kept: Checkpoint = NOTHING,
     ) -> None:
+        self.kept = kept
         self.multiply, self.precondition, self.directions = multiply, precondition, directions
         self.B, self.maxiter = system.unit, maxiter
         self.K = self.B.shape[1]
         self.active = list(range(self.K))
         self.x, self.r = as_block(system.X), as_block(self.B)
-        if warm and self.K:
+        if warm and self.K and kept.state is None:
             self.r -= multiply(system.X)
         self.records = system.records(norm(self.r), rtol, maxiter, callback)
         self.records.matvecs = self.K if warm else 0
@@ -190,7 +234,10 @@ class ConjugateGradients:
     def solve(self) -> None:
         """Iterate until every column has a reason."""
         step: Step | None = None
-        P = self.propose(step)
+        if self.kept.state is None:
+            P = self.propose(step)
+        else:
+            step, P = self.recall(self.kept.state)
         while self.active:
             recursion, sound, overlap = self.fetch(P, step)
             if step is not None and not sound:
@@ -222,6 +269,20 @@ class ConjugateGradients:
             else:
                 step = self.take_step(Q)
                 P = self.propose(step)
+                self.kept.save(partial(self.state, step, P))
+
+    def state(self, step: Step, P: Vectors) -> dict[str, Any]:
+        """What a run that goes on after this step, with these directions, needs."""
+        own = {name: getattr(self, name) for name in STATE}
+        return own | {"records": self.records.state(), "step": vars(step), "P": P}
+
+    def recall(self, state: Mapping[str, Any]) -> tuple[Step, Vectors]:
+        """Go on from there; returns the last step and the next directions."""
+        for name in STATE:
+            setattr(self, name, state[name])
+        self.records.recall(state["records"])
+        self.last = Step(**state["step"])
+        return self.last, state["P"]
 
     def take_step(self, Q: Vectors) -> Step:
         """The one block product of an iteration."""

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.memory import (
     BlockHalved,
@@ -194,6 +196,7 @@ def solved(
     vectors: int,
     memory_budget: int | None,
     progress: Progress,
+    kept: Checkpoint = NOTHING,
 ) -> Solution:
     """The outcome of ``solve(B, x0)``, for as many columns at a time as memory has room for, at least one.
 
@@ -201,7 +204,8 @@ def solved(
     run together.
     """
     with torch.no_grad(), at_work(what, None, progress, A):
-        found = _in_groups(solve, A, as_columns(B), None if x0 is None else as_columns(x0), vectors, memory_budget)
+        start = None if x0 is None else as_columns(x0)
+        found = _in_groups(solve, A, as_columns(B), start, vectors, memory_budget, kept)
     return replace(found, x=shaped_as(found.x, B))
 
 
@@ -212,12 +216,16 @@ def _in_groups(
     X0: Vectors | None,
     vectors: int,
     memory_budget: int | None,
+    kept: Checkpoint,
 ) -> Solution:
     column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     found: list[Solution] = []
     X, start, halved = B, 0, False
+    widths: list[int] = kept.state or [width]  # of the groups so far: a run that goes on makes the same
+    kept.save(lambda: widths, now=True)
     while start < K:
+        width = widths[min(len(found), len(widths) - 1)]
         stop = min(K, start + width)
         try:
             with holding(A, width * column):
@@ -238,6 +246,8 @@ def _in_groups(
             continue
         # Here the error is gone, and with it the tensors that its traceback held.
         width = failed // 2
+        widths = [*(len(one.reasons) for one in found), width]
+        kept.save(partial(list, widths), now=True)
         if not halved:
             warnings.warn(
                 f"out of memory with {failed} columns together: {width} are solved for at a time, or fewer where these "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ CHECK_EVERY = 50
 """Iterations between two looks at the true residual."""
 ANSWERED = 0.1
 """A residual above this share of b answers nothing, however small the backward error is."""
+STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
 UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
 """Stops that say how the iteration ended, and nothing of the operator."""
 
@@ -79,6 +81,19 @@ class Records:
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []
         self.iteration = self.matvecs = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs."""
+        reasons = {str(column): reason.name for column, reason in self.reasons.items()}
+        history = torch.tensor(self.history, dtype=torch.float64)
+        return {name: getattr(self, name) for name in STATE} | {"reasons": reasons, "history": history}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name in STATE:
+            setattr(self, name, state[name])
+        self.reasons = {int(column): Reason[name] for column, name in state["reasons"].items()}
+        self.history = state["history"].tolist()
 
     @property
     def vanishing(self) -> float:

@@ -45,6 +45,7 @@ def columns_within(memory_budget: int | None, n: int, size: int, block_size: int
 class BlockLanczos(Projection):
     """T = QᵀAQ for symmetric A, with A Q = Q T + P C; ``skew`` is by how much A was seen not to be."""
 
+    STATE = (*Projection.STATE, "skew", "looked")
     skew, looked = 0.0, 0
 
     @property

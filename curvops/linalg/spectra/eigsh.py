@@ -17,9 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, Place, digest, seed_of
 from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.memory import Multiply, working
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Eigenpairs, Reason
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,
@@ -62,6 +65,7 @@ def eigsh(
     solver: Solver | None = None,
     callback: Callback | None = None,
     progress: Progress = None,
+    checkpoint: Place | None = None,
 ) -> Eigenpairs:
     """The k eigenpairs of symmetric A at one end, both ends or the interior of its spectrum, with multiplicity.
 
@@ -90,6 +94,7 @@ def eigsh(
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
+        checkpoint: a folder for what is reached, as in `low_rank`: the basis, every half minute at most.
 
     Returns:
         Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each.
@@ -97,7 +102,8 @@ def eigsh(
 
     Raises:
         ValueError: A is not square, k not in 1..n, an unknown ``which``, sigma without "interior" or the reverse, or a
-            budget too small for k pairs.
+            budget too small for k pairs, or a checkpoint of another problem.
+        OSError: the checkpoint cannot be written.
 
     Source: Wu & Simon 2000, with blocks and full reorthogonalisation; a single vector misses members of a cluster.
     """
@@ -105,6 +111,21 @@ def eigsh(
     n = facts.rows
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     _check(n, k, which, sigma)
+    asked = {
+        "k": k,
+        "which": which,
+        "sigma": None if sigma is None else float(sigma),
+        "rtol": float(rtol),
+        "block_size": block_size,
+        "maxiter": maxiter,
+        "max_matvecs": max_matvecs,
+        "the start": None if start is None else digest([start]),
+        "the seed": seed_of(generator),
+    }
+    kept = Checkpoint(checkpoint, "eigsh", lambda: problem_of(A) | asked, facts.device)
+    generator = kept.source("generator", generator, facts.device)
+    if kept.result is not None:
+        return recorded_result(Eigenpairs, kept.outcome)
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
     with (
@@ -112,7 +133,8 @@ def eigsh(
         at_work("eigsh", max_matvecs, progress, A),
         working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room),
     ):
-        capacity, b, capped = basis_columns(facts, n, n, k, wide, narrow, room)
+        sizes = kept.also("basis", lambda: sizes) or list(basis_columns(facts, n, n, k, wide, narrow, room))
+        capacity, b, capped = sizes
         block = start_block(facts, start, b, generator)
         most = math.inf if max_matvecs is None else max_matvecs - k
         if most < k + b:
@@ -128,6 +150,7 @@ def eigsh(
             maxiter=iterations_allowed(n, maxiter),
             most_matvecs=most,
             callback=callback,
+            kept=kept,
         )
         reason = search.run(start is None)
         if reason is Reason.NON_FINITE:
@@ -142,7 +165,9 @@ def eigsh(
             reason = inverse.failure or reason
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
-        return _certified(vectors, values, residuals, which, sigma, float(rtol), size, reason, spent)
+        found = _certified(vectors, values, residuals, which, sigma, float(rtol), size, reason, spent)
+    kept.finish(record_of_result(found))
+    return found
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, as_block, norm, part
 from curvops.linalg.spectra.basis import Basis
 
@@ -19,6 +21,8 @@ DROPPED = 10
 
 class CountedProduct:
     """A product with blocks that counts the vectors it was given."""
+
+    failure: Reason | None = None
 
     def __init__(self, multiply: Callable[[Vectors], Vectors]) -> None:
         self.multiply, self.matvecs = multiply, 0
@@ -38,6 +42,8 @@ class Projection(ABC):
     eigenvalues are met more than once.
     """
 
+    STATE: ClassVar[tuple[str, ...]] = ("pending", "T", "C", "Y", "locked", "degree", "scale", "size", "failed")
+
     def __init__(
         self, multiply: CountedProduct, start: Float[Vectors, "n b"], capacity: int, generator: torch.Generator | None
     ) -> None:
@@ -53,6 +59,24 @@ class Projection(ABC):
         _, independent, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
         self.pending = self.basis.fresh(self.block_size, independent)
         self.C = torch.zeros(self.upcoming, 0, dtype=torch.float64)
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs, the source of random directions left out."""
+        failure = self.multiply.failure
+        return {name: getattr(self, name) for name in self.STATE} | {
+            "basis": self.basis.columns,
+            "matvecs": self.multiply.matvecs,
+            "failure": None if failure is None else failure.name,
+        }
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name in self.STATE:
+            setattr(self, name, state[name])
+        self.basis.width = 0
+        self.basis.append(state["basis"])
+        self.multiply.matvecs = state["matvecs"]
+        self.multiply.failure = None if state["failure"] is None else Reason[state["failure"]]
 
     @abstractmethod
     def step(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg.core.orthogonal import tall_qr
-from curvops.linalg.core.results import ACCEPTED, Reason, Solution
+from curvops.linalg.core.results import ACCEPTED, Solution
 from curvops.linalg.core.vectors import Matrix, combine, gram, product
 from curvops.linalg.solvers.minres import minres
 from curvops.linalg.solvers.systems import shifted
@@ -34,7 +34,6 @@ class ShiftInverse(CountedProduct):
     def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:
         super().__init__(product(A))
         self.shifted, self.rtol, self.most, self.solver = shifted, rtol, most, solver
-        self.failure: Reason | None = None
 
     def __call__(self, V: Tensor) -> Tensor:
         """Solve for a block."""

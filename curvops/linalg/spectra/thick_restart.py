@@ -11,12 +11,13 @@ eigenvalue beyond those of the complement (Kuczyński & Woźniakowski 1992). δ^
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
 from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.spectra.projection import Projection
@@ -24,6 +25,7 @@ from curvops.progress import remark
 
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 
+STATE = ("iteration", "seen", "values", "residuals", "found", "further")
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, for the true one is a little larger.
 SAFETY = 0.5
@@ -71,6 +73,7 @@ class Search:
         maxiter: int,
         most_matvecs: float | int,
         callback: Callback | None,
+        kept: Checkpoint = NOTHING,
     ) -> None:
         self.process, self.which, self.k, self.rtol = process, which, k, rtol
         self.capacity, self.maxiter, self.most_matvecs, self.callback = capacity, maxiter, most_matvecs, callback
@@ -78,20 +81,39 @@ class Search:
         self.seen = -1
         self.values = self.residuals = torch.zeros(0, dtype=torch.float64)
         self.found = self.values
+        self.further = False
+        """Whether pairs were found, and others are looked for in their complement."""
+        self.kept = kept
+        if kept.state is not None:
+            self.recall(kept.state)
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs."""
+        return {name: getattr(self, name) for name in STATE} | {"process": self.process.state()}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name in STATE:
+            setattr(self, name, state[name])
+        self.process.recall(state["process"])
 
     def run(self, random_start: bool) -> Reason:
         """CONVERGED, ITERATION_LIMIT, UNVERIFIED, or NON_FINITE, in which case fewer than k may be locked."""
         process, nothing = self.process, torch.zeros(0, dtype=torch.long)
-        reason = self._pursue(self._converged, lambda: self.k)
-        if reason is Reason.NON_FINITE:
-            return reason
-        chosen = wanted(self.values, self.which, self.k)
-        self.found = self.values[chosen]
-        certain = process.complete or (random_start and not self._crowded(self.residuals[chosen]))
-        process.lock(nothing, chosen)
+        reason, certain, begun = Reason.CONVERGED, False, self.further
+        if not begun:
+            reason = self._pursue(self._converged, lambda: self.k)
+            if reason is Reason.NON_FINITE:
+                return reason
+            chosen = wanted(self.values, self.which, self.k)
+            self.found = self.values[chosen]
+            certain = process.complete or (random_start and not self._crowded(self.residuals[chosen]))
+            process.lock(nothing, chosen)
         while reason is Reason.CONVERGED and not certain:
-            process.refill(process.block_size)
-            self.seen = -1
+            if not begun:
+                process.refill(process.block_size)
+                self.seen = -1
+            self.further, begun = True, False
             reason = self._pursue(self._cleared, lambda: max(1, len(self._better())))
             if reason is not Reason.CONVERGED:
                 return reason if reason is Reason.NON_FINITE else Reason.UNVERIFIED
@@ -110,6 +132,7 @@ class Search:
     def _pursue(self, done: Callable[[], bool], needed: Callable[[], int]) -> Reason:
         process = self.process
         while True:
+            self.kept.save(self.state)
             spent = self.iteration >= self.maxiter or process.matvecs + process.cost > self.most_matvecs
             if spent and process.locked + process.width >= self.k:
                 self._look()

@@ -33,6 +33,9 @@ class Caching(Protocol):
     def shrink(self, most: int) -> None:
         """Free engines until at most so many bytes are kept."""
 
+    def expect_many(self) -> None:
+        """Choose engines as for many products."""
+
 
 class Budget:
     """One budget of bytes, shared by the engines kept between products and the vectors that algorithms work with.
@@ -81,6 +84,11 @@ class Budget:
         """So many bytes of vectors are in use for as long as ``owner`` exists."""
         self._take(nbytes)
         weakref.finalize(owner, self._take, -nbytes).atexit = False
+
+    def expect_many(self) -> None:
+        """Products to come are more than those made so far."""
+        for cache in list(self._caches):
+            cache.expect_many()
 
     def _take(self, nbytes: int) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise
-from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
+from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
@@ -28,6 +28,8 @@ from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
+MANY = 10_000
+"""Products beside which those of a solve do not change what an engine costs."""
 CACHES = ("_kept", "_asked", "_complete")
 
 
@@ -117,6 +119,11 @@ class Passes:
             while self._kept and self.kept_bytes > most:
                 self._kept.popitem()
                 self._complete = False
+
+    def expect_many(self) -> None:
+        """Choose engines as after `MANY` products, whatever came before."""
+        with self.model.lock:
+            self._asked = Counter({SOLVER: MANY})
 
     def reduced(self, fisher: OutputFisher) -> Passes:
         """The walk that multiplies with Lᵀ J, H = L Lᵀ, in place of J; its labels must be batches.

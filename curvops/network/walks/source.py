@@ -26,6 +26,10 @@ class Source:
     data: int
     likelihood: str
 
+    def __str__(self) -> str:
+        """The data alone: a likelihood that holds a function has a name that each process draws anew."""
+        return f"{self.num_data} points of fingerprint {self.data}"
+
 
 def source_of(data: Batches | AbsentBatches, likelihood: Likelihood, token: str) -> Source:
     """The source of a linearisation; `token` stands for a likelihood that holds more than tensors and numbers."""

@@ -1,0 +1,50 @@
+"""Is this the matrix that it was? What a checkpoint keeps of a matrix, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from curvops.checkpoint import digest
+from curvops.linalg.core.memory import memories_of
+from curvops.linalg.core.sources import sources_of
+from curvops.linalg.core.vectors import Matrix, describe, norm, product
+from curvops.progress import aside
+
+PROBES = 2
+
+
+@torch.no_grad()
+def problem_of(A: Matrix) -> dict[str, Any]:
+    """Size, dtype, kind, tensors and data of A, and its products with two fixed vectors, in a few numbers.
+
+    Products that follow are served by the engine that pays for many: the first of a process and the first after a crash
+    have the same bits then.
+    """
+    facts, sources = describe(A), sources_of(A)
+    counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
+    tensors = [A] if isinstance(A, Tensor) else A.representation()
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (PROBES, facts.columns), generator=generator).mT.to(facts.device, facts.dtype) * 2 - 1
+    image = aside(product(A))(signs)
+    for memory in memories_of(A):
+        memory.expect_many()
+    return {
+        "the size": [facts.rows, facts.columns],
+        "the dtype": str(facts.dtype),
+        "the kind of operator": kind_of(A),
+        "its tensors (weights, prior precision, noise)": digest(tensors),
+        "the data": counts,
+        "its products": torch.cat([norm(image), image[: min(len(image), 64)].double().sum(0)]),
+    }
+
+
+def kind_of(A: Any) -> str:
+    """The classes that A is made of."""
+    if not isinstance(A, LinearOperator):
+        return "tensor"
+    parts = [kind_of(part) for part in A._args if isinstance(part, LinearOperator)]
+    return type(A).__name__ + (f"({', '.join(parts)})" if parts else "")

@@ -1,0 +1,57 @@
+"""Runs that end amid their products, as a process does that is killed, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.operators.dense import Dense
+
+
+class Killed(Exception):
+    """What ends a run."""
+
+
+def counted(matrix: Tensor, most: float) -> Any:
+    """An operator of this matrix that ends the run at the product after so many."""
+    operator: Any = Dense(matrix, psd=True)
+    operator.products = 0
+
+    def product(block: Tensor) -> Tensor:
+        operator.products += 1
+        if operator.products > most:
+            raise Killed
+        return matrix @ block
+
+    operator._matmul = product
+    return operator
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether these records have the same bits."""
+    if isinstance(one, Tensor):
+        return (
+            isinstance(other, Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def goes_on(run: Callable[[float, Any], Any], matrix: Tensor, folder: Any, killed: list[int]) -> tuple[Any, int]:
+    """What a run ends with that was killed after so many products each time, and its products of the last start."""
+    for most in killed:
+        try:
+            run(counted(matrix, most), folder)
+        except Killed:
+            continue
+        raise AssertionError(f"{most} products were enough")
+    operator = counted(matrix, float("inf"))
+    return run(operator, folder), operator.products

@@ -1,0 +1,112 @@
+"""Draws whose run was killed end with the bits of a run that was not."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.operators.curvature import Curvature
+from curvops.posterior.deviations import record_of_deviations
+from tests.linalg.interrupted import Killed, equal
+
+
+def setting(prior=0.05, points=40, shift=0.0):
+    """291 weights: more than are solved for densely. A new linearisation each time, as in a new process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).double()
+    x, y = torch.randn(points, 8, dtype=torch.float64) + shift, torch.arange(points) % 3
+    return co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior, check_mode=False)
+
+
+def draws(folder, method="cg", seed=0, **options):
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    found = setting().deviations(3, method=method, rtol=1e-7, generator=generator, checkpoint=folder, **options)
+    return record_of_deviations(found)
+
+
+@pytest.fixture
+def after(monkeypatch):
+    """Ends a run after so many products with the curvature; counts them."""
+    plain, state = Curvature._product, {"left": float("inf"), "made": 0}
+
+    def product(operator, block):
+        state["left"] -= 1
+        state["made"] += 1
+        if state["left"] < 0:
+            raise Killed
+        return plain(operator, block)
+
+    monkeypatch.setattr(Curvature, "_product", product)
+    return state
+
+
+@pytest.mark.parametrize("method", ["cg", "dual"])
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(method, after, tmp_path, saved_at_each_step):
+    whole = draws(tmp_path / "whole", method)
+    products = after["made"]
+    for killed in (1, products // 2) if method == "cg" else (1,):
+        after["left"] = killed
+        with pytest.raises(Killed):
+            draws(tmp_path / str(killed), method)
+        after["left"], after["made"] = float("inf"), 0
+        torch.manual_seed(killed)
+        assert equal(draws(tmp_path / str(killed), method), whole)
+        assert after["made"] <= products - killed + 3, "products were made twice"
+    assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_kill_9_loses_nothing(tmp_path, saved_at_each_step):
+    """At moments over the whole of a run, and without a seed: the noise is the folder's."""
+    begin = time.monotonic()
+    whole = draws(tmp_path / "whole")
+    whole_time, ended = time.monotonic() - begin, 0
+    for turn in range(3):
+        child = os.fork()
+        if not child:
+            draws(tmp_path / "killed")
+            os._exit(0)
+        time.sleep(whole_time * (0.2 + 0.2 * turn))
+        os.kill(child, signal.SIGKILL)
+        ended += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert ended
+    assert equal(draws(tmp_path / "killed"), whole)
+
+
+def test_the_noise_of_a_run_without_a_seed_is_kept(after, tmp_path, saved_at_each_step):
+    after["left"] = 8
+    with pytest.raises(Killed):
+        draws(tmp_path, seed=None)
+    after["left"] = float("inf")
+    first = draws(tmp_path, seed=None)
+    again = draws(tmp_path, seed=None)
+    assert equal(first, again)
+    post = setting()
+    expected = post.deviations(3, co.posterior.noise.Noise(**first["noise"]), method="cg", rtol=1e-10).draws
+    P = post.precision.to_dense()
+    assert ((P @ (first["draws"] - expected).mT).norm(dim=0) <= 1.1e-7 * (P @ expected.mT).norm(dim=0)).all()
+
+
+def test_another_posterior_is_refused_by_name(tmp_path, saved_at_each_step):
+    found = setting().deviations(2, method="cg", checkpoint=tmp_path)
+    for what, call in {
+        "its tensors": lambda: setting(0.06).deviations(2, method="cg", checkpoint=tmp_path),
+        "the data": lambda: setting(shift=0.1).deviations(2, method="cg", checkpoint=tmp_path),
+        "k \\(2, here 3\\)": lambda: setting().deviations(3, method="cg", checkpoint=tmp_path),
+        "rtol": lambda: setting().deviations(2, method="cg", rtol=1e-4, checkpoint=tmp_path),
+        "the method": lambda: setting().deviations(2, checkpoint=tmp_path),
+        "the noise": lambda: setting().deviations(2, found.noise, method="cg", checkpoint=tmp_path),
+    }.items():
+        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+            call()
+    with pytest.raises(ValueError, match="method='sgd' keeps no checkpoint"):
+        setting().deviations(2, method="sgd", checkpoint=tmp_path / "sgd")
+    prior = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="keeps no gradient"):
+        setting(prior).deviations(2, method="cg", checkpoint=tmp_path / "gradient")
