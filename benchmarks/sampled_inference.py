@@ -1,0 +1,272 @@
+"""Draws, prior precision and predictions of a small convolutional network by solving, beside their dense definition.
+
+    python -m benchmarks.sampled_inference --output docs/figures --page docs/sampled.md     # or prints
+
+After Antorán et al. 2023: the path of the prior precision under EM and MacKay's update, from 8 draws and exactly;
+marginal and joint (dyadic) log-likelihoods of test digits; passes over the data that block CG and stochastic gradient
+descent on both losses take to an accuracy of the predictive variances; and the gradient noise of both losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import curvops as co
+from benchmarks.figures import save_small
+from benchmarks.machine import facts
+from benchmarks.report import fill
+from benchmarks.tables import machine_line, table
+from curvops.cli.demo.digits import Images, load_digits
+from curvops.cli.demo.network import fit
+from curvops.operators.curvature_root import root_of
+from curvops.plots import style
+
+DRAWS, TEST_DRAWS, MANY, STEPS = 8, 64, 1000, 15
+START = 30.0
+TOLERANCES = (0.5, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+EPOCHS = (3, 10, 30, 100)
+GOAL = 0.05
+PRIORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+
+
+def lenet() -> nn.Sequential:
+    """Two convolutions and two linear layers for 8 × 8 digits; 2,658 weights."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 12, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(48, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The trained network, linearised; its posterior at the start; training and test digits."""
+
+    model: nn.Module
+    lin: co.Linearization
+    post: co.Laplace
+    train: Images
+    test: Images
+
+
+def setting(seed: int) -> Setting:
+    """Trained on 1,000 digits under prior precision 1."""
+    digits = load_digits(1000)
+    train, test = digits.train, digits.test
+    torch.manual_seed(seed)
+    model = fit(lenet(), train, prior_precision=1.0, steps=1000, rate=1e-2, cosine=True)
+    lin = co.linearize(model, (train.x, train.y), "classification")
+    post = co.laplace(lin, prior_precision=START, check_mode=False)
+    return Setting(model, lin, post, train, test)
+
+
+def paths(given: Setting, seed: int) -> dict[str, co.Laplace]:
+    """The posterior after the steps of each update, from draws and with γ counted by the eigenvalues."""
+    return {
+        f"{update}, {'exact' if samples is None else f'{samples} draws'}": co.evidence.mackay(
+            given.post, samples, STEPS, update=update, generator=torch.Generator().manual_seed(seed)
+        )
+        for update in ("mackay", "em")
+        for samples in (None, DRAWS)
+    }
+
+
+def paths_table(found: dict[str, co.Laplace]) -> str:
+    """α and γ at the end, products by step."""
+    rows = []
+    for name, post in found.items():
+        assert isinstance(post.tuning, co.evidence.Tuning)
+        last, steps = post.tuning.steps[-1], post.tuning.steps
+        gamma = f"{float(last.effective_parameters):.1f} ± {float(last.stderr):.1f}"
+        products = ", ".join(str(step.matvecs) for step in steps)
+        rows.append([name, f"{float(post.prior_precision):.4f}", gamma, str(len(steps)), products])
+    return table(["update", "α", "γ at the last step", "steps", "products of each"], rows)
+
+
+def likelihoods(given: Setting, alpha: float, seed: int) -> list[list[str]]:
+    """Mean marginal and dyadic log-likelihood of test digits, nats a point and a pair of ten."""
+    exact = given.post.with_prior(alpha)
+    last = co.linearize(given.model, (given.train.x, given.train.y), "classification", parameters="last_layer")
+    posts = {
+        "last layer": co.laplace(last, prior_precision=alpha, check_mode=False),
+        "KFAC": co.laplace(given.lin, co.KFAC, alpha, check_mode=False),
+        "sampled": exact,
+    }
+    samples = {name: post.sample(TEST_DRAWS, torch.Generator().manual_seed(seed)) for name, post in posts.items()}
+    many = exact.sample(MANY, torch.Generator().manual_seed(seed + 1))
+    rows = {"MAP": _scores(exact, exact.mean.expand(2, -1), given.test, seed)}
+    rows |= {f"{name}, {TEST_DRAWS} draws": _scores(posts[name], samples[name], given.test, seed) for name in posts}
+    rows[f"exact covariance, {MANY:,} draws"] = _scores(exact, many, given.test, seed)
+    return [[name, *cells] for name, cells in rows.items()]
+
+
+def _scores(post: co.Laplace, samples: Tensor, test: Images, seed: int) -> list[str]:
+    pairs = torch.Generator().manual_seed(seed)
+    found = (
+        post.log_likelihood(test.x, test.y, samples=samples),
+        post.log_likelihood(test.x, test.y, joint=True, samples=samples, generator=pairs),
+    )
+    return [f"{float(e.value.mean()):.4f} ± {float(e.value.std()) / len(e.value) ** 0.5:.4f}" for e in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """Root mean square of the relative error of predictive variances, against passes over the data."""
+
+    passes: list[float]
+    errors: list[float]
+
+    def passes_to(self, goal: float) -> float:
+        """The first passes that reach it."""
+        return next((p for p, error in zip(self.passes, self.errors) if error <= goal), float("inf"))
+
+
+def courses(post: co.Laplace, test: Images, seed: int) -> dict[str, Course]:
+    """Of block CG by its tolerance, of gradient descent by its epochs; one noise, so that one answer is right."""
+    exact = post.deviations(DRAWS, method="cg", rtol=1e-6, generator=torch.Generator().manual_seed(seed))
+
+    def variances(draws: Tensor) -> Tensor:
+        return post.predict(test.x, samples=post.mean + draws).variance
+
+    right = variances(exact.draws)
+
+    def error(draws: Tensor) -> float:
+        return float((variances(draws) / right - 1).square().mean().sqrt())
+
+    found = {"block CG": Course([], [])}
+    for rtol in TOLERANCES:
+        cold = co.laplace(post.lin, prior_precision=post.prior_precision, check_mode=False)  # makes its own sketch
+        solved = cold.deviations(DRAWS, exact.noise, "cg", rtol=rtol)
+        found["block CG"].passes.append(solved.matvecs / DRAWS)
+        found["block CG"].errors.append(error(solved.draws))
+    for loss, name in (("low_variance", "SGD on L′"), ("standard", "SGD on L")):
+        found[name] = Course([], [])
+        for epochs in EPOCHS:
+            options = co.StochasticDescent(loss, batch_size=100, epochs=epochs)
+            try:
+                draws = post.deviations(DRAWS, exact.noise, options, rtol=1e-6).draws
+            except co.linalg.NotConverged as stopped:
+                draws = stopped.deviations.draws  # type: ignore[attr-defined]
+            found[name].passes.append(epochs)
+            found[name].errors.append(error(draws))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Noises:
+    """Σ_i E‖term_i‖² of the gradient at the minimiser: of L and of L′, by the formula and from draws."""
+
+    priors: list[float]
+    formula: dict[str, list[float]]
+    measured: dict[str, list[float]]
+
+
+def gradient_noise(given: Setting, seed: int) -> Noises:
+    """tr M_i − tr M_iΣM_i of L and tr M_iΣM_i of L′, over prior precisions; M_i = S_i S_iᵀ."""
+    names = ("L", "L′")
+    found = Noises([], {name: [] for name in names}, {name: [] for name in names})
+    root = root_of(given.post.curvature)
+    assert root is not None
+    S, N = root.to_dense().double(), given.lin.num_data
+    values, U = torch.linalg.eigh(S @ S.mT)
+    W = (U.mT @ S).unflatten(1, (N, -1)).transpose(0, 1)  # (N, D, R)
+    inner = W.mT @ W
+    for prior in PRIORS:
+        post = given.post.with_prior(prior)
+        covariance = W.mT @ (W / (values.clamp_min(0) + prior).unsqueeze(-1))
+        inside = (covariance * inner).sum()
+        found.priors.append(prior)
+        found.formula["L′"].append(float(inside))
+        found.formula["L"].append(float(inner.diagonal(dim1=1, dim2=2).sum() - inside))
+        drawn = post.deviations(TEST_DRAWS, method="cg", rtol=1e-4, generator=torch.Generator().manual_seed(seed))
+        pushed = (S.mT @ drawn.draws.mT.double()).unflatten(0, (N, -1))
+        noise = drawn.noise.of_data(root.shape[-1], TEST_DRAWS, drawn.draws).double().unflatten(0, (N, -1))
+        for name, e in (("L′", pushed), ("L", pushed - noise)):
+            found.measured[name].append(float((e * (inner @ e)).sum() / TEST_DRAWS))
+    return found
+
+
+def figure(found: dict[str, co.Laplace], run: dict[str, Course], noise: Noises) -> Figure:
+    """Left: α by step; middle: error against passes; right: gradient noise against the prior precision."""
+    drawn = style.blank(12.6, 3.8)
+    left, middle, right = drawn.subplots(1, 3)
+    for look, (name, post) in enumerate(found.items()):
+        assert isinstance(post.tuning, co.evidence.Tuning)
+        path = [float(step.prior_precision) for step in post.tuning.steps] + [float(post.prior_precision)]
+        _line(left, look, list(range(len(path))), path, name)
+    for look, (name, course) in enumerate(run.items()):
+        _line(middle, look, course.passes, course.errors, name)
+    middle.axhline(GOAL, color=style.GREY, linewidth=1, linestyle=":")
+    for look, name in enumerate(noise.formula):
+        _line(right, look, noise.priors, noise.formula[name], f"{name}, formula")
+        right.plot(noise.priors, noise.measured[name], "o", color=style.COLOURS[look], fillstyle="none", markersize=8)
+    for axes in (left, middle, right):
+        axes.set_yscale("log")
+    for axes in (middle, right):
+        axes.set_xscale("log")
+    style.dress(left, "step", "prior precision α")
+    style.dress(middle, "passes over the data a draw", "rms relative error of a variance")
+    style.dress(right, "prior precision α", "Σ E‖term of a point‖² (rings: measured)")
+    for axes in (left, middle, right):
+        axes.legend(fontsize=style.SMALL, frameon=False)
+    return drawn
+
+
+def _line(axes: Axes, look: int, x: Sequence[float], y: Sequence[float], label: str) -> None:
+    axes.plot(x, y, color=style.COLOURS[look], marker=style.MARKERS[look], linestyle=style.DASHES[look], label=label)
+
+
+def main() -> None:
+    """Measure, print or write the tables, draw the figure."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampled_inference", description=__doc__)
+    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for sampled.png")
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    given = setting(arguments.seed)
+    found = paths(given, arguments.seed)
+    tuned = given.post.with_prior(float(found[f"mackay, {DRAWS} draws"].prior_precision))
+    run, noise = courses(tuned, given.test, arguments.seed), gradient_noise(given, arguments.seed)
+    scores = likelihoods(given, float(tuned.prior_precision), arguments.seed)
+    tables = {
+        "paths": paths_table(found),
+        "scores": table(["predictive", "marginal, nats a point", "dyadic, nats a pair of ten"], scores),
+        "passes": table(
+            ["method", f"passes a draw to an error of {GOAL:.0%}", "errors reached (passes)"],
+            [
+                [
+                    name,
+                    f"{course.passes_to(GOAL):g}",
+                    ", ".join(f"{e:.3f} ({p:g})" for p, e in zip(course.passes, course.errors)),
+                ]
+                for name, course in run.items()
+            ],
+        ),
+    }
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
+    for name, text in tables.items():
+        if arguments.page is None:
+            print(text, end="\n\n")
+        else:
+            fill(arguments.page, name, f"{text}\n\n{machine}")
+    if arguments.output is not None:
+        save_small(figure(found, run, noise), arguments.output / "sampled.png")
+
+
+if __name__ == "__main__":
+    main()
