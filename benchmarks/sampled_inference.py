@@ -213,15 +213,16 @@ def figure(found: dict[str, co.Laplace], run: dict[str, Course], noise: Noises) 
         _line(middle, look, course.passes, course.errors, name)
     middle.axhline(GOAL, color=style.GREY, linewidth=1, linestyle=":")
     for look, name in enumerate(noise.formula):
-        _line(right, look, noise.priors, noise.formula[name], f"{name}, formula")
-        right.plot(noise.priors, noise.measured[name], "o", color=style.COLOURS[look], fillstyle="none", markersize=8)
+        _line(right, look, noise.priors, noise.formula[name], f"{name}, by the formula")
+        rings = {"label": "measured" if look else None, "fillstyle": "none", "markersize": 8}
+        right.plot(noise.priors, noise.measured[name], "o", color=style.COLOURS[look], **rings)
     for axes in (left, middle, right):
         axes.set_yscale("log")
     for axes in (middle, right):
         axes.set_xscale("log")
     style.dress(left, "step", "prior precision α")
     style.dress(middle, "passes over the data a draw", "rms relative error of a variance")
-    style.dress(right, "prior precision α", "Σ E‖term of a point‖² (rings: measured)")
+    style.dress(right, "prior precision α", "gradient noise Σ E‖term‖²")
     for axes in (left, middle, right):
         axes.legend(fontsize=style.SMALL, frameon=False)
     return drawn

@@ -1,0 +1,132 @@
+"""How do time and memory of inference from draws grow with the data?   python -m benchmarks.scale --page docs/scale.md
+
+A process for each number of points, whose batches are drawn anew in every pass, so that none is in memory: products
+with the GGN, 8 draws of the posterior and the linear model's mode, nothing kept between products. The fit of time on
+points and the growth of the peak are printed beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import curvops as co
+from benchmarks.machine import facts
+from benchmarks.peak import load_code, peak_bytes
+from benchmarks.report import fill
+from benchmarks.tables import MIB, machine_line, table
+from curvops.cli.demo.network import perceptron
+
+POINTS = (500, 2_000, 10_000, 50_000)
+BATCH, DRAWS, ROUNDS, BUDGET = 500, 8, 3, 64 * MIB
+WIDTHS = (64, 64, 10)
+PAPER = 5_000_000
+"""N·C of Antorán et al. 2023 (CIFAR-100, where a product is dearer for its network)."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Random points and labels, a batch at a time, the same in every pass."""
+
+    points: int
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, self.points, BATCH):
+            generator = torch.Generator().manual_seed(start)
+            x = torch.randn(BATCH, WIDTHS[0], generator=generator)
+            yield x, x[:, : WIDTHS[-1]].argmax(1)
+
+
+def measure(points: int) -> dict[str, float]:
+    """One row: seconds a product with one vector, products and seconds of draws and mode, peak bytes."""
+    torch.manual_seed(0)
+    load_code()
+    model = perceptron(*WIDTHS).eval()
+    lin = co.linearize(model, Stream(points), "classification", memory_budget=BUDGET, engine="streamed")
+    G, V = co.GGN(lin), torch.randn(DRAWS, lin.num_parameters).mT
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        _ = G @ V
+        times.append((time.perf_counter() - begin) / DRAWS)
+    post = co.laplace(lin, prior_precision=points / 50, check_mode=False)
+    begin = time.perf_counter()
+    drawn = post.deviations(DRAWS, method="cg", rtol=1e-2, generator=torch.Generator().manual_seed(0))
+    mode = post.linear_mode(rtol=1e-3)
+    spent = time.perf_counter() - begin
+    return {
+        "points": points,
+        "product": sorted(times[1:])[ROUNDS // 2],
+        "products": drawn.matvecs + mode.matvecs,
+        "seconds": spent,
+        "peak": peak_bytes(),
+        "parameters": lin.num_parameters,
+    }
+
+
+def fit(x: list[float], y: list[float]) -> tuple[float, float]:
+    """The slope of the least-squares line, and R²."""
+    a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+    slope = ((a - a.mean()) * (b - b.mean())).sum() / (a - a.mean()).square().sum()
+    rest = b - b.mean() - slope * (a - a.mean())
+    return float(slope), 1 - float(rest.square().sum() / (b - b.mean()).square().sum())
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The table, the fit and what it says of larger data."""
+    cells = [
+        [
+            f"{row['points'] * WIDTHS[-1]:,}",
+            f"{row['product'] * 1e3:,.1f} ms",
+            f"{row['products']:,}",
+            f"{row['seconds']:,.1f} s",
+            f"{row['peak'] / MIB:,.0f} MiB",
+        ]
+        for row in rows
+    ]
+    outputs = [float(row["points"] * WIDTHS[-1]) for row in rows]
+    slope, square = fit(outputs, [row["product"] for row in rows])
+    products = max(row["products"] for row in rows)
+    hours = slope * PAPER * products / 3600
+    grown = (rows[-1]["peak"] - rows[0]["peak"]) / MIB
+    return "\n\n".join(
+        [
+            table(["N·C", "a product", "products, 8 draws and mode", "their time", "peak of the process"], cells),
+            f"Time of a product on N·C: {slope * 1e6:.3f} µs an output (R² = {square:.4f}); the peak grows by "
+            f"{grown:.0f} MiB from the first row to the last. At N·C = {PAPER:,}, {products:,} products with a vector "
+            f"of D = {rows[0]['parameters']:,} would take {hours:.2f} hours on this machine.",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure each number of points in a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--points", type=int, default=None, help="one row alone, as JSON")
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
+    arguments = parser.parse_args()
+    if arguments.points is not None:
+        print(json.dumps(measure(arguments.points)))
+        return
+    command = [sys.executable, "-m", "benchmarks.scale", "--points"]
+    found = [subprocess.run([*command, str(n)], check=True, capture_output=True, text=True).stdout for n in POINTS]
+    text = report([json.loads(each.splitlines()[-1]) for each in found])
+    text += "\n\n" + machine_line({"machine": facts(torch.get_num_threads())})
+    if arguments.page is None:
+        print(text)
+    else:
+        fill(arguments.page, "scale", text)
+
+
+if __name__ == "__main__":
+    main()
