@@ -21,6 +21,7 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.result_record import record_of_result, recorded_result
+from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import norm
@@ -71,6 +72,8 @@ class Systems:
     noise: Noise
     count: int
     preconditioner: Callable[..., tuple[Any, int]]
+    memories: Memories
+    """The budgets that the draws come out of, which a structured P does not know."""
 
     @property
     def root(self) -> CurvatureRoot | None:
@@ -184,7 +187,7 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
     if x0 is not None:
         raise ValueError("x0 is where an iteration starts; a closed form takes none.")
     k, noise = systems.count, systems.noise
-    drawn = draw(systems.precision.inverse(rtol), k, noise.generator(systems.like.device))
+    drawn = draw(systems.precision.inverse(rtol), k, noise.generator(systems.like.device), systems.memories)
     none = torch.zeros(k, dtype=torch.float64)
     return Deviations(drawn.mT, noise, "closed form", (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
 

@@ -120,9 +120,10 @@ def test_draws_in_parts_are_draws_one_after_the_other():
     expected = torch.cat([draw(P, count, source) for count in (2, 2, 1)], 1)
     assert torch.equal(draw(P, 5, generator()), expected)
     post = co.laplace(lin, co.DiagonalGGN, prior_precision=0.5, check_mode=False)  # its operators know no network
-    source, inverse = generator(), post.precision.inverse()
-    expected = torch.cat([draw(inverse, count, source) for count in (2, 2, 1)], 1).mT + post.mean
-    torch.testing.assert_close(post.sample(5, generator()), expected, rtol=1e-14, atol=0)
+    found = post.deviations(5, generator=generator())
+    source, inverse = found.noise.generator("cpu"), post.precision.inverse()
+    expected = torch.cat([draw(inverse, count, source) for count in (2, 2, 1)], 1).mT
+    torch.testing.assert_close(found.draws, expected, rtol=1e-14, atol=0)
 
 
 CAPPED = {
