@@ -20,8 +20,8 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import norm
