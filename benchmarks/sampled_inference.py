@@ -195,7 +195,7 @@ def gradient_noise(given: Setting, seed: int) -> Noises:
         found.formula["L"].append(float(inner.diagonal(dim1=1, dim2=2).sum() - inside))
         drawn = post.deviations(TEST_DRAWS, method="cg", rtol=1e-4, generator=torch.Generator().manual_seed(seed))
         pushed = (S.mT @ drawn.draws.mT.double()).unflatten(0, (N, -1))
-        noise = drawn.noise.of_data(root.shape[-1], TEST_DRAWS, drawn.draws).double().unflatten(0, (N, -1))
+        noise = drawn.noise.of_data(root.shape[-1], range(TEST_DRAWS), drawn.draws).double().unflatten(0, (N, -1))
         for name, e in (("L′", pushed), ("L", pushed - noise)):
             found.measured[name].append(float((e * (inner @ e)).sum() / TEST_DRAWS))
     return found

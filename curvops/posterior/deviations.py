@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.summary import Summarised
@@ -70,10 +70,16 @@ class Systems:
     curvature: LinearOperator
     prior: Prior
     noise: Noise
-    count: int
+    columns: range
+    """Which of the noise's draws these are."""
     preconditioner: Callable[..., tuple[Any, int]]
     memories: Memories
     """The budgets that the draws come out of, which a structured P does not know."""
+
+    @property
+    def count(self) -> int:
+        """k."""
+        return len(self.columns)
 
     @property
     def root(self) -> CurvatureRoot | None:
@@ -82,23 +88,23 @@ class Systems:
 
     def of_prior(self) -> Float[Tensor, "D k"]:
         """Aθ⁰ ~ N(0, A)."""
-        return self.noise.of_prior(self.prior, self.count, self.like)
+        return self.noise.of_prior(self.prior, self.columns, self.like)
 
     def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
         """ε."""
-        return self.noise.of_data(root.shape[-1], self.count, self.like)
+        return self.noise.of_data(root.shape[-1], self.columns, self.like)
 
     def of_data(self) -> Float[Tensor, "D k"]:
         """Sε ~ N(0, G)."""
         root = self.root
         if root is None:
-            return self.noise.of_curvature(self.curvature, self.count)
+            return self.noise.of_curvature(self.curvature, self.columns)
         return root._matmul(self.of_points(root))
 
     def right_sides(self) -> Float[Tensor, "D k"]:
         """Aθ⁰ + Sε ~ N(0, P); of an indefinite curvature, which has no S, draws of N(0, P) itself."""
         if not is_psd(self.curvature):
-            return self.noise.of_curvature(self.precision, self.count)
+            return self.noise.of_curvature(self.precision, self.columns)
         return self.of_prior() + self.of_data()
 
     @property
@@ -152,6 +158,38 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, ke
         )
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
+    width, beside = solved_at_a_time(systems.precision, systems.count, systems.memories)
+    if kept or width >= systems.count or recorded(systems.precision.representation()):
+        return _together(systems, chosen, x0, rtol, kept)
+    draws, found = (
+        torch.empty(systems.count, len(systems.like), dtype=systems.like.dtype, device=systems.like.device),
+        [],
+    )
+    for start in range(0, systems.count, width):
+        part = systems.columns[start : start + width]
+        with held_in(systems.memories, beside):
+            guess = None if x0 is None else x0[:, start : start + width]
+            each = _together(replace(systems, columns=part), chosen, guess, rtol, kept)
+        draws[start : start + len(part)] = each.draws
+        found.append(replace(each, draws=each.draws[:0]))
+    return joined(draws, found)
+
+
+def joined(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
+    """What groups of draws found, one after the other."""
+    steps = max(len(part.history) for part in parts)
+    histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
+    return replace(
+        parts[0],
+        draws=draws,
+        reasons=tuple(reason for part in parts for reason in part.reasons),
+        relative_residuals=torch.cat([part.relative_residuals for part in parts]),
+        matvecs=sum(part.matvecs for part in parts),
+        history=torch.cat(histories, 1),
+    )
+
+
+def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Deviations:
     if chosen == "cg":
         return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol, kept))
     with torch.no_grad():

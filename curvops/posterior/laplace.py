@@ -259,7 +259,9 @@ class Laplace(Predictive):
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        systems = Systems(precision, self.curvature, self.prior, noise, k, self.spectrum.preconditioner, memories)
+        systems = Systems(
+            precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories
+        )
         found = raise_if_failed(deviations(systems, method, start, float(rtol), kept), float(rtol))
         found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
         kept.finish(record_of_deviations(found) if kept else None)

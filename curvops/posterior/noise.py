@@ -53,34 +53,34 @@ class Noise:
         if k > self.count:
             raise ValueError(f"k={k}, but the noise is of {self.count} draws; pass k={self.count} or fewer.")
 
-    def of_data(self, size: int, count: int, like: Tensor) -> Float[Tensor, "{size} k"]:
+    def of_data(self, size: int, columns: range, like: Tensor) -> Float[Tensor, "{size} k"]:
         """Standard normal columns, for the square root of the curvature."""
-        return self._columns(0, size, count, like)
+        return self._columns(0, size, columns, like)
 
-    def of_curvature(self, curvature: LinearOperator, count: int) -> Float[Tensor, "D k"]:
+    def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
         """Draws of N(0, G) for a curvature that has no square root by points."""
         parts = []
-        for start in range(0, count, DRAWN_TOGETHER):
+        for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
             drawn = draw(curvature, DRAWN_TOGETHER, self._generator(start, 0, curvature.device))
-            parts.append(drawn[:, : count - start])
+            parts.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
         return join(*parts)
 
-    def of_prior(self, prior: Prior, count: int, like: Tensor) -> Float[Tensor, "D k"]:
+    def of_prior(self, prior: Prior, columns: range, like: Tensor) -> Float[Tensor, "D k"]:
         """Draws ξ of N(0, A)."""
         if prior.diagonal is None:
             assert isinstance(prior.precision, LinearOperator)
-            return self.of_curvature(prior.precision, count)
+            return self.of_curvature(prior.precision, columns)
         scale = prior.diagonal.sqrt()
-        normal = self._columns(1, self.num_parameters, count, like)
+        normal = self._columns(1, self.num_parameters, columns, like)
         return normal * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
     def generator(self, device: Any) -> torch.Generator:
         """A source of further numbers."""
         return self._generator(0, 2, device)
 
-    def _columns(self, part: int, size: int, count: int, like: Tensor) -> Tensor:
-        rows = torch.empty(count, size, dtype=like.dtype, device=like.device)
-        for column, row in enumerate(rows):
+    def _columns(self, part: int, size: int, columns: range, like: Tensor) -> Tensor:
+        rows = torch.empty(len(columns), size, dtype=like.dtype, device=like.device)
+        for column, row in zip(columns, rows):
             row.normal_(generator=self._generator(column, part, like.device))
         return rows.mT
 

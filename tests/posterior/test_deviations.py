@@ -30,8 +30,8 @@ def vector_prior(post):
 def dense_deviations(post, noise, k):
     """P⁻¹(Aθ⁰ + Sε) with S from each point's J and H by autograd, the noise's numbers taken as they come."""
     root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
-    right = noise.of_prior(post.prior, k, post.mean)
-    right = right + root.to_dense() @ noise.of_data(root.shape[-1], k, post.mean)
+    right = noise.of_prior(post.prior, range(k), post.mean)
+    right = right + root.to_dense() @ noise.of_data(root.shape[-1], range(k), post.mean)
     return torch.linalg.solve(post.precision.to_dense(), right).mT
 
 
@@ -78,8 +78,8 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
     found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
     z, noise = found.draws.mT, found.noise
-    of_prior = noise.of_prior(post.prior, k, post.mean)
-    points = noise.of_data(root.shape[-1], k, post.mean)
+    of_prior = noise.of_prior(post.prior, range(k), post.mean)
+    points = noise.of_data(root.shape[-1], range(k), post.mean)
     right = of_prior + root @ points
     S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
     M = S @ S.mT
@@ -135,7 +135,7 @@ def test_curvatures_without_a_root_by_points_are_drawn_from_and_solved(curvature
     torch.testing.assert_close(fewer.draws, found.draws[:9], rtol=1e-8, atol=1e-9)
     other = post.with_prior(4.0).deviations(11, found.noise, method="cg", rtol=1e-11)
     noise, P = found.noise, post.precision.to_dense()
-    of_prior = noise.of_prior(post.prior, 11, post.mean)
+    of_prior = noise.of_prior(post.prior, range(11), post.mean)
     of_data = P @ found.draws.mT - of_prior  # Sε, which does not depend on the prior
     again = (P + 3 * torch.eye(len(P), dtype=DOUBLE)) @ other.draws.mT
     torch.testing.assert_close(again, of_data + 2 * of_prior, rtol=1e-7, atol=1e-8)
@@ -149,11 +149,14 @@ def test_the_root_of_the_covariance_is_exact():
     D, R = root.shape
 
     class Unit(type(noise)):
-        def of_data(self, size, count, like):
-            return torch.eye(R, R + D, dtype=like.dtype)
+        def of_data(self, size, columns, like):
+            return torch.eye(R, R + D, dtype=like.dtype)[:, columns.start : columns.stop]
 
-        def of_prior(self, prior, count, like):
-            return prior.precision.sqrt() * torch.eye(D, R + D, dtype=like.dtype).roll(R, 1)
+        def of_prior(self, prior, columns, like):
+            return (
+                prior.precision.sqrt()
+                * torch.eye(D, R + D, dtype=like.dtype).roll(R, 1)[:, columns.start : columns.stop]
+            )
 
     unit = Unit(0, R + D, noise.num_parameters, noise.num_data, noise.data)
     for method in ("cg", "dual"):
@@ -205,6 +208,18 @@ def test_noise_does_not_depend_on_batches_or_on_the_number_of_draws():
     )
     fewer = whole.deviations(2, method="cg", rtol=1e-10, generator=seeded())
     torch.testing.assert_close(fewer.draws, found.draws[:2])
+
+
+def test_draws_in_groups_are_those_together(monkeypatch):
+    """Where memory has room for a few columns alone; each has noise of its own."""
+    for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
+        post = setting(curvature=curvature)
+        whole = post.deviations(11, method="cg", rtol=1e-10, generator=seeded())
+        monkeypatch.setattr("curvops.posterior.deviations.solved_at_a_time", lambda *_: (3, 0))
+        parts = post.deviations(11, whole.noise, method="cg", rtol=1e-10, x0=whole.draws)
+        monkeypatch.undo()
+        torch.testing.assert_close(parts.draws, whole.draws, rtol=1e-8, atol=1e-9)
+        assert len(parts.reasons) == len(parts.relative_residuals) == parts.history.shape[1] == 11
 
 
 def test_traces_of_any_operator():
