@@ -161,17 +161,14 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, ke
     width, beside = solved_at_a_time(systems.precision, systems.count, systems.memories)
     if kept or width >= systems.count or recorded(systems.precision.representation()):
         return _together(systems, chosen, x0, rtol, kept)
-    draws, found = (
-        torch.empty(systems.count, len(systems.like), dtype=systems.like.dtype, device=systems.like.device),
-        [],
-    )
+    draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
         part = systems.columns[start : start + width]
         with held_in(systems.memories, beside):
             guess = None if x0 is None else x0[:, start : start + width]
             each = _together(replace(systems, columns=part), chosen, guess, rtol, kept)
-        draws[start : start + len(part)] = each.draws
-        found.append(replace(each, draws=each.draws[:0]))
+        place = draws[start : start + len(part)].copy_(each.draws)
+        found.append(replace(each, draws=place))  # its own are freed
     return joined(draws, found)
 
 
