@@ -115,7 +115,9 @@ def _network(
         post = inference.tune(start, generator)
         evidence = inference.evidence(post, generator)
     with stages.stage(f"{settings.samples} samples, one block solve"):
-        draws = post.sample(settings.samples, generator)
+        before, found = stages.spent, post.deviations(settings.samples, generator=generator)
+        stages.spent = before + found.matvecs  # in function space they are none of the GGN itself
+        draws = post.mean + found.draws
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
         predicted, upright = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
