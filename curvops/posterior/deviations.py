@@ -33,7 +33,7 @@ from curvops.posterior.priors import Prior
 from curvops.posterior.stochastic_descent import StochasticDescent
 
 FEWER_ROWS = 4
-"""So many times fewer outputs than weights make up for the tighter tolerance that function space needs."""
+"""Where memory is short, so many times fewer outputs than weights make up for function space's tighter tolerance."""
 METHODS = ("closed form", "cg", "dual", "sgd")
 
 
@@ -80,6 +80,11 @@ class Systems:
     def count(self) -> int:
         """k."""
         return len(self.columns)
+
+    @property
+    def at_a_time(self) -> tuple[int, int]:
+        """How many draws memory has room for together, and the bytes to hold beside their solves."""
+        return solved_at_a_time(self.precision, self.count, self.memories)
 
     @property
     def root(self) -> CurvatureRoot | None:
@@ -129,8 +134,8 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
             return "closed form"
         if carried or systems.precision.promises().small:
             return "cg"
-        few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2]
-        return "dual" if few and systems.prior.diagonal is not None else "cg"
+        few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2] and systems.prior.diagonal is not None
+        return "dual" if few and systems.at_a_time[0] < systems.count else "cg"
     if method not in METHODS:
         raise ValueError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
     kind = type(systems.curvature).__name__
@@ -158,7 +163,7 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, ke
         )
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
-    width, beside = solved_at_a_time(systems.precision, systems.count, systems.memories)
+    width, beside = systems.at_a_time
     if kept or width >= systems.count or recorded(systems.precision.representation()):
         return _together(systems, chosen, x0, rtol, kept)
     draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []

@@ -208,10 +208,11 @@ class Laplace(Predictive):
             noise: that of earlier deviations, for the same draws under another prior precision, observation noise,
                 method or tolerance; the first k where it is of more. None draws it anew.
             method: "cg" solves for all draws in one block, preconditioned where that pays; "dual" in function space,
-                cheaper where there are far fewer outputs in all than weights (GGN and Fishers, a prior that is a
-                number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with options, to few digits;
-                "closed form", for structured curvatures, has draws of its own, which the others do not find for the
-                same noise. None takes the closed form where there is one, else the cheaper of "cg" and "dual".
+                whose vectors are shorter where there are fewer outputs in all than weights, for more products (GGN
+                and Fishers, a prior that is a number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with
+                options, to few digits; "closed form", for structured curvatures, has draws of its own, which the others
+                do not find for the same noise. None takes the closed form where there is one, else "cg", or "dual"
+                where it has far shorter vectors and memory has no room for those of "cg".
             x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
             rtol: relative residual of each solve, far below the sampling error of k draws.
             generator: source of the noise.
