@@ -9,31 +9,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.data.batches import Batch
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.likelihoods.output_fisher import Exact
 from curvops.network.walks.passes import BatchMap
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 
 
 @dataclass(frozen=True, eq=False)
-class Displaced(OutputFisher):
+class Displaced(Exact):
     """The likelihood's output Fisher at f + shift, (N, C) for all points."""
 
-    likelihood: Likelihood
     shift: Tensor
 
-    def num_columns(self, num_outputs: int) -> int:
-        return self.likelihood.root_columns(num_outputs)
-
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(self.moved(f, batch), u, batch.targets, batch.weights)
+        return super().product(self.moved(f, batch), u, batch)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(self.moved(f, batch), z, batch.targets, batch.weights)
+        return super().root_product(self.moved(f, batch), z, batch)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(self.moved(f, batch), u, batch.targets, batch.weights)
+        return super().root_transpose_product(self.moved(f, batch), u, batch)
 
     def moved(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
         """The linear model's outputs."""

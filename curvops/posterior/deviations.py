@@ -22,9 +22,9 @@ from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.result_record import record_of_result, recorded_result
-from curvops.linalg.core.results import Reasoned, Solution
+from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.core.vectors import norm
+from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvature_root import CurvatureRoot, root_of
@@ -179,15 +179,13 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, ke
 
 def joined(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
     """What groups of draws found, one after the other."""
-    steps = max(len(part.history) for part in parts)
-    histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
     return replace(
         parts[0],
         draws=draws,
         reasons=tuple(reason for part in parts for reason in part.reasons),
         relative_residuals=torch.cat([part.relative_residuals for part in parts]),
         matvecs=sum(part.matvecs for part in parts),
-        history=torch.cat(histories, 1),
+        history=joined_histories([part.history for part in parts]),
     )
 
 
@@ -290,7 +288,7 @@ def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Fl
 def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     """mean_k of zᵀM z, with its standard error."""
     vectors = draws.mT
-    samples = (vectors * M._matmul(vectors)).double().sum(0)
+    samples = inner(vectors, M._matmul(vectors))
     if len(samples) < 2:
         raise ValueError("one draw gives no standard error; take two or more.")
     return mean_of(samples, len(samples))

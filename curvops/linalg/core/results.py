@@ -91,6 +91,12 @@ def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
     return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
 
 
+def joined_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
+    """The columns of several histories side by side; the last row of a shorter one goes on."""
+    steps = max(map(len, histories))
+    return torch.cat([torch.cat([one, one[-1:].expand(steps - len(one), -1)]) for one in histories], 1)
+
+
 class Reasoned:
     """A result of several columns, each with its reason."""
 

@@ -25,7 +25,7 @@ from curvops.linalg.core.memory import (
     room_for,
     vector_bytes,
 )
-from curvops.linalg.core.results import Reason, Solution, converged
+from curvops.linalg.core.results import Reason, Solution, converged, joined_histories
 from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
     Description,
@@ -260,8 +260,6 @@ def _in_groups(
 
 
 def _joined(parts: list[Solution], X: Vectors) -> Solution:
-    steps = max(len(part.history) for part in parts)
-    histories = [torch.cat([p.history, p.history[-1:].expand(steps - len(p.history), -1)]) for p in parts]
     normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
     return Solution(
         X,
@@ -271,7 +269,7 @@ def _joined(parts: list[Solution], X: Vectors) -> Solution:
         torch.cat([part.backward_errors for part in parts]),
         max(part.iterations for part in parts),
         sum(part.matvecs for part in parts),
-        torch.cat(histories, 1),
+        joined_histories([part.history for part in parts]),
         normal_residuals=torch.cat(normal) if normal else None,
         exact_matvecs=sum(part.exact_matvecs for part in parts),
         groups=len(parts),
