@@ -236,26 +236,33 @@ class Laplace(Predictive):
         k = checked_count(k)
         check_accuracy(rtol, generator)
         self.spectrum.require_gradients()
-        asked = {
-            "k": k,
-            "the method": repr(method),
-            "rtol": float(rtol),
-            "the noise": None if noise is None else repr(noise),
-            "x0": None if x0 is None else digest([x0]),
-            "the seed": None if noise is not None else seed_of(generator),
-        }
+        start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
+        given = noise
+        seed = None if checkpoint is None or given is not None else seed_of(generator)  # before it is drawn from
         if noise is None:
             noise = Noise.drawn(self.lin, k, generator)
         elif not isinstance(noise, Noise):
             raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
         noise.require_of(self.lin, k)
-        kept = Checkpoint(checkpoint, "deviations", lambda: self._problem(asked), self.mean.device)
+
+        def problem() -> dict[str, Any]:
+            return {
+                **problem_of(self.precision),
+                "the temperature": self.temperature,
+                "k": k,
+                "the method": repr(method),
+                "rtol": float(rtol),
+                "the noise": None if given is None else repr(given),
+                "x0": None if x0 is None else digest([x0]),
+                "the seed": seed,
+            }
+
+        kept = Checkpoint(checkpoint, "deviations", problem, self.mean.device)
         if kept.result is not None:
             return recorded_deviations(kept.outcome)
         known = kept.also("noise", partial(asdict, noise))
         noise = noise if known is None else Noise(**known)
         kept.save(dict, now=True)
-        start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         if start is not None and self.temperature != 1:
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
@@ -267,10 +274,6 @@ class Laplace(Predictive):
         found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
         kept.finish(record_of_deviations(found) if kept else None)
         return found
-
-    def _problem(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint keeps of this posterior and of what was asked of it."""
-        return {**problem_of(self.precision), "the temperature": self.temperature, **asked}
 
     def trace(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ class _LinearModel:
         given = steps or [0.0] * len(self.parts)
         return sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
 
+    @cached_property
+    def present(self) -> float:
+        """The loss here. One pass over the data."""
+        return self.loss()
+
     def loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
         """With J times the step already known."""
         theta = self.theta if direction is None else self.theta + direction
@@ -128,13 +134,13 @@ def _quadratic(lins: Sequence[Linearization]) -> bool:
 
 def _rounding(model: _LinearModel) -> float:
     """Of the loss."""
-    return 10 * torch.finfo(model.theta.dtype).eps * abs(model.loss())
+    return 10 * torch.finfo(model.theta.dtype).eps * abs(model.present)
 
 
 def _searched(lins: Sequence[Linearization], model: _LinearModel, p: Tensor) -> tuple[Tensor, float]:
     """δ after a step along p that lowers the loss enough, and its length as a share of p; 0 where none does."""
     steps = [pushed(lin, p) for lin in lins]
-    slope, loss = float(model.gradient.double() @ p.double()), model.loss()
+    slope, loss = float(model.gradient.double() @ p.double()), model.present
     rounding = _rounding(model)
     length = 1.0
     for _ in range(MOST_HALVINGS):
