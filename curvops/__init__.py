@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from curvops import evidence, linalg
+from curvops import evidence, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import likelihoods
 from curvops.network.data.batches import DataChanged
@@ -76,6 +76,7 @@ __all__ = [
     "linearize",
     "load",
     "low_rank",
+    "sampling",
     "select",
     "subsample",
     "wasserstein",
