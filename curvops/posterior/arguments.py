@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.linalg.core.limits import check_generator
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.operators.algebra import is_symmetric
+from curvops.network.model.model import Model
 from curvops.operators import Linearization
 
 
@@ -74,7 +75,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
             f"curvature must be an operator class (co.GGN, co.KFAC, …) or an operator ({lin.num_parameters}, "
             f"{lin.num_parameters}), got {operator!r}{hint}."
         )
-    check_operator("curvature", operator, lin)
+    check_operator("curvature", operator, lin.model)
     if not is_symmetric(operator):
         raise ValueError(
             f"curvature {type(operator).__name__} is not known to be symmetric; give an operator of curvops, "
@@ -83,18 +84,18 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
     return operator
 
 
-def check_operator(name: str, operator: LinearOperator, lin: Linearization) -> None:
+def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
     """ValueError unless it is an operator (D, D) on these parameters, at their values or at none, like θ."""
-    common(lin.tangent_space, *spaces_of(operator))
-    if tuple(operator.shape) != (lin.num_parameters,) * 2:
+    common(network.tangent_space, *spaces_of(operator))
+    if tuple(operator.shape) != (network.num_parameters,) * 2:
         raise ValueError(
-            f"{name} must be an operator of shape ({lin.num_parameters}, {lin.num_parameters}), got "
+            f"{name} must be an operator of shape ({network.num_parameters}, {network.num_parameters}), got "
             f"{type(operator).__name__} {tuple(operator.shape)}."
         )
-    if operator.dtype != lin.theta.dtype or operator.device != lin.theta.device:
+    if operator.dtype != network.theta.dtype or operator.device != network.theta.device:
         raise ValueError(
-            f"{name} is {operator.dtype} on {operator.device}, the parameters are {lin.theta.dtype} on "
-            f"{lin.theta.device}; convert it with {name}.to(...)."
+            f"{name} is {operator.dtype} on {operator.device}, the parameters are {network.theta.dtype} on "
+            f"{network.theta.device}; convert it with {name}.to(...)."
         )
 
 

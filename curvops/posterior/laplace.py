@@ -295,7 +295,7 @@ class Laplace(Predictive):
         """
         if not isinstance(M, LinearOperator):
             raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
-        check_operator("M", M, self.lin)
+        check_operator("M", M, self.lin.model)
         if isinstance(samples, Deviations):
             return trace(M, checked_draws(samples.draws, self.mean))
         if isinstance(samples, Tensor):
@@ -476,7 +476,7 @@ class Laplace(Predictive):
         form = continual.check_form(form, rank)
         chosen = continual.made_alike(self.curvature, lin, generator) if curvature is None else curvature
         kept, error = self._as_prior(lin, form, rank, generator)
-        prior = read_prior(kept, self.mean, lin)
+        prior = read_prior(kept, self.mean, lin.model)
         if form == "kronecker":
             prior = KroneckerPrior(prior.precision, prior.mean)
         return _posterior(lin, chosen, prior, 1.0, check_mode, error)
@@ -601,14 +601,14 @@ def _posterior(
 def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
     """As `read_prior`, for an earlier posterior too."""
     if not isinstance(prior_precision, Laplace):
-        return read_prior(prior_precision, prior_mean, lin)
+        return read_prior(prior_precision, prior_mean, lin.model)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
         raise ValueError(
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
     kept, _ = prior_precision._as_prior(lin)
-    return read_prior(kept, prior_precision.mean, lin)
+    return read_prior(kept, prior_precision.mean, lin.model)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

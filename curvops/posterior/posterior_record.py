@@ -59,9 +59,9 @@ def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, A
     """The arguments of `Laplace` that a record holds, beside the linearisation."""
     device, known = lin.theta.device, record["prior"]
     curvature, precision = recorded_operator(record["curvature"], lin), recorded_value(known["precision"], lin)
-    check_operator("the saved curvature", curvature, lin)
+    check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
-        check_operator("the saved prior precision", precision, lin)
+        check_operator("the saved prior precision", precision, lin.model)
     spectrum = Spectrum(lin, curvature)
     spectrum.take(*(None if t is None else t.to(device) for t in (record["log_likelihood"], record["gradient"])))
     return {

@@ -16,8 +16,8 @@ from torch import Tensor
 from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.algebra import is_psd
+from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
-from curvops.operators import Linearization
 from curvops.operators.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.arguments import check_operator
 
@@ -94,7 +94,7 @@ class KroneckerPrior(Prior):
         return WithCurvature(blocks.add_diagonal(self.precision.shift), error)
 
 
-def read_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
+def read_prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
     """The prior that a user's arguments mean.
 
     Raises TypeError for another kind of argument, ValueError for a wrong size, a precision that is not positive and
@@ -102,18 +102,18 @@ def read_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Pri
     semidefinite, is of other parameters or was made at other weights.
     """
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, lin), _read_mean(prior_mean, lin))
-    return Prior(_read_precision(prior_precision, lin), _read_mean(prior_mean, lin))
+        return Prior(_checked_operator(prior_precision, network), _read_mean(prior_mean, network))
+    return Prior(_read_precision(prior_precision, network), _read_mean(prior_mean, network))
 
 
-def _read_precision(given: Any, lin: Linearization) -> Tensor:
+def _read_precision(given: Any, network: Model) -> Tensor:
     """A diagonal precision, positive and finite."""
     accepted = (
-        f"a positive number, a tensor ({lin.num_parameters},) of such, a mapping {{glob over parameter names: "
+        f"a positive number, a tensor ({network.num_parameters},) of such, a mapping {{glob over parameter names: "
         "number}, an operator or an earlier posterior"
     )
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
-    precision = _read_vector("prior_precision", given, lin, accepted, hint)
+    precision = _read_vector("prior_precision", given, network, accepted, hint)
     if not bool(((precision > 0) & precision.isfinite()).all()):
         raise ValueError(
             f"prior_precision must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior "
@@ -122,36 +122,37 @@ def _read_precision(given: Any, lin: Linearization) -> Tensor:
     return precision
 
 
-def _read_mean(given: Any, lin: Linearization) -> Tensor:
+def _read_mean(given: Any, network: Model) -> Tensor:
     accepted = (
-        f"a number, a tensor ({lin.num_parameters},) or a mapping {{glob over parameter names: number or tensor}}"
+        f"a number, a tensor ({network.num_parameters},) or a mapping {{glob over parameter names: number or tensor}}"
     )
-    mean = _read_vector("prior_mean", given, lin, accepted, "lin.flatten(mapping) makes a vector of named tensors")
+    mean = _read_vector("prior_mean", given, network, accepted, "lin.flatten(mapping) makes a vector of named tensors")
     if not bool(mean.isfinite().all()):
         raise ValueError("prior_mean holds NaN or Inf.")
     return mean
 
 
-def _read_vector(name: str, given: Any, lin: Linearization, accepted: str, hint: str) -> Tensor:
+def _read_vector(name: str, given: Any, network: Model, accepted: str, hint: str) -> Tensor:
     """A number, vector or mapping as a tensor like θ, 0-d or (D,)."""
     if isinstance(given, Mapping):
-        given = by_parameter(given, lin, name)
+        given = by_parameter(given, network, name)
     if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
         raise TypeError(f"{name} must be {accepted}, got {given!r}.")
-    vector = torch.as_tensor(given, dtype=lin.theta.dtype, device=lin.theta.device)
-    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != lin.num_parameters):
+    vector = torch.as_tensor(given, dtype=network.theta.dtype, device=network.theta.device)
+    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
         raise ValueError(
-            f"{name} must be a number or a vector of {lin.num_parameters} entries, got {tuple(vector.shape)}; {hint}."
+            f"{name} must be a number or a vector of {network.num_parameters} entries, got {tuple(vector.shape)}; "
+            f"{hint}."
         )
     return vector
 
 
-def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Float[Tensor, " D"]:
+def by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
     """The vector of a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
 
     Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
     """
-    selection = lin.model.selection
+    selection = network.selection
     found: dict[str, tuple[str, Tensor]] = {}
     for glob, value in given.items():
         if not isinstance(glob, str):
@@ -164,7 +165,7 @@ def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Flo
         for name in matched:
             if name in found:
                 raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
-            found[name] = glob, torch.as_tensor(value, dtype=lin.theta.dtype, device=lin.theta.device)
+            found[name] = glob, torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device)
     left = [name for name in selection.names if name not in found]
     if left:
         raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
@@ -177,12 +178,12 @@ def by_parameter(given: Mapping[Any, Any], lin: Linearization, what: str) -> Flo
     return selection.flatten(tensors)
 
 
-def _checked_operator(given: LinearOperator, lin: Linearization) -> LinearOperator:
+def _checked_operator(given: LinearOperator, network: Model) -> LinearOperator:
     """A precision operator (D, D) at these weights, or at none."""
     kind = type(given).__name__
     if not isinstance(given, Operator):
         raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")
-    check_operator("prior_precision", given, lin)
+    check_operator("prior_precision", given, network)
     if not is_psd(given):
         raise ValueError(
             f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "

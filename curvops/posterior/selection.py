@@ -149,7 +149,7 @@ def select(
         raise TypeError(f"k must be a whole number of weights, got {k!r}; of a share take int(share * D).")
     if score not in SCORES:
         raise ValueError(f"score={score!r}; expected one of {', '.join(map(repr, SCORES))}.")
-    prior = read_prior(prior_precision, 0.0, lin).diagonal
+    prior = read_prior(prior_precision, 0.0, lin.model).diagonal
     if prior is None:
         raise ValueError("prior_precision is an operator; scores take a number, a vector or a mapping.")
     allowed = _within(lin, modules)

@@ -77,6 +77,11 @@ class Model:
         return self._flat if index is None else self._flat[index]
 
     @property
+    def num_parameters(self) -> int:
+        """D."""
+        return self.selection.num_parameters
+
+    @property
     def values(self) -> Blocks:
         """The selected parameters by name, views of the snapshot."""
         parts = self._flat.split([shape.numel() for shape in self.selection.shapes])

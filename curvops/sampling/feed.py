@@ -1,0 +1,100 @@
+"""Which batch comes next: passes over the data, one after the other, that a later run can go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, RandomSampler
+
+
+class Feed:
+    """Batches without end. `position` says where it is, and `Feed(batches, position)` goes on from there.
+
+    batches: an iterable that can be read again (a list, a DataLoader), or None for a density without data.
+    """
+
+    def __init__(self, batches: Any, position: Any = None) -> None:
+        self._batches = _checked(batches)
+        self._spec: Any = None
+        self._index = 0 if position is None else position["index"]
+        self._begun: Tensor | None = None if position is None else position["generator"]
+        self._pass: Iterator[Any] | None = None
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """How many batches of this pass were given, and the loader's generator where the pass began."""
+        return {"index": self._index, "generator": self._begun}
+
+    def next(self) -> Any:
+        """The next batch."""
+        if self._batches is None:
+            return None
+        if self._pass is None:
+            self._pass = self._resumed()
+        batch = next(self._pass, self)
+        if batch is self:
+            if self._index == 0:
+                raise ValueError(f"the data are empty: a pass over this {type(self._batches).__name__} gave no batch.")
+            self._index, self._begun, self._pass = 0, None, None
+            return self.next()
+        spec = pytree.tree_structure(batch)
+        if self._spec is None:
+            self._spec = spec
+        elif spec != self._spec:
+            raise ValueError(
+                f"batch {self._index} is of another structure than the first: {_described(spec)} after "
+                f"{_described(self._spec)}. All batches must hold the same things."
+            )
+        self._index += 1
+        return batch
+
+    def _resumed(self) -> Iterator[Any]:
+        """A pass, from the batch where the last run stopped."""
+        source = getattr(self._batches, "generator", None)
+        if isinstance(source, torch.Generator):
+            if self._begun is None:
+                self._begun = source.get_state()
+            else:
+                source.set_state(self._begun.cpu())
+        assert self._batches is not None
+        each = iter(self._batches)
+        for _ in range(self._index):
+            next(each, None)
+        return each
+
+
+def require_repeatable(batches: Any) -> None:
+    """ValueError where passes are shuffled by what a later run cannot restore."""
+    if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler) and batches.generator is None:
+        raise ValueError(
+            "a checkpoint must find the same batches again, and this DataLoader shuffles by torch's default generator: "
+            "build it with generator=torch.Generator().manual_seed(0)."
+        )
+
+
+def _checked(batches: Any) -> Iterable[Any] | None:
+    if batches is None:
+        return None
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"batches are read again in every pass, but a {type(batches).__name__} can be read only once: give a list "
+            "of batches or a DataLoader."
+        )
+    if isinstance(batches, Tensor) or (
+        isinstance(batches, tuple) and len(batches) in (2, 3) and all(isinstance(part, Tensor) for part in batches)
+    ):
+        raise TypeError(
+            "batches is a tensor or one pair (inputs, targets): give an iterable of batches, [(inputs, targets)] where "
+            "each step takes all data."
+        )
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be an iterable of batches or None, got {type(batches).__name__}.")
+    return batches
+
+
+def _described(spec: Any) -> str:
+    return f"{spec.num_leaves} tensors as {getattr(spec.type, '__name__', 'one')}"

@@ -1,0 +1,175 @@
+"""The log posterior of a network as samplers take it: mean log-likelihood of a batch + log prior / N."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.batches import parts_of
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
+from curvops.network.likelihoods import as_likelihood
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.torch_losses import reading_of
+from curvops.network.model.model import Model
+from curvops.operators import Linearization
+from curvops.operators.linearize import at_positions, checked_layout
+from curvops.posterior.laplace import Laplace
+from curvops.posterior.priors import Prior, read_prior
+
+SUBNETWORK = "subnetwork"
+"""The name of the one tensor of parameters where entries of tensors were selected."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogPosterior:
+    """(params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, up to a constant, in nats.
+
+    Made by `co.sampling.log_posterior`. Batches are (inputs, targets), as `co.linearize` takes them, of any size n.
+    Everything but the selected parameters is held at its values when this was made.
+    """
+
+    model: Model
+    prior: Prior
+    data_size: int
+    weighted: bool = False
+    _spec: Any = field(default=None, repr=False)
+    _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The selected parameters at the values that the model had, by name: copies, to start a sampler from."""
+        if self.model.selection.index is not None:
+            return {SUBNETWORK: self.model.theta.clone()}
+        return {name: value.clone() for name, value in self.model.values.items()}
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """The log posterior of a batch over N, differentiable in params."""
+        return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
+
+    def log_likelihood(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """The mean over the batch's points of log p(y | x, params)."""
+        values = self._values(params)
+        given, targets, weights = parts_of(batch, self.weighted)
+        theta = self.model.theta
+        inputs = move(normalise(given), theta.device, theta.dtype)
+        likelihood = self._fitting(inputs, targets)
+        outputs, layout = self.model(values, inputs), self.model.layout
+        assert layout is not None
+        if len(outputs) != len(targets):
+            raise ValueError(f"the batch holds {len(outputs)} inputs, but targets {tuple(targets.shape)}.")
+        y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        w = None if weights is None else layout.weights(weights.to(theta))
+        return likelihood.log_prob(outputs, y, w).mean()
+
+    def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """−½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
+        gap = self._flat(params) - self.prior.mean
+        if self.prior.diagonal is not None:
+            return -0.5 * (self.prior.diagonal * gap * gap).sum()
+        held = gap.detach()
+        pull = self.prior.product(held)
+        return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient −A(θ − m), whatever A's product records
+
+    def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        if self.model.selection.index is not None:
+            return params[SUBNETWORK]
+        return torch.cat([params[name].flatten() for name in self.model.selection.names])
+
+    def _values(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        names = self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
+        if not isinstance(params, Mapping) or set(params) != set(names):
+            given = list(params) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(
+                f"params must name {list(names)}, got {given}: start from log_posterior.params, or select other "
+                "parameters when it is built."
+            )
+        return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
+
+    def _fitting(self, inputs: Inputs, targets: Tensor) -> Likelihood:
+        """The likelihood at the model's positions, found at the first batch, with which everything is checked."""
+        if not self._likelihood:
+            theta, reading = self.model.theta, reading_of(self._spec)
+            few = take(inputs, slice(0, 2))
+            if reading is None:
+                layout = checked_layout(self.model, few)
+            else:
+                layout = checked_layout(self.model, few, reading.class_dim, numbers=not reading.indices)
+            given = as_likelihood(self._spec, layout.shape).to(device=theta.device, dtype=theta.dtype)
+            likelihood, self.model.layout = at_positions(given, layout)
+            y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+            likelihood.check_targets(y, self.model.layout.output_shape.numel())
+            self._likelihood.append(likelihood)
+        return self._likelihood[0]
+
+
+def log_posterior(
+    model: Any,
+    likelihood: Any = None,
+    *,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    data_size: int | None = None,
+    parameters: Any = None,
+    weights: bool = False,
+) -> LogPosterior:
+    """The log posterior of a network as every sampler takes it, carrying N.
+
+    Args:
+        model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
+            arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which brings likelihood,
+            parameters, N and whether data are weighted.
+        likelihood: as `co.linearize` takes it.
+        prior_precision: A, as `co.laplace` takes it: a number, a vector (D,), a mapping {glob: number}, an operator, or
+            an earlier posterior (then with its mean).
+        prior_mean: m, likewise: a number, a vector (D,) or a mapping.
+        data_size: N, the number of points in all batches together.
+        parameters: as `co.linearize` takes it ("last_layer" needs data: give a linearisation).
+        weights: True says that the third item of a batch holds weights.
+
+    Returns:
+        A `LogPosterior`; `.params` are the parameters to start from.
+
+    Raises:
+        TypeError, ValueError: N missing or given twice, a model in train mode that is random or has batch statistics,
+            and what `co.linearize` and `co.laplace` refuse. Batches are checked when they come, targets at the first.
+
+    Cost of a call: a forward pass, and a pass over the parameters for the prior.
+    """
+    if isinstance(model, Linearization):
+        given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise ValueError(f"the linearisation brings {', '.join(twice)}: leave that out.")
+        prior = _prior(prior_precision, prior_mean, model.model)
+        known = [model.likelihood]
+        return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
+    if isinstance(parameters, str) and parameters == "last_layer":
+        raise ValueError(
+            'parameters="last_layer" is found by running the model on data: give log_posterior a linearisation, '
+            'co.linearize(model, data, likelihood, "last_layer").'
+        )
+    if likelihood is None:
+        raise ValueError("likelihood is missing: give one of co.likelihoods, a loss of torch, or 'classification'.")
+    if isinstance(data_size, bool) or not isinstance(data_size, numbers.Integral) or data_size < 1:
+        raise ValueError(
+            f"data_size must be the number N of points in all batches together, at least 1, got {data_size!r}: the "
+            "prior counts 1/N beside a mean over the batch."
+        )
+    if reading_of(likelihood) is None:
+        as_likelihood(likelihood)
+    network = Model(model, parameters)
+    return LogPosterior(network, _prior(prior_precision, prior_mean, network), int(data_size), weights, likelihood)
+
+
+def _prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
+    if not isinstance(prior_precision, Laplace):
+        return read_prior(prior_precision, prior_mean, network)
+    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
+        raise ValueError("prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out.")
+    return read_prior(prior_precision.precision.detached_from_weights(), prior_precision.mean, network)

@@ -1,0 +1,117 @@
+"""The preconditioner D of a sampler: D g in the drift, D^½ ξ in the noise, D⁻¹ m in kinetic energies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Diagonal, Inverse, Operator
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.operators.closed_form import Spectral
+from curvops.linalg.operators.draws import draw
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.sampling.noise_source import NoiseSource
+from curvops.sampling.structure import Structure
+
+
+class Identity:
+    """D = I. Vectors are (d,) or (k, d)."""
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        """ValueError unless D is a matrix (d, d) on these parameters."""
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D v."""
+        return v
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D⁻¹ v."""
+        return v
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D^½ ξ for standard normal ξ, in memory of its own."""
+        return source.normal(like)
+
+    def kick(self, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> Float[Tensor, "*k d"]:
+        """drift · D g + spread · D^½ ξ; without spread nothing is drawn. Nobody else may hold g."""
+        pushed = self.product(g).mul_(drift)
+        return pushed.add_(self.noise(source, g), alpha=spread) if spread else pushed
+
+
+@dataclass(frozen=True, eq=False)
+class Metric(Identity):
+    """D an operator: constant between two refreshes, so that no term with its derivative is needed."""
+
+    D: LinearOperator
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        kind, d = type(self.D).__name__, structure.size
+        if tuple(self.D.shape) != (d, d):
+            raise ValueError(f"preconditioner {kind} is {tuple(self.D.shape)}; these params have {d} entries.")
+        if self.D.dtype != theta.dtype or self.D.device != theta.device:
+            raise ValueError(
+                f"preconditioner {kind} is {self.D.dtype} on {self.D.device}, params are {theta.dtype} on "
+                f"{theta.device}; convert it with .to(...)."
+            )
+        space = spaces_of(self.D)[0]
+        if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
+            raise ValueError(
+                f"preconditioner {kind} is of parameters in the order {list(space.names)}, params are "
+                f"{list(structure.names)}: give both the same, in one order."
+            )
+
+    @cached_property
+    def _spectral(self) -> tuple[Spectral, Tensor] | None:
+        """The eigenbasis of D = U diag Uᵀ, where they are known: drift and noise then share the last product."""
+        inverse = isinstance(self.D, Inverse)
+        known = self.D.base if inverse else self.D
+        form = known._closed_form() if isinstance(known, Operator) else None
+        if not isinstance(form, Spectral):
+            return None
+        return form, form.definite_spectrum.reciprocal() if inverse else form.spectrum.clamp_min(0)
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        block = v.unsqueeze(0) if v.ndim == 1 else v
+        return self.D._matmul(block.mT).mT.reshape(v.shape).clone()
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        block = v.unsqueeze(0) if v.ndim == 1 else v
+        return self.D.inverse()._matmul(block.mT).mT.reshape(v.shape)
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+
+    def kick(self, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> Float[Tensor, "*k d"]:
+        if self._spectral is None:
+            return super().kick(g, drift, spread, source)
+        form, values = self._spectral
+        rotated = form.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(drift * values)
+        if spread:
+            rotated.add_(source.normal(g).reshape(rotated.shape).mul_(values.sqrt()), alpha=spread)
+        return form.rotate(rotated.mT).mT.reshape(g.shape)
+
+
+def as_metric(given: Any) -> Identity:
+    """The metric of a preconditioner: None, a vector (d,) or an operator known to be positive semidefinite."""
+    if given is None:
+        return Identity()
+    if isinstance(given, Tensor) and given.ndim == 1:
+        given = Diagonal(given.detach().clone())
+    if not isinstance(given, Operator):
+        hint = " Wrap a matrix as co.linalg.Dense(matrix, psd=True)." if isinstance(given, Tensor) else ""
+        raise TypeError(
+            "preconditioner must be None, a vector (d,) or an operator (d, d) of curvops, such as "
+            f"co.KFAC(lin).add_diagonal(prior).inverse(), got {type(given).__name__}.{hint}"
+        )
+    if not is_psd(given):
+        raise ValueError(
+            f"preconditioner {type(given).__name__} is not known to be positive semidefinite: D must have a square "
+            "root. Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
+        )
+    return Metric(given)

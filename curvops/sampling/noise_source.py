@@ -1,0 +1,44 @@
+"""Where a step's random numbers come from: the generators whose states a sampler's state holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+
+class NoiseSource:
+    """Draws of each chain from its own generator, so that k chains draw what k single ones would.
+
+    Drawing moves `states` (*k, bytes) on in place, at `keep`.
+    """
+
+    def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
+        self._states = states.unsqueeze(0) if states.ndim == 1 else states
+        self._single = states.ndim == 1
+        self._generators = [torch.Generator(device) for _ in self._states]
+        for generator, state in zip(self._generators, self._states):
+            generator.set_state(state)
+
+    def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Standard normal numbers."""
+        found = torch.empty_like(like)
+        for row, generator in zip(found.unsqueeze(0) if self._single else found, self._generators):
+            row.normal_(generator=generator)
+        return found
+
+    def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """What `draw` makes of each generator, one below the other."""
+        found = [draw(generator) for generator in self._generators]
+        return found[0] if self._single else torch.stack(found)
+
+    def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
+        """A number in [0, 1) for each chain, in float64."""
+        return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
+
+    def keep(self) -> None:
+        """Write back where the generators have come to."""
+        for generator, state in zip(self._generators, self._states):
+            state.copy_(generator.get_state())

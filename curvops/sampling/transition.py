@@ -1,0 +1,249 @@
+"""The protocol: `init` makes a state, `update` takes a step with a batch; the method is swapped by one line."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_flag, check_generator
+from curvops.posterior.stochastic_descent import Diverged
+from curvops.sampling.metric import Identity, as_metric
+from curvops.sampling.noise_source import NoiseSource
+from curvops.sampling.schedules import Schedule, as_schedule, at
+from curvops.sampling.state import Info, State, seeded
+from curvops.sampling.structure import Structure, flattened
+
+LogDensity = Callable[[Any, Any], Tensor]
+Own = TypeVar("Own", bound="Transition")
+
+LOOK_EVERY = 32
+"""Steps between two looks at whether numbers are finite, on a device that would have to be waited for."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Transition(ABC):
+    """A sampler or an optimiser: everything that a step needs but the state and the batch. Immutable.
+
+    temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
+    posterior, τ = 0 the optimiser. chains: how many the states hold side by side, None for one without a dimension.
+    """
+
+    log_posterior: LogDensity
+    step_size: Schedule
+    temperature: Schedule
+    data_size: int
+    metric: Identity = field(default_factory=Identity)
+    chains: int | None = None
+    vectorized: bool = False
+
+    # The protocol
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def init(self, params: Any, generator: torch.Generator | None = None) -> Any:
+        """A state at these parameters, which are copied.
+
+        Args:
+            params: a tree (dict, tuple, …) of floating tensors of one dtype and device, such as
+                `dict(model.named_parameters())` or `log_posterior.params`. With chains, every chain starts there.
+            generator: source of what the state's own generators start from, one for each chain; None takes torch's
+                default. Initial momenta are drawn.
+
+        Raises:
+            TypeError, ValueError: params of another form, integer, not finite, or not those of the preconditioner.
+        """
+        check_generator(generator)
+        theta, structure = flattened(params)
+        self.metric.check(structure, theta)
+        if self.chains is not None:
+            theta = theta.expand(self.chains, -1).clone()
+        state = State(
+            theta, torch.zeros((), dtype=torch.int64), seeded(generator, theta.device, self.chains), structure
+        )
+        noise = NoiseSource(state.random, theta.device)
+        begun = self._begun(state, noise)
+        noise.keep()
+        return begun
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def update(self, state: Any, batch: Any = None, inplace: bool = False) -> tuple[Any, Info]:
+        """One step from this state with this batch.
+
+        Args:
+            state: of `init` or of an earlier update by the same kind of sampler.
+            batch: handed to `log_posterior`.
+            inplace: write into the tensors of `state`, which is returned, instead of copies. The numbers are the same.
+
+        Raises:
+            Diverged: the log posterior is not finite; the message names a step size to try. On an accelerator it is
+                looked at every 32 steps.
+            TypeError, ValueError: the state of another sampler, or a log posterior that is no number for each chain or
+                does not depend on the parameters.
+        """
+        check_flag("inplace", inplace)
+        self._check_state(state)
+        new = state if inplace else state.clone()
+        noise = NoiseSource(new.random, new.theta.device)
+        info = self._step(new, batch, noise)
+        noise.keep()
+        new.step.add_(1)
+        return new, info
+
+    def with_preconditioner(self: Own, preconditioner: Any) -> Own:
+        """The same with another D: every hundred steps, say, that of newer curvature. States go on."""
+        return replace(self, metric=as_metric(preconditioner))
+
+    def with_step_size(self: Own, step_size: Any) -> Own:
+        """The same with another step size or schedule. States go on."""
+        return replace(self, step_size=as_schedule("step_size", step_size))
+
+    # What a method defines
+
+    metropolis: ClassVar[bool] = False
+    """Whether proposals are accepted or rejected."""
+    largest_step: ClassVar[float] = math.inf
+
+    def stability_limit(self, curvature: float) -> float | None:
+        """The largest ε that is stable on a quadratic of this curvature (of D^½ H D^½); None where there is none."""
+        return None
+
+    def _begun(self, state: State, noise: NoiseSource) -> Any:
+        """The state with what the method holds beside the parameters."""
+        return state
+
+    @abstractmethod
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+        """Move the state, in place. Nothing of it may be written to before the gradient was found finite."""
+
+    @property
+    def _state_type(self) -> type[State]:
+        return State
+
+    # What methods share
+
+    def _now(self, state: State) -> tuple[float, float]:
+        """ε and 𝒯 at this step."""
+        step = int(state.step)
+        temperature = at("temperature", self.temperature, step, zero=True)
+        return at("step_size", self.step_size, step, zero=True), temperature / self.data_size
+
+    def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """log_posterior and its gradient at the state, finite."""
+        value, gradient = self._evaluate(state.theta, state.structure, batch)
+        step = int(state.step)
+        if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
+            raise self._not_finite(value, step)
+        return value, gradient
+
+    def _evaluate(
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """log_posterior and its gradient, at one point or at those of all chains."""
+        if theta.ndim == 1 or self.vectorized:
+            return self._differentiate(theta, structure, batch)
+        found = [self._differentiate(each, structure, batch) for each in theta]
+        return torch.stack([value for value, _ in found]), torch.stack([gradient for _, gradient in found])
+
+    def _differentiate(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
+        leaves = [part.requires_grad_() for part in structure.parts(theta.detach())]
+        with torch.enable_grad():
+            if theta.ndim == 1:
+                value = checked_value(self.log_posterior(structure.tree(leaves), batch))
+            else:
+                value = torch.vmap(
+                    lambda *parts: checked_value(self.log_posterior(structure.tree(parts), batch)), in_dims=0
+                )(*leaves)
+        if not value.requires_grad:
+            raise ValueError(
+                "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
+                "the params that it is called with (torch.func.functional_call for a module)."
+            )
+        gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
+        missing = [name for name, each in zip(structure.names, gradients) if each is None]
+        if missing:
+            raise ValueError(
+                f"log_posterior does not depend on {', '.join(missing)}: leave them out of params, or give them a "
+                "prior."
+            )
+        found = [each for each in gradients if each is not None]
+        return value.detach(), structure.join(found, theta.ndim - 1)
+
+    def _not_finite(self, value: Tensor, step: int) -> Exception:
+        if step == 0:
+            return ValueError(
+                f"log_posterior is {value.tolist()} at the initial params: start where it is finite, and look at the "
+                "batch."
+            )
+        epsilon = self.step_size(step)
+        return Diverged(
+            f"log_posterior is {value.tolist()} at step {step} with step_size={epsilon:g}, which is probably beyond "
+            f"stability; try step_size={epsilon / 4:.2g}. (co.sampling.run measures the curvature and names the limit.)"
+        )
+
+    def _check_state(self, state: Any) -> None:
+        if type(state) is not self._state_type:
+            raise TypeError(
+                f"state must be one of this sampler's init ({self._state_type.__name__}), got {type(state).__name__}."
+            )
+        wanted = () if self.chains is None else (self.chains,)
+        if tuple(state.theta.shape[:-1]) != wanted:
+            raise ValueError(
+                f"the state holds chains {tuple(state.theta.shape[:-1])}, this sampler runs {wanted}: make it by this "
+                "sampler's init."
+            )
+
+
+def checked_value(value: Any) -> Tensor:
+    """What `log_posterior` returned, a real number; TypeError or ValueError otherwise."""
+    if isinstance(value, tuple):
+        raise TypeError(
+            f"log_posterior returned a tuple of {len(value)}; it must return the number alone, the mean log-likelihood "
+            "of the batch + log prior / N."
+        )
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"log_posterior must return a real floating tensor (), got {value!r}.")
+    if value.ndim:
+        raise ValueError(
+            f"log_posterior must return one number, got shape {tuple(value.shape)}: take the mean over the batch."
+        )
+    return value
+
+
+def common_arguments(
+    log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
+) -> dict[str, Any]:
+    """The fields that every sampler has, checked."""
+    if not callable(log_posterior):
+        raise TypeError(
+            "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
+            f"{type(log_posterior).__name__}."
+        )
+    known = getattr(log_posterior, "data_size", None)
+    if data_size is None and known is None:
+        raise ValueError(
+            "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
+            "where N is known. Give data_size=N (1 for a density that is no mean over data), or build log_posterior "
+            "by co.sampling.log_posterior(...), which carries it."
+        )
+    if data_size is None:
+        data_size = known
+    if isinstance(data_size, bool) or not isinstance(data_size, numbers.Integral) or data_size < 1:
+        raise ValueError(f"data_size must be a whole number of points, at least 1, got {data_size!r}.")
+    if known is not None and data_size != known:
+        raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
+    return {
+        "log_posterior": log_posterior,
+        "step_size": as_schedule("step_size", step_size),
+        "temperature": as_schedule("temperature", temperature, zero=True),
+        "data_size": int(data_size),
+        "metric": as_metric(preconditioner),
+    }
