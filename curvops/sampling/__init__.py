@@ -1,11 +1,19 @@
 """Samplers, variational families and Kalman filters: one protocol, any curvature operator as preconditioner."""
 
+from curvops.sampling.baoa import baoa
 from curvops.sampling.chain import Chain
+from curvops.sampling.chains import chains
+from curvops.sampling.evaluation import NotVectorized
+from curvops.sampling.hmc import hmc
+from curvops.sampling.lmc import lmc
 from curvops.sampling.log_density import LogPosterior, log_posterior
+from curvops.sampling.pcn import pcn
 from curvops.sampling.run import run
 from curvops.sampling.schedules import Constant, Cosine, RobbinsMonro
+from curvops.sampling.sghmc import sghmc, sgnht
 from curvops.sampling.sgld import sgld
 from curvops.sampling.state import Info, MomentumState, State
+from curvops.sampling.torch_optimizer import optimizer
 from curvops.sampling.transition import Transition
 
 __all__ = [
@@ -15,10 +23,19 @@ __all__ = [
     "Info",
     "LogPosterior",
     "MomentumState",
+    "NotVectorized",
     "RobbinsMonro",
     "State",
     "Transition",
+    "baoa",
+    "chains",
+    "hmc",
+    "lmc",
     "log_posterior",
+    "optimizer",
+    "pcn",
     "run",
+    "sghmc",
     "sgld",
+    "sgnht",
 ]

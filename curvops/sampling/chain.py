@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from curvops.linalg.core.summary import Summarised
@@ -15,7 +15,7 @@ from curvops.sampling.structure import Structure
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(Summarised):
-    """k chains of S draws, on the CPU; a sampler of one chain has k = 1.
+    """k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
 
     theta: the draws as vectors, (k, S, d). log_posterior, and of Metropolis samplers acceptance and energy_error: what
     each of the steps after warm-up said, (k, steps), see `Info`. thin: steps between two draws. state: the last one,
@@ -23,9 +23,9 @@ class Chain(Summarised):
     """
 
     theta: Float[Tensor, "k S d"]
-    log_posterior: Float[Tensor, "k steps"]
-    acceptance: Float[Tensor, "k steps"] | None
-    energy_error: Float[Tensor, "k steps"] | None
+    log_posterior: Float64[Tensor, "k steps"]
+    acceptance: Float64[Tensor, "k steps"] | None
+    energy_error: Float64[Tensor, "k steps"] | None
     thin: int
     state: State
     sampler: Any

@@ -108,7 +108,7 @@ def largest_curvature(transition: Any, theta: Tensor, state: State, batch: Any) 
         v = v / v.norm()
         h = DIFFERENCE * (1 + theta.norm())
         ahead, behind = (
-            transition._differentiate(theta + sign * h * v, state.structure, batch)[1] for sign in (1.0, -1.0)
+            transition.density.gradient(theta + sign * h * v, state.structure, batch)[1] for sign in (1.0, -1.0)
         )
         pushed = transition.metric.product((behind - ahead) / (2 * h))
         found = float(v @ pushed)

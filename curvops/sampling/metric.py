@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numbers
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,26 +18,31 @@ from curvops.linalg.operators.closed_form import Spectral
 from curvops.linalg.operators.draws import draw
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.sampling.noise_source import NoiseSource
+from curvops.sampling.schedules import checked
 from curvops.sampling.structure import Structure
 
 
-class Identity:
-    """D = I. Vectors are (d,) or (k, d)."""
+@dataclass(frozen=True, eq=False)
+class Isotropic:
+    """D = scale · I. Vectors are (d,) or (k, d)."""
+
+    scale: float = 1.0
 
     def check(self, structure: Structure, theta: Tensor) -> None:
         """ValueError unless D is a matrix (d, d) on these parameters."""
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """D v."""
-        return v
+        """D v; v itself where D is the identity."""
+        return v if self.scale == 1 else v * self.scale
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """D⁻¹ v."""
-        return v
+        """D⁻¹ v; v itself where D is the identity."""
+        return v if self.scale == 1 else v / self.scale
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """D^½ ξ for standard normal ξ, in memory of its own."""
-        return source.normal(like)
+        drawn = source.normal(like)
+        return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
 
     def kick(self, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> Float[Tensor, "*k d"]:
         """drift · D g + spread · D^½ ξ; without spread nothing is drawn. Nobody else may hold g."""
@@ -45,10 +51,10 @@ class Identity:
 
 
 @dataclass(frozen=True, eq=False)
-class Metric(Identity):
+class Metric(Isotropic):
     """D an operator: constant between two refreshes, so that no term with its derivative is needed."""
 
-    D: LinearOperator
+    D: LinearOperator = field(kw_only=True)
 
     def check(self, structure: Structure, theta: Tensor) -> None:
         kind, d = type(self.D).__name__, structure.size
@@ -97,21 +103,23 @@ class Metric(Identity):
         return form.rotate(rotated.mT).mT.reshape(g.shape)
 
 
-def as_metric(given: Any) -> Identity:
-    """The metric of a preconditioner: None, a vector (d,) or an operator known to be positive semidefinite."""
+def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
+    """The metric that None, a number, a vector (d,) or an operator known to be positive semidefinite stands for."""
     if given is None:
-        return Identity()
+        return Isotropic()
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        return Isotropic(checked(name, given))
     if isinstance(given, Tensor) and given.ndim == 1:
         given = Diagonal(given.detach().clone())
     if not isinstance(given, Operator):
         hint = " Wrap a matrix as co.linalg.Dense(matrix, psd=True)." if isinstance(given, Tensor) else ""
         raise TypeError(
-            "preconditioner must be None, a vector (d,) or an operator (d, d) of curvops, such as "
+            f"{name} must be None, a number, a vector (d,) or an operator (d, d) of curvops, such as "
             f"co.KFAC(lin).add_diagonal(prior).inverse(), got {type(given).__name__}.{hint}"
         )
     if not is_psd(given):
         raise ValueError(
-            f"preconditioner {type(given).__name__} is not known to be positive semidefinite: D must have a square "
-            "root. Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
+            f"{name} {type(given).__name__} is not known to be positive semidefinite, and must have a square root. "
+            "Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
         )
-    return Metric(given)
+    return Metric(D=given)

@@ -20,7 +20,7 @@ class NoiseSource:
         self._single = states.ndim == 1
         self._generators = [torch.Generator(device) for _ in self._states]
         for generator, state in zip(self._generators, self._states):
-            generator.set_state(state)
+            generator.set_state(state.clone())  # a view of several states would crash torch
 
     def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """Standard normal numbers."""

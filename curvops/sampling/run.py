@@ -117,7 +117,7 @@ class _Reached:
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
         k = len(theta)
         traced = TRACES if sampler.metropolis else TRACES[:1]
-        traces = {name: theta.new_full((k, steps), math.nan) for name in traced}
+        traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
         return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
 
     def advanced(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _Reached:

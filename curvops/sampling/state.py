@@ -70,6 +70,8 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(value)
     return value
 
 

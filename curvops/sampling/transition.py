@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from curvops.linalg.core.limits import check_flag, check_generator
 from curvops.posterior.stochastic_descent import Diverged
-from curvops.sampling.metric import Identity, as_metric
+from curvops.sampling.evaluation import Evaluation, LogDensity
+from curvops.sampling.metric import Isotropic, as_metric
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Schedule, as_schedule, at
 from curvops.sampling.state import Info, State, seeded
-from curvops.sampling.structure import Structure, flattened
+from curvops.sampling.structure import flattened
 
-LogDensity = Callable[[Any, Any], Tensor]
 Own = TypeVar("Own", bound="Transition")
 
 LOOK_EVERY = 32
@@ -36,13 +35,17 @@ class Transition(ABC):
     posterior, τ = 0 the optimiser. chains: how many the states hold side by side, None for one without a dimension.
     """
 
-    log_posterior: LogDensity
+    density: Evaluation
     step_size: Schedule
     temperature: Schedule
     data_size: int
-    metric: Identity = field(default_factory=Identity)
+    metric: Isotropic = field(default_factory=Isotropic)
     chains: int | None = None
-    vectorized: bool = False
+
+    @property
+    def log_posterior(self) -> LogDensity:
+        """The function (params, batch) -> mean log-likelihood + log prior / N."""
+        return self.density.log_posterior
 
     # The protocol
 
@@ -138,44 +141,11 @@ class Transition(ABC):
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """log_posterior and its gradient at the state, finite."""
-        value, gradient = self._evaluate(state.theta, state.structure, batch)
+        value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
         if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
             raise self._not_finite(value, step)
         return value, gradient
-
-    def _evaluate(
-        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
-    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """log_posterior and its gradient, at one point or at those of all chains."""
-        if theta.ndim == 1 or self.vectorized:
-            return self._differentiate(theta, structure, batch)
-        found = [self._differentiate(each, structure, batch) for each in theta]
-        return torch.stack([value for value, _ in found]), torch.stack([gradient for _, gradient in found])
-
-    def _differentiate(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
-        leaves = [part.requires_grad_() for part in structure.parts(theta.detach())]
-        with torch.enable_grad():
-            if theta.ndim == 1:
-                value = checked_value(self.log_posterior(structure.tree(leaves), batch))
-            else:
-                value = torch.vmap(
-                    lambda *parts: checked_value(self.log_posterior(structure.tree(parts), batch)), in_dims=0
-                )(*leaves)
-        if not value.requires_grad:
-            raise ValueError(
-                "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
-                "the params that it is called with (torch.func.functional_call for a module)."
-            )
-        gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
-        missing = [name for name, each in zip(structure.names, gradients) if each is None]
-        if missing:
-            raise ValueError(
-                f"log_posterior does not depend on {', '.join(missing)}: leave them out of params, or give them a "
-                "prior."
-            )
-        found = [each for each in gradients if each is not None]
-        return value.detach(), structure.join(found, theta.ndim - 1)
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
         if step == 0:
@@ -202,22 +172,6 @@ class Transition(ABC):
             )
 
 
-def checked_value(value: Any) -> Tensor:
-    """What `log_posterior` returned, a real number; TypeError or ValueError otherwise."""
-    if isinstance(value, tuple):
-        raise TypeError(
-            f"log_posterior returned a tuple of {len(value)}; it must return the number alone, the mean log-likelihood "
-            "of the batch + log prior / N."
-        )
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"log_posterior must return a real floating tensor (), got {value!r}.")
-    if value.ndim:
-        raise ValueError(
-            f"log_posterior must return one number, got shape {tuple(value.shape)}: take the mean over the batch."
-        )
-    return value
-
-
 def common_arguments(
     log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
 ) -> dict[str, Any]:
@@ -241,7 +195,7 @@ def common_arguments(
     if known is not None and data_size != known:
         raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
     return {
-        "log_posterior": log_posterior,
+        "density": Evaluation(log_posterior),
         "step_size": as_schedule("step_size", step_size),
         "temperature": as_schedule("temperature", temperature, zero=True),
         "data_size": int(data_size),
