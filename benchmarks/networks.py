@@ -96,12 +96,12 @@ class Block(nn.Module):
         return torch.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
 
 
-def resnet(outputs: int) -> nn.Module:
-    """ResNet-18 for 3 × 32 × 32 images; 11.2M parameters at C = 10."""
+def resnet(outputs: int, stride: int = 1) -> nn.Module:
+    """ResNet-18 for 3 × 32 × 32 images; 11.2M parameters at C = 10, whatever the first convolution's stride."""
     shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     shapes += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     return nn.Sequential(
-        nn.Conv2d(3, 64, 3, 1, 1, bias=False),
+        nn.Conv2d(3, 64, 3, stride, 1, bias=False),
         nn.GroupNorm(8, 64),
         nn.ReLU(),
         *[Block(*shape) for shape in shapes],
