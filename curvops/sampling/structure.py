@@ -78,3 +78,32 @@ def flattened(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
             raise ValueError(f"{name} holds NaN or Inf.")
     structure = Structure(spec, tuple(leaves), tuple(leaf.shape for leaf in leaves.values()))
     return structure.join(list(leaves.values())), structure
+
+
+def flattened_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
+    """The vectors of a list of trees, one for each chain.
+
+    Raises:
+        ValueError: there are more or fewer than chains, or they differ in their tensors.
+    """
+    if len(starts) != chains:
+        raise ValueError(
+            f"a list holds a start for each of the {chains} chains, this one {len(starts)}. Parameters that are a list "
+            "themselves: give them as a tuple."
+        )
+    rows, structures = zip(*[flattened(start) for start in starts])
+    first = structures[0]
+    for i, other in enumerate(structures):
+        if (other.spec, other.shapes) != (first.spec, first.shapes):
+            raise ValueError(
+                f"start {i} holds {_described(other)}, start 0 {_described(first)}: all chains need the same."
+            )
+        if (rows[i].dtype, rows[i].device) != (rows[0].dtype, rows[0].device):
+            raise ValueError(
+                f"start {i} is {rows[i].dtype} on {rows[i].device}, start 0 {rows[0].dtype} on {rows[0].device}."
+            )
+    return torch.stack(rows), first
+
+
+def _described(structure: Structure) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))

@@ -19,7 +19,7 @@ from curvops.sampling.metric import Isotropic, as_metric
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Schedule, as_schedule, at
 from curvops.sampling.state import Info, State, seeded
-from curvops.sampling.structure import flattened
+from curvops.sampling.structure import flattened, flattened_starts
 
 Own = TypeVar("Own", bound="Transition")
 
@@ -56,7 +56,8 @@ class Transition(ABC):
 
         Args:
             params: a tree (dict, tuple, …) of floating tensors of one dtype and device, such as
-                `dict(model.named_parameters())` or `log_posterior.params`. With chains, every chain starts there.
+                `dict(model.named_parameters())` or `log_posterior.params`. With chains, all start there; a list
+                of such trees holds a start for each.
             generator: source of what the state's own generators start from, one for each chain; None takes torch's
                 default. Initial momenta are drawn.
 
@@ -64,10 +65,12 @@ class Transition(ABC):
             TypeError, ValueError: params of another form, integer, not finite, or not those of the preconditioner.
         """
         check_generator(generator)
-        theta, structure = flattened(params)
+        if self.chains is not None and isinstance(params, list):
+            theta, structure = flattened_starts(params, self.chains)
+        else:
+            theta, structure = flattened(params)
+            theta = theta if self.chains is None else theta.expand(self.chains, -1).clone()
         self.metric.check(structure, theta)
-        if self.chains is not None:
-            theta = theta.expand(self.chains, -1).clone()
         state = State(
             theta, torch.zeros((), dtype=torch.int64), seeded(generator, theta.device, self.chains), structure
         )
