@@ -151,15 +151,15 @@ class Transition(ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
+        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_chains_where(~value.isfinite())}"
         if step == 0:
             return ValueError(
-                f"log_posterior is {value.tolist()} at the initial params: start where it is finite, and look at the "
-                "batch."
+                f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
             )
         epsilon = self.step_size(step)
         return Diverged(
-            f"log_posterior is {value.tolist()} at step {step} with step_size={epsilon:g}, which is probably beyond "
-            f"stability; try step_size={epsilon / 4:.2g}. (co.sampling.run measures the curvature and names the limit.)"
+            f"log_posterior is {found} at step {step} with step_size={epsilon:g}, which is probably beyond stability; "
+            f"try step_size={epsilon / 4:.2g}. (co.sampling.run measures the curvature and names the limit.)"
         )
 
     def _check_state(self, state: Any) -> None:
@@ -173,6 +173,13 @@ class Transition(ABC):
                 f"the state holds chains {tuple(state.theta.shape[:-1])}, this sampler runs {wanted}: make it by this "
                 "sampler's init."
             )
+
+
+def _chains_where(bad: Tensor) -> str:
+    """The numbers of some chains, five of them written out."""
+    which = bad.nonzero().flatten().tolist()
+    names = ", ".join(map(str, which[:5])) + (", …" if len(which) > 5 else "")
+    return f"{len(which)} of {len(bad)} chains ({names})"
 
 
 def common_arguments(

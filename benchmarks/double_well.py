@@ -1,0 +1,168 @@
+"""Serial chain, parallel chains or an ensemble: who finds the modes of a double well, and how wide they are?
+
+    python -m benchmarks.double_well --page docs/samplers_measured.md --output docs/figures
+
+Figure 2 of Duffield et al. 2024, log p(x) = −Σ x⁴/10 + Σ x² in two dimensions: four modes, whose masses are equal and
+whose variance is a quadrature. Each method takes equally many gradients: one long chain, 64 from dispersed starts,
+and gradient ascent with momentum from the same starts (τ = 0); chains by the paper's SGHMC and by BAOA, whose error is
+second order in the step; eight seeds each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from scipy.integrate import quad
+from torch import Tensor
+
+import curvops as co
+from benchmarks.machine import facts
+from benchmarks.report import fill
+from benchmarks.tables import machine_line, table
+from curvops.plots import style
+
+CHAINS, STEPS, SEEDS = 64, 600, 8
+STEP_SIZE, FRICTION, KEPT = 0.05, 1.0, 200
+"""The last KEPT steps of each parallel chain count; of the serial one those after an equal burn-in."""
+MODES = 4
+
+
+def log_density(params: dict[str, Tensor], batch: object) -> Tensor:
+    """Up to its constant."""
+    x = params["x"]
+    return (x.square() - x**4 / 10).sum()
+
+
+def width() -> float:
+    """The variance of a coordinate within a mode, x > 0."""
+
+    def moment(k: int) -> float:
+        return float(quad(lambda x: x**k * math.exp(x**2 - x**4 / 10), 0, 10)[0])
+
+    return moment(2) / moment(0) - (moment(1) / moment(0)) ** 2
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Draws (n, 2) of one method and seed."""
+
+    draws: Tensor
+
+    @property
+    def modes(self) -> Tensor:
+        """The mode of each draw, by the signs."""
+        return (self.draws[:, 0] > 0).long() + 2 * (self.draws[:, 1] > 0).long()
+
+    @property
+    def shares(self) -> Tensor:
+        """Of the draws in each mode; a quarter is right."""
+        return self.modes.bincount(minlength=MODES) / len(self.draws)
+
+    @property
+    def variance(self) -> float:
+        """Of a coordinate within a mode, averaged over the modes found."""
+        found = [self.draws[self.modes == mode] for mode in range(MODES)]
+        return float(torch.stack([each.var(0) for each in found if len(each) > 1]).mean())
+
+
+def serial(seed: int, method: Any) -> Found:
+    """One chain with as many gradients as all the others together."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = method(log_density, STEP_SIZE, alpha=FRICTION, data_size=1)
+    start = _start(generator)
+    burned, steps = CHAINS * (STEPS - KEPT), CHAINS * KEPT
+    chain = co.sampling.run(sampler, start, steps=steps, warmup=burned, generator=generator, progress=False)
+    return Found(chain.theta[0])
+
+
+def parallel(seed: int, method: Any, temperature: float = 1.0) -> Found:
+    """Chains from dispersed starts; at temperature 0 an ensemble of modes."""
+    generator = torch.Generator().manual_seed(seed)
+    one = method(log_density, STEP_SIZE, alpha=FRICTION, data_size=1, temperature=temperature)
+    starts = [_start(generator) for _ in range(CHAINS)]
+    chain = co.sampling.run(
+        co.sampling.chains(one, CHAINS),
+        starts,
+        steps=KEPT,
+        warmup=STEPS - KEPT,
+        thin=KEPT // 10,
+        generator=generator,
+        progress=False,
+    )
+    return Found(chain.theta.flatten(0, 1))
+
+
+def _start(generator: torch.Generator) -> dict[str, Tensor]:
+    return {"x": 6 * torch.rand(2, generator=generator, dtype=torch.float64) - 3}
+
+
+METHODS: dict[str, Callable[[int], Found]] = {
+    "serial, SGHMC": lambda seed: serial(seed, co.sampling.sghmc),
+    "serial, BAOA": lambda seed: serial(seed, co.sampling.baoa),
+    "parallel, SGHMC": lambda seed: parallel(seed, co.sampling.sghmc),
+    "parallel, BAOA": lambda seed: parallel(seed, co.sampling.baoa),
+    "ensemble": lambda seed: parallel(seed, co.sampling.baoa, temperature=0.0),
+}
+
+
+def report(found: dict[str, list[Found]]) -> str:
+    """A row a method, and whether the claim held."""
+    rows = []
+    for name, runs in found.items():
+        counts = [int((each.shares > 0).sum()) for each in runs]
+        worst = [float((each.shares - 1 / MODES).abs().max()) for each in runs]
+        variances = torch.tensor([each.variance for each in runs])
+        rows.append(
+            [
+                name,
+                f"{min(counts)}–{max(counts)}" if min(counts) < max(counts) else f"{counts[0]}",
+                f"{100 * sum(worst) / len(worst):.1f} %",
+                f"{variances.mean():.3f} ± {variances.std():.3f}",
+            ]
+        )
+    heads = ["method", "modes found, of 4", "largest error of a mode's share", f"variance in a mode ({width():.3f})"]
+    return table(heads, rows)
+
+
+def figure(found: dict[str, list[Found]]) -> Figure:
+    """The draws of the first seed over the density's contours."""
+    drawn = style.blank(9.6, 3.4)
+    shown = [name for name in found if "BAOA" not in name]
+    grid = torch.linspace(-4.5, 4.5, 181, dtype=torch.float64)
+    well = grid.square() - grid**4 / 10
+    density = (well[:, None] + well[None, :]).exp()
+    for axes, name in zip(drawn.subplots(1, 3, sharex=True, sharey=True), shown):
+        axes.contour(grid, grid, density, levels=6, colors=style.GREY, linewidths=0.7)
+        draws = found[name][0].draws
+        some = draws[:: max(1, len(draws) // 1500)]
+        axes.plot(*some.T, ".", color=style.COLOURS[0], markersize=2.5, alpha=0.6)
+        style.dress(axes, "x₁", "x₂" if name == shown[0] else "", name)
+        axes.set_aspect("equal")
+    return drawn
+
+
+def main() -> None:
+    """Run all methods, print or write the table, draw the figure."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.double_well", description=__doc__)
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
+    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for double_well.png")
+    arguments = parser.parse_args()
+    found = {name: [method(seed) for seed in range(SEEDS)] for name, method in METHODS.items()}
+    text = report(found) + "\n\n" + machine_line({"machine": facts(torch.get_num_threads())})
+    if arguments.page is None:
+        print(text)
+    else:
+        fill(arguments.page, "double_well", text)
+    if arguments.output is not None:
+        style.save(figure(found), arguments.output / "double_well.png")
+
+
+if __name__ == "__main__":
+    main()
