@@ -7,7 +7,10 @@ from curvops.sampling.evaluation import NotVectorized
 from curvops.sampling.hmc import hmc
 from curvops.sampling.lmc import lmc
 from curvops.sampling.log_density import LogPosterior, log_posterior
+from curvops.sampling.ntk_precision import ntk_precision
 from curvops.sampling.pcn import pcn
+from curvops.sampling.reprior import Reprior, reprior
+from curvops.sampling.reprior_gap import FewEffectiveDraws, GradientGap
 from curvops.sampling.run import run
 from curvops.sampling.schedules import Constant, Cosine, RobbinsMonro
 from curvops.sampling.sghmc import sghmc, sgnht
@@ -20,10 +23,13 @@ __all__ = [
     "Chain",
     "Constant",
     "Cosine",
+    "FewEffectiveDraws",
+    "GradientGap",
     "Info",
     "LogPosterior",
     "MomentumState",
     "NotVectorized",
+    "Reprior",
     "RobbinsMonro",
     "State",
     "Transition",
@@ -34,6 +40,8 @@ __all__ = [
     "log_posterior",
     "optimizer",
     "pcn",
+    "ntk_precision",
+    "reprior",
     "run",
     "sghmc",
     "sgld",

@@ -25,14 +25,32 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
 
     Raises ValueError where there is none: the outputs are a softmax or a sum of two layers', say.
     """
+    if model.module is None:
+        found = _of_function(model, inputs)
+    else:
+        layer = layer_of_outputs(model, inputs)
+        found = () if layer is None else _names(model, layer)
+    if not found:
+        raise ValueError(
+            "parameters='last_layer': no single layer's output is the model's output (a softmax, a sum of branches or "
+            f"parameters outside a layer come after it); {REMEDY}."
+        )
+    return found
+
+
+def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
+    """The one module with parameters whose output is the model's, but for its shape, dtype and choice of entries.
+
+    None where there is none. One forward pass of a model that is a module.
+    """
+    assert model.module is not None
     calls: list[tuple[nn.Module, Node]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             calls.append((module, output.grad_fn))
 
-    modules = [] if model.module is None else list(model.module.modules())
-    own = [module for module in modules if any(True for _ in module.parameters(recurse=False))]
+    own = [module for module in model.module.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_forward_hook(note) for module in own]
     try:
         with model.differentiating():
@@ -40,18 +58,9 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     finally:
         for handle in handles:
             handle.remove()
-    if model.module is None:
-        found = _of_function(model, inputs)
-    else:
-        behind = _moved(outputs.grad_fn)
-        owners = {id(module): module for module, node in calls if node in behind}
-        found = () if len(owners) != 1 else _names(model, next(iter(owners.values())))
-    if not found:
-        raise ValueError(
-            "parameters='last_layer': no single layer's output is the model's output (a softmax, a sum of branches or "
-            f"parameters outside a layer come after it); {REMEDY}."
-        )
-    return found
+    behind = _moved(outputs.grad_fn)
+    owners = {id(module): module for module, node in calls if node in behind}
+    return next(iter(owners.values())) if len(owners) == 1 else None
 
 
 def _names(model: Model, layer: nn.Module) -> tuple[str, ...]:

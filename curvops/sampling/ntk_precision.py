@@ -1,0 +1,65 @@
+"""The prior under which wide networks have a limit: each weight's variance is that of its layer over its fan-in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from curvops.network.model.wrappers import unwrapped
+from curvops.sampling.schedules import checked
+
+FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)
+
+
+def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float = 1.0) -> dict[str, float]:
+    """Prior precisions fan_in/σ_w² of weights and 1/σ_b² of biases, by name: a `prior_precision=` for any posterior.
+
+    Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018), in the
+    weights as the model holds them.
+
+    Args:
+        model: its linear and convolutional layers are known by their class. Frozen parameters are left out.
+        weight_std: σ_w; √2 keeps the size of activations through rectified layers.
+        bias_std: σ_b.
+
+    Raises:
+        TypeError: model is no module, a standard deviation no number.
+        ValueError: a parameter of another layer (a normalisation, an embedding): add {glob: number} for it to a mapping
+            of your own; a standard deviation that is not positive and finite.
+
+    >>> import curvops as co
+    >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.1)
+    {'weight': 2.0, 'bias': 99.99999999999999}
+    """
+    found: dict[str, float] = {}
+    module: Any = unwrapped(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function give a mapping.")
+    sw, sb = checked("weight_std", weight_std), checked("bias_std", bias_std)
+    known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
+    biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
+    others = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if (layer := known.get(id(parameter))) is not None:
+            outputs = layer.out_channels // layer.groups if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
+            inputs = parameter.numel() // outputs
+            found[_as_glob(name)] = inputs / sw**2
+        elif id(parameter) in biases:
+            found[_as_glob(name)] = 1 / sb**2
+        else:
+            others.append(name)
+    if others:
+        raise ValueError(
+            f"{others} belong to no linear or convolutional layer, so that their fan-in is not known: give "
+            "prior_precision a mapping {glob: number} that names each parameter, these too."
+        )
+    return found
+
+
+def _as_glob(name: str) -> str:
+    """A pattern that matches the name alone."""
+    return name if not set(name) & set("*?[") else "".join(f"[{c}]" if c in "*?[" else c for c in name)

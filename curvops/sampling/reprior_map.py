@@ -1,0 +1,78 @@
+"""Repriorisation of the readout: its white weights become those of a linear regression on the last features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.model.parameters import Blocks
+from curvops.sampling.reprior_conjugate import Conjugate
+from curvops.sampling.reprior_problem import Problem
+from curvops.sampling.reprior_readout import Readout
+
+
+class Moved(NamedTuple):
+    """White weights T(φ), log|det ∂T/∂φ|, and the outputs of all data at T(φ)."""
+
+    white: Blocks
+    logdet: Float[Tensor, ""]
+    outputs: Float[Tensor, "N C"]
+
+
+@runtime_checkable
+class Change(Protocol):
+    """A change of variables φ -> v of white weights, one to one."""
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """v = T(φ)."""
+
+    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
+        """What a log density at φ needs."""
+
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """φ."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadoutMap:
+    """The readout's blocks change as `conjugate` says, all other blocks are left as they are.
+
+    Block-triangular, so that the determinant is that of the readout's part alone (Hron et al. 2022, section 3).
+    `targets` are those of the regression, `root` the square roots of the points' weights.
+    """
+
+    problem: Problem
+    readout: Readout
+    conjugate: Conjugate
+    targets: Float[Tensor, "N C"]
+    root: Float[Tensor, "N 1"] | None
+
+    def features(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N p"]:
+        """Ψ of all data; the readout's own blocks do not enter. One forward pass."""
+        problem = self.problem
+        values = problem.theta(white)
+        each = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
+        return torch.cat(list(each))
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """T(φ). One forward pass."""
+        return self.forward(phi).white
+
+    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
+        """By one forward pass, whose features serve the outputs, too."""
+        features = self.features(phi)
+        omega, logdet = self.conjugate.forward(*self._weighted(features), self.readout.matrix(phi))
+        return Moved({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
+
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """The readout's blocks of φ, in closed form."""
+        features = self._weighted(self.features(white))
+        return {**white, **self.readout.blocks(self.conjugate.inverse(*features, self.readout.matrix(white)))}
+
+    def _weighted(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return (features, self.targets) if self.root is None else (self.root * features, self.root * self.targets)

@@ -1,0 +1,229 @@
+"""Identities of repriorisation: exact in float64, for each form and λ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import curvops as co
+from tests.sampling.repriors import NOISE, classes, flat, jacobian, mlp, one, precision, regression, slope
+
+FORMS = ["feature", "data", "ntk"]
+close = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def built(form=None, reg=None, n=6, model=None, prior=None, **options):
+    model = mlp(3, 4, 3, 2) if model is None else model
+    prior = precision(model) if prior is None else prior
+    return co.sampling.reprior(model, regression(n), NOISE, reg, form, prior_precision=prior, **options)
+
+
+def dense_log_density(model, data, theta, prior, noise=NOISE):
+    """log p(y | θ) + log p(θ) by torch.distributions."""
+    x, y = data
+    likelihood = torch.distributions.Normal(functional_call(model, theta, (x,)), noise**0.5).log_prob(y).sum()
+    priors = (
+        torch.distributions.Normal(torch.zeros(()).double(), prior[name] ** -0.5).log_prob(block).sum()
+        for name, block in theta.items()
+    )
+    return likelihood + sum(priors)
+
+
+@pytest.mark.parametrize("reg", [None, 0.4, 1e10])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_log_determinant_is_that_of_the_jacobian(form, reg):
+    rep = built(form, reg)
+    phi = one(rep)
+    torch.testing.assert_close(rep.logdet(phi), torch.linalg.slogdet(jacobian(rep, phi))[1], **close)
+
+
+@pytest.mark.parametrize("reg", [None, 0.4, math.inf])
+@pytest.mark.parametrize("form", ["feature", "data"])
+def test_the_energy_is_that_of_the_weights_less_the_log_determinant(form, reg):
+    model, data = mlp(3, 4, 3, 2), regression()
+    rep, prior = built(form, reg, model=model), precision(model)
+    phi = one(rep)
+    theta = rep.map(phi)
+    expected = dense_log_density(model, data, theta, prior) + torch.linalg.slogdet(jacobian(rep, phi))[1]
+    torch.testing.assert_close(-rep.energy(phi), expected, **close)
+    torch.testing.assert_close(rep(phi), expected / 6, **close)
+    torch.testing.assert_close(rep(phi, data), expected / 6, **close)
+
+
+def test_a_batch_stands_for_all_data_in_the_mean():
+    rep, (x, y) = built("data"), regression()
+    phi = one(rep)
+    halves = rep(phi, (x[:3], y[:3])) + rep(phi, (x[3:], y[3:]))
+    torch.testing.assert_close(halves / 2, rep(phi), **close)
+
+
+@pytest.mark.parametrize("n", [3, 9])
+def test_the_forms_have_one_density_at_the_noise_and_other_images(n):
+    feature, data = built("feature", n=n), built("data", n=n)
+    phi = one(feature)
+    torch.testing.assert_close(feature.energy(phi), data.energy(phi), **close)
+    torch.testing.assert_close(flat(slope(feature, phi)), flat(slope(data, phi)), **close)
+    assert (flat(feature.map(phi)) - flat(data.map(phi))).abs().max() > 1e-3
+    chosen = built(n=n)
+    assert chosen.form == ("feature" if n == 9 else "data")
+    torch.testing.assert_close(chosen.energy(phi), data.energy(phi), **close)
+
+
+def test_both_forms_are_roots_of_one_covariance_with_one_mean():
+    """T is affine in the readout: its linear part R has R Rᵀ = Σ, its value at 0 is μ; Σ and μ by dense inverses."""
+    model = mlp(3, 4, 2)
+    x, y = regression()
+    for reg in (NOISE, 0.7):
+        for form in ("feature", "data"):
+            rep = built(form, reg, model=model, prior=2.0)
+            phi = one(rep)
+            still = {name: torch.zeros_like(b) if name in rep.readout else b for name, b in phi.items()}
+            J = jacobian(rep, phi)
+            R = J[-10:, -10:]
+            W, b = phi["0.weight"] / 2**0.5, phi["0.bias"] / 2**0.5
+            psi = torch.cat([(x @ W.mT + b).tanh(), torch.ones(6, 1)], 1) / 2**0.5
+            sigma = reg * torch.linalg.inv(reg * torch.eye(5).double() + psi.mT @ psi)
+            mean = sigma @ psi.mT @ y / reg
+            moved = rep.map(still)
+            torch.testing.assert_close(torch.cat([moved["2.weight"].mT, moved["2.bias"][None]]), mean / 2**0.5, **close)
+            order = [*(torch.arange(8).view(2, 4)[0].tolist()), 8]  # the first output's weights and its bias
+            torch.testing.assert_close((R @ R.mT)[order][:, order], sigma / 2, **close)
+
+
+@pytest.mark.parametrize("form", ["feature", "data"])
+def test_the_readout_is_standard_normal_given_the_rest(form):
+    rep = built(form)
+    phi = one(rep)
+    gradient = slope(rep, phi)
+    assert rep.readout == ("4.weight", "4.bias")
+    for name in rep.readout:
+        torch.testing.assert_close(gradient[name], phi[name], **close)
+    assert (gradient["0.weight"] - phi["0.weight"]).abs().max() > 1e-3
+    coarse = built(form, 0.4)
+    assert (slope(coarse, phi)["4.weight"] - phi["4.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_reg_is_the_identity(form):
+    rep = built(form, 1e13, prior=1.0)
+    phi = one(rep)
+    torch.testing.assert_close(flat(rep.map(phi)), flat(phi), **close)
+    torch.testing.assert_close(rep.logdet(phi), torch.zeros((), dtype=torch.float64), **close)
+
+
+def test_an_infinite_reg_is_the_prior_scale_alone():
+    rep = built(None, math.inf, prior=4.0)
+    phi = one(rep)
+    torch.testing.assert_close(flat(rep.map(phi)), flat(phi) / 2)
+    assert float(rep.logdet(phi)) == pytest.approx(-len(flat(phi)) * math.log(2))
+
+
+@pytest.mark.parametrize("form", ["feature", "data"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_of_a_linear_model_the_posterior_is_the_prior(form, bias):
+    model, (x, y) = nn.Linear(3, 2, bias=bias).double(), regression()
+    rep = co.sampling.reprior(model, (x, y), NOISE, form=form)
+    drawn = [one(rep, seed) for seed in (0, 1)]
+    ratios = torch.stack([rep.log_ratio(phi) for phi in drawn])
+    design = torch.cat([x, torch.ones(6, 1)], 1) if bias else x
+    evidence = torch.distributions.MultivariateNormal(
+        torch.zeros(6).double(), NOISE * torch.eye(6).double() + design @ design.mT
+    )
+    torch.testing.assert_close(ratios, evidence.log_prob(y.mT).sum().expand(2), **close)
+    torch.testing.assert_close(flat(slope(rep, drawn[0])), flat(drawn[0]), **close)
+    gap = rep.gradient_gap(samples=40)
+    assert float(gap.total) < 1e-20 and float(gap.readout) < 1e-20
+    assert float(rep.divergence(40)) == pytest.approx(0, abs=1e-10)
+
+
+@pytest.mark.parametrize("reg", [None, 0.4, 1e6, math.inf])
+@pytest.mark.parametrize("form", ["feature", "data"])
+def test_the_inverse_undoes_the_map(form, reg):
+    rep = built(form, reg)
+    phi = one(rep)
+    torch.testing.assert_close(flat(rep.inverse(rep.map(phi))), flat(phi), **close)
+    theta = dict(mlp(3, 4, 3, 2).named_parameters())
+    torch.testing.assert_close(flat(rep.map(rep.params)), flat(theta), **close)
+
+
+def test_chains_are_mapped_side_by_side():
+    for form in FORMS:
+        rep = built(form, 0.4, model=mlp(3, 2, 2))
+        stacked = rep.normal(3)
+        each = torch.stack([rep({name: b[i] for name, b in stacked.items()}) for i in range(3)])
+        torch.testing.assert_close(torch.vmap(rep)(stacked), each, **close)
+
+
+def test_gradients_exist_where_points_coincide():
+    """The symmetric root has equal eigenvalues there, whose derivative by automatic differentiation is NaN."""
+    x, y = regression(4)
+    doubled = torch.cat([x, x, x]), torch.cat([y, y, y])
+    model = mlp(3, 20, 2)
+    rep = co.sampling.reprior(model, doubled, NOISE, 0.3, "data", prior_precision=precision(model))
+    phi = one(rep)
+    leaf = phi["0.weight"].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: rep.energy({**phi, "0.weight": w}), leaf, rtol=1e-5)
+
+
+def test_weights_of_points_count_as_repeated_points():
+    x, y = regression()
+    model = mlp(3, 4, 2)
+    counts = torch.tensor([1, 2, 0, 1, 3, 1])
+    repeated = x.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0)
+    plain = co.sampling.reprior(model, repeated, NOISE, form="feature")
+    weighted = co.sampling.reprior(model, (x, y, counts.double()), NOISE, form="feature", weights=True)
+    phi = one(plain)
+    torch.testing.assert_close(flat(weighted.map(phi)), flat(plain.map(phi)), **close)
+    constant = [rep.energy(phi) - rep.energy(one(plain, 1)) for rep in (plain, weighted)]
+    torch.testing.assert_close(constant[0], constant[1], **close)
+
+
+@pytest.mark.parametrize("form", ["feature", "data"])
+def test_classes_keep_their_exact_energy(form):
+    model, (x, y) = mlp(3, 4, 3), classes()
+    rep = co.sampling.reprior(model, (x, y), reg=0.3, form=form, likelihood="classification")
+    phi = one(rep)
+    theta = rep.map(phi)
+    exact = -nn.functional.cross_entropy(functional_call(model, theta, (x,)), y, reduction="sum")
+    prior = -0.5 * (flat(theta).square() + math.log(2 * math.pi)).sum()
+    torch.testing.assert_close(-rep.energy(phi), exact + prior + torch.linalg.slogdet(jacobian(rep, phi))[1], **close)
+    surrogate = nn.functional.one_hot(y, 3).double() - 1 / 3
+    gaussian = co.sampling.reprior(model, (x, surrogate), 0.3, form=form)
+    torch.testing.assert_close(flat(rep.map(phi)), flat(gaussian.map(phi)), **close)
+    assert rep.noise is None and "classes" in repr(rep)
+
+
+def test_labels_that_are_ignored_change_nothing():
+    model, (x, y) = mlp(3, 4, 3), classes()
+    ignored = torch.cat([y, torch.tensor([-100])]), torch.cat([x, 3 * torch.ones(1, 3).double()])
+    some = co.sampling.reprior(model, (ignored[1], ignored[0]), reg=0.3, likelihood="classification", form="feature")
+    none = co.sampling.reprior(model, (x, y), reg=0.3, likelihood="classification", form="feature")
+    phi = one(none)
+    torch.testing.assert_close(some.energy(phi), none.energy(phi), **close)
+
+
+def test_batches_of_the_data_add_up():
+    x, y = regression()
+    model = mlp(3, 4, 2)
+    whole = co.sampling.reprior(model, (x, y), NOISE)
+    parts = co.sampling.reprior(model, [(x[:4], y[:4]), (x[4:], y[4:])], NOISE)
+    phi = one(whole)
+    torch.testing.assert_close(parts.energy(phi), whole.energy(phi), **close)
+    kept = float(whole.energy(phi))
+    x.zero_()
+    assert float(whole.energy(phi)) == kept
+
+
+def test_float32_energies_are_summed_in_float64():
+    model = mlp(3, 64, 64, 2)
+    prior = precision(model)
+    rep = co.sampling.reprior(model, regression(20), NOISE, prior_precision=prior)
+    phi = one(rep)
+    coarse = co.sampling.reprior(mlp(3, 64, 64, 2).float(), regression(20), NOISE, prior_precision=prior)
+    energy = coarse.energy({name: block.float() for name, block in phi.items()})
+    assert energy.dtype == torch.float64
+    assert abs(float(energy - rep.energy(phi))) < 0.02
