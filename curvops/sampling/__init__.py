@@ -11,7 +11,7 @@ from curvops.sampling.ntk_precision import ntk_precision
 from curvops.sampling.pcn import pcn
 from curvops.sampling.reprior import Reprior, reprior
 from curvops.sampling.reprior_gap import FewEffectiveDraws, GradientGap
-from curvops.sampling.run import run
+from curvops.sampling.running import run
 from curvops.sampling.schedules import Constant, Cosine, RobbinsMonro
 from curvops.sampling.sghmc import sghmc, sgnht
 from curvops.sampling.sgld import sgld

@@ -51,7 +51,7 @@ class Isotropic:
 
 
 @dataclass(frozen=True, eq=False)
-class Metric(Isotropic):
+class OperatorMetric(Isotropic):
     """D an operator: constant between two refreshes, so that no term with its derivative is needed."""
 
     D: LinearOperator = field(kw_only=True)
@@ -122,4 +122,4 @@ def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
             f"{name} {type(given).__name__} is not known to be positive semidefinite, and must have a square root. "
             "Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
         )
-    return Metric(D=given)
+    return OperatorMetric(D=given)

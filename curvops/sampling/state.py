@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.linalg.core.summary import Summarised
 from curvops.sampling.structure import Structure
 
-Own = TypeVar("Own", bound="State")
+AnyState = TypeVar("AnyState", bound="State")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,7 +34,7 @@ class State(Summarised):
         """The parameters as the tree that `init` was given, views of `theta`; with chains their dimension first."""
         return self.structure.unflatten(self.theta)
 
-    def clone(self: Own) -> Own:
+    def clone(self: AnyState) -> AnyState:
         """The same in memory of its own."""
         return replace(self, **{each.name: _copied(getattr(self, each.name)) for each in fields(self)})
 

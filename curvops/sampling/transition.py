@@ -21,7 +21,7 @@ from curvops.sampling.schedules import Schedule, as_schedule, at
 from curvops.sampling.state import Info, State, seeded
 from curvops.sampling.structure import flattened, flattened_starts
 
-Own = TypeVar("Own", bound="Transition")
+AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
 LOOK_EVERY = 32
 """Steps between two looks at whether numbers are finite, on a device that would have to be waited for."""
@@ -104,11 +104,11 @@ class Transition(ABC):
         new.step.add_(1)
         return new, info
 
-    def with_preconditioner(self: Own, preconditioner: Any) -> Own:
+    def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
         """The same with another D: every hundred steps, say, that of newer curvature. States go on."""
         return replace(self, metric=as_metric(preconditioner))
 
-    def with_step_size(self: Own, step_size: Any) -> Own:
+    def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
         """The same with another step size or schedule. States go on."""
         return replace(self, step_size=as_schedule("step_size", step_size))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 Numbers: TypeAlias = NDArray[np.float64]
 """One for each column. On so few, NumPy's operations take a quarter of the time of torch's."""
 Marks: TypeAlias = NDArray[np.bool_]
-State = TypeVar("State", bound="ColumnState")
+AnyColumnState = TypeVar("AnyColumnState", bound="ColumnState")
 
 
 def on_host(*values: Tensor) -> Numbers:
@@ -56,16 +56,16 @@ class ColumnState:
     """Fields of one float64 number per column each, on the host."""
 
     @classmethod
-    def beginning(cls: type[State], **known: Numbers) -> State:
+    def beginning(cls: type[AnyColumnState], **known: Numbers) -> AnyColumnState:
         """The state with these fields, the others 0."""
         nothing = np.zeros_like(next(iter(known.values())))
         return cls(**{field.name: known.get(field.name, nothing).copy() for field in fields(cls)})
 
-    def select(self: State, index: Sequence[int]) -> State:
+    def select(self: AnyColumnState, index: Sequence[int]) -> AnyColumnState:
         """The columns that remain."""
         return type(self)(**{name: value[index] for name, value in vars(self).items()})
 
-    def put(self: State, index: Sequence[int], other: State) -> None:
+    def put(self: AnyColumnState, index: Sequence[int], other: AnyColumnState) -> None:
         """Write the state of other columns over these."""
         for name, value in vars(self).items():
             value[index] = getattr(other, name)
