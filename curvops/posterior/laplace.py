@@ -132,7 +132,7 @@ class Laplace(Predictive):
         """
         if prior_mean is None:
             prior_mean = 0.0 if isinstance(prior_precision, Laplace) else self.prior_mean
-        prior = _prior(prior_precision, prior_mean, self.lin)
+        prior = as_prior(prior_precision, prior_mean, self.lin)
         self.spectrum.require_usable(prior)
         return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
 
@@ -562,7 +562,7 @@ def laplace(
     curvatures cost nothing here.
     """
     check_linearization(lin)
-    prior = _prior(prior_precision, prior_mean, lin)
+    prior = as_prior(prior_precision, prior_mean, lin)
     return _posterior(lin, curvature, prior, read_temperature(temperature), check_mode)
 
 
@@ -598,7 +598,7 @@ def _posterior(
     return posterior
 
 
-def _prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
+def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
     """As `read_prior`, for an earlier posterior too."""
     if not isinstance(prior_precision, Laplace):
         return read_prior(prior_precision, prior_mean, lin.model)

@@ -19,7 +19,7 @@ from curvops.network.likelihoods.torch_losses import reading_of
 from curvops.network.model.model import Model
 from curvops.operators import Linearization
 from curvops.operators.linearize import at_positions, checked_layout
-from curvops.posterior.laplace import Laplace
+from curvops.posterior.laplace import Laplace, as_prior
 from curvops.posterior.priors import Prior, read_prior
 
 SUBNETWORK = "subnetwork"
@@ -146,7 +146,7 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation brings {', '.join(twice)}: leave that out.")
-        prior = _prior(prior_precision, prior_mean, model.model)
+        prior = as_prior(prior_precision, prior_mean, model)
         known = [model.likelihood]
         return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
     if isinstance(parameters, str) and parameters == "last_layer":

@@ -135,7 +135,8 @@ class _Reached:
 
     def record(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        state = {f.name: getattr(self.state, f.name) for f in fields(self.state) if f.name != "structure"}
+        state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
+        state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
         adaptation = None if self.adaptation is None else list(astuple(self.adaptation))
         return {
             "done": self.done,
@@ -160,7 +161,7 @@ class _Reached:
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
         """The result."""
-        adapted = sampler if self.adaptation is None else sampler.with_step_size(self.adaptation.final)
+        adapted = _adapted(sampler, self.adaptation, False)
         traces = {name: self.traces.get(name) for name in TRACES}
         return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
 
@@ -175,14 +176,13 @@ def _taken(
     if inplace:
         reached = replace(reached, state=reached.state.clone())
     watch = Watch(sampler)
-    adapted = sampler
+    adapted: Any = None
     with shown("sampling", total, progress) as bar:
         bar.done = reached.done
         try:
             while reached.done < total:
-                if reached.adaptation is not None and reached.done <= warmup:
-                    trial = reached.adaptation.trial if reached.done < warmup else reached.adaptation.final
-                    adapted = sampler.with_step_size(trial)
+                if adapted is None or reached.done <= warmup:
+                    adapted = _adapted(sampler, reached.adaptation, reached.done < warmup)
                 batch = feed.next()
                 watch.before(reached.state, batch)
                 state, info = adapted.update(reached.state, batch, inplace=inplace)
@@ -211,6 +211,13 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> DualA
     if not isinstance(sampler.step_size, Constant):
         raise ValueError("target_acceptance sets the step size, which follows a schedule here: give it as a number.")
     return DualAveraging.begun(sampler.step_size.value, float(target), sampler.largest_step)
+
+
+def _adapted(sampler: Transition, adaptation: DualAveraging | None, warming_up: bool) -> Transition:
+    """The sampler with the step size that this stage of the adaptation has."""
+    if adaptation is None:
+        return sampler
+    return sampler.with_step_size(adaptation.trial if warming_up else adaptation.final)
 
 
 def _options(sampler: Transition) -> dict[str, str]:

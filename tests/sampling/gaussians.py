@@ -50,7 +50,7 @@ def preconditioners(d: int) -> dict[str, Any]:
 
     low = co.LowRank(torch.linalg.qr(normal(d, 2)).Q, torch.tensor([0.8, 0.4], dtype=torch.float64))
     factors = co.linalg.Kronecker(spd(2).unsqueeze(0), spd(d // 2).unsqueeze(0))
-    return {
+    found = {
         "none": None,
         "number": 0.6,
         "vector": 0.3 + torch.rand(d, dtype=torch.float64, generator=g),
@@ -59,6 +59,8 @@ def preconditioners(d: int) -> dict[str, Any]:
         "inverse of low rank": low.add_diagonal(0.9).inverse(),
         "inverse of Kronecker": factors.add_diagonal(0.7).inverse(),
     }
+    every = ("none", "dense", "low rank plus diagonal", "inverse of Kronecker") if d > 9 else tuple(found)
+    return {kind: found[kind] for kind in every}
 
 
 def matrix(D: Any, d: int) -> Tensor:
@@ -87,15 +89,12 @@ class Given:
         self.taken += count
         if self.white is None:
             return torch.zeros(1, count, dtype=torch.float64)
-        return self.white[rows, self.taken - count : self.taken].clone()
+        return self.white[rows, self.taken - count : self.taken]
 
     def __enter__(self) -> Given:
         def normal(source: Any, like: Tensor) -> Tensor:
-            return (
-                self._next(like.shape[-1], slice(None))
-                .expand(len(like) if like.ndim > 1 else 1, -1)
-                .reshape(like.shape)
-            )
+            rows = self._next(like.shape[-1], slice(None))
+            return torch.empty_like(like).copy_(rows if like.ndim > 1 else rows[0])
 
         def block(described: Any, columns: int, kind: str, generator: Any = None) -> Tensor:
             assert columns == 1

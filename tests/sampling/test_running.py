@@ -1,0 +1,232 @@
+"""`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvops as co
+from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
+
+S = co.sampling
+H = curvature(4)
+START = torch.zeros(4, dtype=torch.float64)
+
+
+def regression(batch_size: int = 4, generator: torch.Generator | None = None) -> tuple[Any, DataLoader[Any]]:
+    g = seeded(0)
+    X, y = torch.randn(10, 3, dtype=torch.float64, generator=g), torch.randn(10, 1, dtype=torch.float64, generator=g)
+    model = torch.nn.Linear(3, 1).double()
+    f = S.log_posterior(model, "regression", data_size=10)
+    loader = DataLoader(TensorDataset(X, y), batch_size, shuffle=True, generator=generator or seeded(5))
+    return f, loader
+
+
+def test_draws_are_the_states_after_warm_up() -> None:
+    f, loader = regression()
+    sampler = S.chains(S.baoa(f, 0.2), 2)
+    start = sampler.init(f.params, seeded(1))
+    chain = S.run(sampler, start, loader, steps=9, warmup=4, thin=3)
+    f_again, again = regression()
+    by_hand, states, infos = start, [], []
+    for _ in range(5):  # passes of three batches
+        for batch in again:
+            by_hand, info = S.chains(S.baoa(f_again, 0.2), 2).update(by_hand, batch)
+            states.append(by_hand.theta)
+            infos.append(info.log_posterior)
+    assert chain.theta.shape == (2, 3, 4)
+    for i in range(3):
+        assert torch.equal(chain.theta[:, i], states[4 + 3 * (i + 1) - 1])
+    assert torch.equal(chain.log_posterior, torch.stack(infos[4:13], 1))
+    assert torch.equal(chain.state.theta, states[12]) and int(start.step) == 0
+    assert chain.params["weight"].shape == (2, 3, 1, 3)
+    assert chain.acceptance is None
+
+
+class Killed(BaseException):
+    pass
+
+
+SAMPLERS = {
+    "sgld": lambda f: S.sgld(f, 0.1),
+    "sgnht": lambda f: S.chains(S.sgnht(f, 0.1), 2),
+    "lmc": lambda f: S.lmc(f, 0.3),
+    "adam": lambda f: S.optimizer(torch.optim.Adam, f, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    f, loader = regression()
+    full = name == "lmc"
+    options: dict[str, Any] = {"steps": 10, "warmup": 5, "thin": 2}
+    if full:
+        options["target_acceptance"] = 0.8
+    batches = list(loader)[:1] if full else loader
+
+    def source() -> Any:
+        return batches if full else regression()[1]
+
+    def ran(**changed: Any) -> Any:
+        return S.run(SAMPLERS[name](f), f.params, source(), **{"generator": seeded(3)} | options | changed)
+
+    whole = ran()
+    for at in (3, 12):
+        place = tmp_path / f"{name}-{at}"
+
+        def kill(what: str, done: int, total: int | None, at: int = at) -> None:
+            if done == at:
+                raise Killed
+
+        with pytest.raises(Killed):
+            ran(checkpoint=place, progress=kill)
+        rest = ran(checkpoint=place)
+        assert torch.equal(whole.theta, rest.theta) and torch.equal(whole.log_posterior, rest.log_posterior)
+        assert torch.equal(whole.state.random, rest.state.random) and int(rest.state.step) == 15
+        known = ran(checkpoint=place)
+        assert torch.equal(known.theta, whole.theta) and known.sampler.step_size == whole.sampler.step_size
+        further, _ = known.sampler.update(known.state, next(iter(source())))
+        assert int(further.step) == 16
+    with pytest.raises(ValueError, match="another problem"):
+        ran(checkpoint=place, generator=seeded(4))
+    with pytest.raises(ValueError, match="steps"):
+        ran(checkpoint=place, steps=12)
+
+
+def test_a_run_goes_on_from_a_state() -> None:
+    sampler = S.sghmc(log_density(H), 0.1, data_size=1)
+    whole = S.run(sampler, START, steps=10, generator=seeded(0))
+    first = S.run(sampler, START, steps=6, generator=seeded(0))
+    second = S.run(sampler, first.state, steps=4)
+    assert torch.equal(whole.theta, torch.cat([first.theta, second.theta], 1))
+
+
+DIVERGING = {
+    "sgld": (lambda e, D: S.sgld(log_density(H), e, data_size=9, preconditioner=D)),
+    "sghmc": (lambda e, D: S.sghmc(log_density(H), e, alpha=0.8, data_size=9, preconditioner=D)),
+    "first": (lambda e, D: S.sghmc(log_density(H), e, momentum_first=True, data_size=9, preconditioner=D)),
+    "baoa": (lambda e, D: S.baoa(log_density(H), e, data_size=9, preconditioner=D)),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+@pytest.mark.parametrize("share", [1.1, 4.0])
+def test_divergence_is_found_within_100_steps_with_a_step_that_works(name: str, share: float) -> None:
+    D = preconditioners(4)["dense"]
+    largest = float(torch.linalg.eigvals(D.to_dense() @ H).real.max())
+    limit = DIVERGING[name](1.0, D).stability_limit(largest)
+    start = torch.ones(4, dtype=torch.float64)
+    if name == "sghmc" and share < 2:
+        share = 2.0  # at 1.1 a step multiplies (θ, m) by 1.007 alone: no energy shows that within 100
+    with pytest.raises(co.Diverged, match="try step_size=") as raised:
+        S.run(DIVERGING[name](share * limit, D), start, steps=120, generator=seeded(0))
+    named = [float(x) for x in re.findall(r"(?:up to|step_size=)(?: )?([\d.e+-]*\d)", str(raised.value))]
+    assert named[1] == pytest.approx(limit, rel=0.02)
+    steps = re.search(r"within (\d+) steps", str(raised.value))
+    assert steps is not None and int(steps[1]) <= 100
+    S.run(DIVERGING[name](named[-1], D), start, steps=300, generator=seeded(0))
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_no_false_alarm_just_below_the_limit(name: str) -> None:
+    """At .99 of it the variance of a mode of SGLD is 100 times the posterior's."""
+    largest = float(torch.linalg.eigvalsh(H).max())
+    limit = DIVERGING[name](1.0, None).stability_limit(largest)
+    S.run(S.chains(DIVERGING[name](0.99 * limit, None), 8), START + 1, steps=300, generator=seeded(0))
+
+
+def test_a_metropolis_sampler_that_accepts_nothing_is_an_error() -> None:
+    with pytest.raises(co.Diverged, match=r"100 proposals with step_size=50.*try step_size="):
+        S.run(S.lmc(log_density(H), 50.0, data_size=1), START + 1, steps=200, generator=seeded(0))
+
+
+def test_numbers_that_become_infinite_are_an_error_in_update() -> None:
+    sampler = S.sgld(log_density(H), 1e30, data_size=1)
+    state = sampler.init(START + 1, seeded(0))
+    with pytest.raises(co.Diverged, match=r"at step \d+ with step_size=1e\+30.*try step_size=2.5e\+29"):
+        for _ in range(50):
+            state, _ = sampler.update(state)
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[str, int, int | None]] = []
+    S.run(S.sgld(log_density(H), 0.1, data_size=1), START, steps=3, warmup=1, progress=lambda *a: seen.append(a))
+    assert seen == [("sampling", i, 4) for i in (1, 2, 3, 4)]
+
+
+def test_batches_that_cannot_be_read_again_or_change_are_refused(annotations_unchecked: None) -> None:
+    sampler = S.sgld(lambda p, b: -(p["x"] * b[0].mean()).square().sum(), 0.1, data_size=1)
+    params, X = {"x": torch.ones(2)}, torch.ones(3)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (iter([(X, X)]), TypeError, "only once"),
+        ((each for each in [(X, X)]), TypeError, "only once"),
+        (X, TypeError, r"\[\(inputs, targets\)\]"),
+        ((X, X), TypeError, r"\[\(inputs, targets\)\]"),
+        ("data", TypeError, "iterable of batches"),
+        (7, TypeError, "iterable of batches"),
+        ([], ValueError, "empty"),
+        ([(X, X), {"inputs": X, "targets": X}], ValueError, "batch 1 is of another structure"),
+        ([(X, X), (X, X, X)], ValueError, "another structure"),
+    ]
+    for batches, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            S.run(sampler, params, batches, steps=4)
+
+
+def test_wrong_arguments_are_refused_by_name(tmp_path: Path, annotations_unchecked: None) -> None:
+    sampler, f = S.sgld(log_density(H), 0.1, data_size=1), log_density(H)
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"steps": 0}, ValueError, "steps must be at least 1"),
+        ({"steps": 2.0}, TypeError, "steps must be a whole number"),
+        ({"steps": True}, TypeError, "steps"),
+        ({"steps": 5, "thin": 0}, ValueError, "thin"),
+        ({"steps": 5, "thin": 6}, ValueError, "no draw would be kept"),
+        ({"steps": 5, "warmup": -1}, ValueError, "warmup"),
+        ({"steps": 5, "progress": 3}, TypeError, "progress"),
+        ({"steps": 5, "generator": 0}, TypeError, "generator"),
+        ({"steps": 5, "warmup": 5, "target_acceptance": 0.5}, ValueError, "Metropolis"),
+        ({"steps": 5, "checkpoint": 3}, TypeError, "path"),
+    ]
+    for options, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            S.run(sampler, START, **options)
+    lmc = S.lmc(f, 0.1, data_size=1)
+    for options, message in (
+        ({"target_acceptance": 0.5}, "warm-up"),
+        ({"target_acceptance": 1.5, "warmup": 5}, "between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            S.run(lmc, START, steps=5, **options)
+    with pytest.raises(ValueError, match="follows a schedule"):
+        S.run(S.lmc(f, S.Cosine(0.1, 5), data_size=1), START, steps=5, warmup=5, target_acceptance=0.5)
+    with pytest.raises(TypeError, match="sampler must be one of"):
+        S.run(f, START, steps=5)
+    with pytest.raises(TypeError, match="MomentumState"):
+        S.run(S.baoa(f, 0.1, data_size=1), sampler.init(START), steps=5)
+    with pytest.raises(ValueError, match="holds chains"):
+        S.run(S.chains(sampler, 2), sampler.init(START), steps=5)
+    with pytest.raises(ValueError, match="leave generator out"):
+        S.run(sampler, sampler.init(START), steps=5, generator=seeded(0))
+    unseeded = DataLoader(TensorDataset(torch.ones(4, 1)), 2, shuffle=True)
+    with pytest.raises(ValueError, match="generator="):
+        S.run(S.sgld(lambda p, b: -p.square().sum(), 0.1, data_size=1), START, unseeded, steps=2, checkpoint=tmp_path)
+
+
+def test_shuffled_passes_differ() -> None:
+    seen: list[Tensor] = []
+
+    def value(params: Tensor, batch: Any) -> Tensor:
+        seen.append(batch[0])
+        return -params.square().sum()
+
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), 3, shuffle=True, generator=seeded(2))
+    S.run(S.sgld(value, 0.1, data_size=6), START, loader, steps=6)
+    passes = [torch.cat(seen[i : i + 2]) for i in (0, 2, 4)]
+    assert all(torch.equal(each.sort().values, torch.arange(6.0)) for each in passes)
+    assert not torch.equal(passes[0], passes[1])
