@@ -1,7 +1,8 @@
-"""Draws of a posterior whose process is killed at random moments, again and again, and what checkpoints cost.
+"""Long runs whose process is killed at random moments, again and again, and what checkpoints cost.
 
-`python -m benchmarks.killed_runs` kills 20 processes of one run with SIGKILL, lets the last one end, and compares the
-bits of its draws with those of a run that was not killed. Then it times the run with and without a checkpoint. Linux.
+`python -m benchmarks.killed_runs` kills 20 processes in all with SIGKILL: of each run in turn some, one after the
+other, lets a last one end, and compares the bits of its result with those of a run that was not killed. Then it times
+draws with and without a checkpoint, in pairs. Linux.
 """
 
 from __future__ import annotations
@@ -9,43 +10,100 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import curvops as co
 from curvops import checkpoint
-from curvops.posterior.deviations import Deviations
+from curvops.linalg.core.result_record import record_of_result
 
 KILLS = 20
+PAIRS = 5
 
 
-def draws(folder: Path | None) -> Deviations:
-    """8 draws, 17,610 weights, as in a new process."""
+def posterior(points: int = 512, hidden: tuple[int, int] = (128, 64), batches: int = 1, prior: float = 0.01) -> Any:
+    """As in a new process; 17,610 weights by default."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 10)).double()
-    x, y = torch.randn(512, 64, dtype=torch.float64), torch.randint(10, (512,))
-    lin = co.linearize(model, (x, y), "classification", memory_budget=2**30)
-    post = co.laplace(lin, prior_precision=0.01, check_mode=False)
-    generator = torch.Generator().manual_seed(1)
-    return post.deviations(8, method="cg", rtol=1e-8, generator=generator, checkpoint=folder)
+    wide, narrow = hidden
+    layers = (nn.Linear(64, wide), nn.Tanh(), nn.Linear(wide, narrow), nn.Tanh(), nn.Linear(narrow, 10))
+    x, y = torch.randn(points, 64, dtype=torch.float64), torch.randint(10, (points,))
+    data = list(zip(x.chunk(batches), y.chunk(batches)))
+    lin = co.linearize(nn.Sequential(*layers).double(), data, "classification", memory_budget=2**30)
+    return co.laplace(lin, prior_precision=prior, check_mode=False)
 
 
-def timed(folder: Path | None) -> tuple[Deviations, float]:
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def draws(folder: Path | None, k: int = 8) -> Any:
+    return posterior().deviations(k, method="cg", rtol=1e-8, generator=seeded(), checkpoint=folder).draws
+
+
+def descent(folder: Path | None) -> Any:
+    post, options = posterior(hidden=(32, 16), prior=1.0), co.StochasticDescent(batch_size=128, epochs=60)
+    return post.deviations(4, method=options, rtol=0.1, generator=seeded(), checkpoint=folder).draws
+
+
+def mode(folder: Path | None) -> Any:
+    return record_of_result(posterior(hidden=(32, 16)).linear_mode(rtol=1e-8, checkpoint=folder))
+
+
+def tuned(folder: Path | None) -> Any:
+    post = posterior(hidden=(32, 16), prior=1.0)
+    found = co.evidence.mackay(post, 4, 6, "layer", rtol=1e-5, generator=seeded(), checkpoint=folder)
+    return [found.prior_precision, *map(record_of_result, found.tuning.steps)]
+
+
+def factors(folder: Path | None) -> Any:
+    return list(co.KFAC(posterior(4096, batches=32).lin, checkpoint=folder).representation())
+
+
+def corrected(folder: Path | None) -> Any:
+    lin = posterior(4096, batches=32).lin
+    return list(co.EKFAC(lin, fisher="mc", generator=seeded(), checkpoint=folder).representation())
+
+
+RUNS: dict[str, Callable[[Path | None], Any]] = {
+    "deviations, cg": draws,
+    "deviations, sgd": descent,
+    "linear mode": mode,
+    "mackay": tuned,
+    "KFAC": factors,
+    "EKFAC of draws": corrected,
+}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether these have the same bits."""
+    if isinstance(one, Tensor):
+        return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if isinstance(one, dict):
+        return all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def timed(run: Callable[[Path | None], Any], folder: Path | None) -> tuple[Any, float]:
     begin = time.perf_counter()
-    return draws(folder), time.perf_counter() - begin
+    return run(folder), time.perf_counter() - begin
 
 
-def killed(folder: Path, longest: float) -> int:
+def killed(run: Callable[[Path | None], Any], folder: Path, kills: int, longest: float) -> int:
     """How many of the processes were killed before they came to an end, each after a random time."""
     count = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         child = os.fork()
         if not child:
-            draws(folder)
+            run(folder)
             os._exit(0)
         time.sleep(random.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
@@ -53,23 +111,49 @@ def killed(folder: Path, longest: float) -> int:
     return count
 
 
+def kills_of(name: str, kills: int, root: Path) -> int:
+    """Kill one run so many times, print what became of it, and return how many processes were killed."""
+    run = RUNS[name]
+    timed(run, None)
+    whole, seconds = timed(run, root / "whole")
+    count = killed(run, root / "killed", kills, 0.7 * seconds)
+    found, left = timed(run, root / "killed")
+    print(
+        f"{name}: {seconds:.2f} s; {count} of {kills} processes killed; the last one takes {left:.2f} s and ends with "
+        f"the same bits: {equal(found, whole)}"
+    )
+    return count
+
+
+def overhead(root: Path, what: str) -> None:
+    """What a checkpoint costs draws, in pairs of runs side by side."""
+    pairs = []
+    for turn in range(PAIRS):
+        plain = timed(draws, None)[1]
+        pairs.append((plain, timed(draws, root / f"{turn}")[1]))
+    shares = [saved / plain - 1 for plain, saved in pairs]
+    plain = statistics.median(plain for plain, _ in pairs)
+    print(
+        f"draws in {plain:.2f} s, {what}: {statistics.median(shares):+.1%} "
+        f"({min(shares):+.1%} to {max(shares):+.1%} in {PAIRS} pairs)"
+    )
+
+
 def main() -> None:
     random.seed(0)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place)
-        timed(None)
-        whole, seconds = timed(root / "whole")
-        plain = min(timed(None)[1] for _ in range(2))
-        print(f"without a checkpoint {plain:.2f} s, with one {seconds:.2f} s ({whole.matvecs} products)")
-        checkpoint.PAUSE, share, checkpoint.SHARE = 0.1, checkpoint.SHARE, 0.5
-        count = killed(root / "killed", min(seconds, 1.5))
-        found = draws(root / "killed")
-        same = torch.equal(found.draws, whole.draws) and torch.equal(found.history, whole.history)
-        print(f"{count} of {KILLS} processes killed; the last one ends with the same bits: {same}")
-        checkpoint.PAUSE, checkpoint.SHARE = 0.0, share
-        often = timed(root / "often")[1]
-        print(f"saved as often as a share of {share:.0%} allows: {often:.2f} s, {often / plain - 1:+.1%}")
+    pause, share = checkpoint.PAUSE, checkpoint.SHARE
+    checkpoint.PAUSE, checkpoint.SHARE = 0.02, 0.5
+    count = 0
+    for index, name in enumerate(RUNS):
+        kills = KILLS // len(RUNS) + (index < KILLS % len(RUNS))
+        with tempfile.TemporaryDirectory() as place:
+            count += kills_of(name, kills, Path(place))
+    print(f"{count} of {KILLS} processes killed")
+    for checkpoint.PAUSE, what in ((pause, "with a checkpoint"), (0.0, f"saved as often as {share:.0%} allow")):
+        checkpoint.SHARE = share
+        with tempfile.TemporaryDirectory() as place:
+            overhead(Path(place), what)
 
 
 if __name__ == "__main__":

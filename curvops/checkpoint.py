@@ -96,6 +96,8 @@ class Checkpoint:
 
     def also(self, name: str, state: Callable[[], Any]) -> Any:
         """Save this beside the state from now on; returns what was saved so, None where nothing was."""
+        if self.folder is None:
+            return None
         self._others[name] = state
         known = self.reached if self.result is None else self.result
         return None if known is None else known["others"].get(name)
@@ -202,6 +204,12 @@ def digest(tensors: Sequence[Tensor]) -> str:
 def seed_of(generator: torch.Generator | None) -> str | None:
     """What distinguishes a source of random numbers, at its present state, from others."""
     return None if generator is None else digest([generator.get_state()])
+
+
+def seeded_as(generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+    """A source of other numbers, equal for equal states of this one, which it leaves as it is."""
+    seed = seed_of(generator)
+    return None if seed is None else torch.Generator(device).manual_seed(int(seed[:15], 16))
 
 
 def _seed() -> int:

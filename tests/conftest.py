@@ -8,12 +8,15 @@ suite of tests that many classes inherit, one test of every class and every test
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jaxtyping
 import pytest
 import torch
+
+from curvops.network.walks import passes
+from tests.linalg.interrupted import Killed
 
 
 def pytest_configure() -> None:
@@ -93,3 +96,23 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curvops.checkpoint.PAUSE", 0.0)
     monkeypatch.setattr("curvops.checkpoint.SHARE", float("inf"))
     monkeypatch.setattr("curvops.storage._flush", lambda path: None)
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, and rows of some points."""
+    state = {"left": float("inf"), "made": 0}
+
+    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*args: Any, **options: Any) -> Any:
+            state["left"] -= 1
+            state["made"] += 1
+            if state["left"] < 0:
+                raise Killed
+            return plain(*args, **options)
+
+        return work
+
+    monkeypatch.setattr(passes.BatchMap, "_pull", counted(passes.BatchMap._pull))
+    monkeypatch.setattr(passes, "each_group", counted(passes.each_group))
+    return state

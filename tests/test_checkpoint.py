@@ -1,6 +1,10 @@
 """When a checkpoint is written, and what becomes of a run when it cannot be."""
 
+import contextlib
 import errno
+import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -53,3 +57,37 @@ def test_a_result_takes_the_place_of_all_steps_and_of_nothing_else(tmp_path, sav
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()) == ["inner", "mine"]
     assert [path.name for path in (tmp_path / "inner").iterdir()] == ["note"]
     assert torch.equal(Checkpoint(tmp_path, "test", dict).outcome["x"], torch.ones(2))
+
+
+@contextlib.contextmanager
+def bound_by_permissions():
+    """The superuser, whom they do not bind, acts as nobody meanwhile."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="of POSIX alone")
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["read-only", "closed"])
+def test_missing_permission_is_reported_at_the_start(mode):
+    asked = []
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        os.chmod(place, 0o755)
+        folder = os.path.join(place, "folder")
+        os.mkdir(folder, mode)
+        for path in (folder, os.path.join(folder, "new")):
+            with bound_by_permissions(), pytest.raises(PermissionError, match="folder"):
+                Checkpoint(path, "test", lambda: asked.append(1) or {})
+        os.chmod(folder, 0o755)
+        assert os.listdir(folder) == []
+
+
+def test_a_disk_without_room_is_reported_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 60, 40))
+    with pytest.raises(OSError, match="40 are free") as raised:
+        Checkpoint(tmp_path / "new", "test", dict)
+    assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []

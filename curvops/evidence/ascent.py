@@ -109,7 +109,7 @@ class Ascent:
             self.vectors = random_block(describe(P), self.probes, generator=self.generator)
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
-        sketch = P.preconditioner(self.probes, self.generator)
+        sketch, spent = post.spectrum.preconditioner(P, self.probes, generator=self.generator)
         solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess).raise_if_failed(SOLVE_RTOL)
         self.solutions = solved.x
         A = post.prior.diagonal
@@ -123,7 +123,7 @@ class Ascent:
             weight = min(1.0, 4 / (count + 1))  # early precisions are wrong, late ones alike
             self.average = gamma if self.average is None else self.average + weight * (gamma - self.average)
             gamma = self.average
-        return gamma, spread, solved.matvecs
+        return gamma, spread, solved.matvecs + spent
 
     def _note(self, gamma: Tensor, spread: Tensor, matvecs: int) -> None:
         alpha = self.now.alpha

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, Place, digest, seed_of, seeded_as
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
 from curvops.linalg.core.limits import check_flag
+from curvops.linalg.core.result_record import record_of_result, recorded_result
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.arguments import check_accuracy, checked_count
 from curvops.posterior.deviations import Deviations
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.noise import Noise
+from curvops.posterior.spectrum import Spectrum
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
@@ -53,6 +58,7 @@ def mackay(
     rtol: float = 1e-3,
     xtol: float = 1e-4,
     generator: torch.Generator | None = None,
+    checkpoint: Place | None = None,
 ) -> Laplace:
     """A posterior like `post` under the prior precisions of largest evidence at the linear model's mode, from draws.
 
@@ -80,6 +86,8 @@ def mackay(
         rtol: relative residual of the draws.
         xtol: relative accuracy where γ is exact.
         generator: source of the noise.
+        checkpoint: a folder for the steps done, every half minute at most: a run that was killed goes on with the step
+            that it was at, the noise included, and ends with the same bits; the folder keeps the result.
 
     Returns:
         A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, why it ended,
@@ -88,8 +96,9 @@ def mackay(
 
     Raises:
         TypeError, ValueError: not a posterior, another prior or update, a prior operator, noise of another problem, a
-            curvature without an exact γ where samples is None, one that is zero, evidence without a maximum, or (with
-            tune_noise) what `maximize` refuses for "noise".
+            curvature without an exact γ where samples is None, one that is zero, evidence without a maximum, a
+            checkpoint of another problem, or (with tune_noise) what `maximize` refuses for "noise".
+        OSError: the checkpoint cannot be written.
         NotConverged: the draws or the mode were not solved for.
 
     Warns with `Oscillates` where MacKay's update does, and halves its steps from there on.
@@ -118,11 +127,37 @@ def mackay(
     if tune_noise:
         check_noise_scales(post)
     post.spectrum.known_data("the log evidence")
+    seed = None if checkpoint is None else seed_of(generator)
+
+    def problem() -> dict[str, Any]:
+        return problem_of(post.precision) | {
+            "the points": str(post.lin.source),
+            "the prior's mean": digest([post.prior_mean]),
+            "samples": count,
+            "steps": int(steps),
+            "prior": prior,
+            "update": update,
+            "the noise": repr(noise),
+            "tune_noise": tune_noise,
+            "the method": repr(method),
+            "rtol": float(rtol),
+            "xtol": float(xtol),
+            "the seed": seed,
+        }
+
     with torch.no_grad():
+        kept = Checkpoint(checkpoint, "mackay", problem, post.mean.device)
+        source = kept.source("generator", generator, post.mean.device)
+        if kept:  # the same whatever was asked of this posterior before
+            sketches = kept.source("sketches", seeded_as(generator, post.mean.device), post.mean.device)
+            post = replace(post, spectrum=Spectrum(post.lin, post.curvature, sketches))
+            for lin in post.spectrum.known_data("the log evidence"):
+                lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
-        return _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), generator).run(int(steps))
+        run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
+        return run.finished() if kept.result is not None else run.run(int(steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,20 +179,59 @@ class _FixedPoint:
     rtol: float
     xtol: float
     generator: torch.Generator | None
+    kept: Checkpoint
     taken: list[TuningStep] = field(default_factory=list)
     past: list[Solved] = field(default_factory=list)
+    changes: list[Float[Tensor, " H"]] = field(default_factory=list)
+    targets: float | None = None
     halved: bool = False
+    ending: Ending = Ending.STEPS_SPENT
+
+    def __post_init__(self) -> None:
+        self.start = self.now
+        state = self.kept.state if self.kept.result is None else self.kept.outcome
+        if state is None:
+            return
+        self.now = self.now.moved(state["alpha"], state["observation noise"])
+        self.noise = None if state["noise"] is None else Noise(**state["noise"])
+        self.taken = [recorded_result(TuningStep, each) for each in state["taken"]]
+        self.past = [recorded_result(Solved, each) for each in state["past"]]
+        self.changes, self.targets, self.halved = state["changes"], state["targets"], state["halved"]
+        self.ending = Ending[state["ending"]]
+        self.now.origin.spectrum.recall(state["spectrum"])
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, as plain values and tensors."""
+        return {
+            "alpha": self.now.alpha,
+            "observation noise": self.now.noise,
+            "noise": None if self.noise is None else asdict(self.noise),
+            "taken": [record_of_result(step) for step in self.taken],
+            "past": [record_of_result(solved) for solved in self.past],
+            "changes": self.changes,
+            "targets": self.targets,
+            "halved": self.halved,
+            "ending": self.ending.name,
+            "spectrum": self.now.origin.spectrum.state(),
+        }
+
+    def finished(self) -> Laplace:
+        """The posterior where the steps ended."""
+        names, steps = self.now.groups.names, tuple(self.taken)
+        tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
+        return self.now.finished(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:
         """The posterior at the fixed point."""
-        start, data = self.now, None
-        changes: list[Float[Tensor, " H"]] = []
-        ending = Ending.STEPS_SPENT
-        for _ in range(steps):
+        start, changes = self.start, self.changes
+        if self.kept.state is None:
+            self.kept.save(self.state, now=True)  # the sources of random numbers
+        for _ in range(len(self.taken), steps):
             first, last = self._guess()
             wanted = 0.1 * self.xtol if self.samples is None else MODE_RTOL
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
+            self.targets = None if data is None else data.targets
             gamma, stderr, drawn = self._counted(last)
             products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._saved(drawn))
             self.past = [*self.past[-1:], Solved(self._position(), theta, None if drawn is None else drawn.draws)]
@@ -179,11 +253,12 @@ class _FixedPoint:
                 changes[-1] = changes[-1] / 2
             self.now = new
             if bool((_left(changes) <= bar).all()):
-                ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
+                self.ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
                 break
-        targets = None if data is None else data.targets
-        tuning = Tuning(self.update, start.groups.names, "linear", tuple(self.taken), ending, self.halved, targets)
-        return self.now.finished(tuning, self.generator)
+            self.kept.save(self.state)
+        self.past = []  # of no use any more, and large
+        self.kept.finish(self.state() if self.kept else None)
+        return self.finished()
 
     def _position(self) -> Float[Tensor, " G"]:
         """The logarithms that solutions depend on: of precision and noise together."""

@@ -13,7 +13,6 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.base import Operator
-from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import num_points, take
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
 from curvops.network.walks.passes import Passes, accumulate
@@ -116,15 +115,10 @@ class CurvatureRoot(Operator):
             device = None if generator is None else generator.device
             order = torch.randperm(num_points(inputs), generator=generator, device=device)
             for chosen in order.to(batch.targets.device).split(size):
-                part, label = take(inputs, chosen), _at(batch, chosen)
+                part, label = take(inputs, chosen), batch.labels(chosen)
                 walk = Passes(lin.model, [(part, label)], lin.engine, lin.memory, lin.passes.engines)
                 piece = CurvatureRoot(lin.theta, lin=lin, walk=walk, output=self.output, points=len(chosen))
                 yield chosen + batch.start, piece
-
-
-def _at(batch: Batch, chosen: Int[Tensor, " n"]) -> Batch:
-    weights = None if batch.weights is None else batch.weights[chosen]
-    return Batch((), batch.targets[chosen], weights, batch.start)
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:

@@ -71,6 +71,15 @@ class DrawnInPassing(FromResiduals):
         self.likelihood = lin.likelihood
         self._found: Sampled | None = None
 
+    def state(self) -> Tensor | None:
+        """What was drawn, None where nothing was yet."""
+        return None if self._found is None else self._found.draws
+
+    def recall(self, draws: Tensor | None) -> None:
+        """Take what was drawn before."""
+        if draws is not None:
+            self._found = Sampled(self.likelihood, draws)
+
     def num_columns(self, num_outputs: int) -> int:
         return self.mc_samples
 

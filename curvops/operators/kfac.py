@@ -8,6 +8,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, Place, seed_of
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
@@ -15,9 +16,11 @@ from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import OfDirectSum
-from curvops.operators.fisher import output_fisher
+from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.operators.fisher import DrawnInPassing, output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
+from curvops.operators.linearization_record import problem_of_linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
@@ -81,13 +84,13 @@ class KFAC(OfLinearization, LayerBlocks):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None,
-    bias="joint" | "separate")`. A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over
-    the columns of the output Fisher's square root. Where a layer is applied at several positions, *expand* takes each
-    as a point of its own and *reduce* averages a and adds up δ over them first (Eschenhagen et al. 2023; embeddings
-    always expand). Linear, convolutions (a block for each group) and Embedding have factors; norm layers and others
-    have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names them): no
-    model is refused. Layers that share weights have one block. bias="separate" gives a bias the block B of its own and
-    leaves out what it shares with its weight: the two may then have different prior precisions.
+    bias="joint" | "separate", checkpoint=None)`. A is the mean of a aᵀ over inputs (a one appended for the bias), B the
+    sum of δ δᵀ over the columns of the output Fisher's square root. Where a layer is applied at several positions,
+    *expand* takes each as a point of its own and *reduce* averages a and adds up δ over them first (Eschenhagen et al.
+    2023; embeddings always expand). Linear, convolutions (a block for each group) and Embedding have factors; norm
+    layers and others have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning
+    names them): no model is refused. Layers that share weights have one block. bias="separate" gives a bias the block B
+    of its own and leaves out what it shares with its weight: the two may then have different prior precisions.
 
     Eigenvalues of factors with up to 512 columns come from sums in float64 whatever the data's dtype, those of wider
     factors, where they are sums of fewer rows than columns, from these rows: small ones are accurate. For others, a
@@ -96,6 +99,10 @@ class KFAC(OfLinearization, LayerBlocks):
     Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
     computed once: products, solves, log-determinants, samples. `heuristic_damping` gives Martens & Grosse's factored
     damping instead.
+
+    `checkpoint`, a folder, keeps the sums over the points done, every half minute at most: a build that was killed goes
+    on from there and ends with the same bits. It keeps the result, too, and is refused for another network, other data
+    or options.
 
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
     products. A product is two matrix products a layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's own
@@ -114,10 +121,13 @@ class KFAC(OfLinearization, LayerBlocks):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
         bias: str = "joint",
+        checkpoint: Place | None = None,
     ) -> Stored:
         check_sharing(sharing)
         check_bias(bias)
-        found = kfac_blocks(lin, output_fisher(lin, fisher, mc_samples, generator), sharing, bias)
+        asked = {"fisher": fisher, "sharing": sharing, "mc_samples": mc_samples, "bias": bias}
+        kept, output = _kept(lin, "KFAC", checkpoint, asked, generator)
+        found = kfac_blocks(lin, output, sharing, bias, kept)
         return _stored(lin, found, [block.operator for block in found])
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
@@ -153,12 +163,27 @@ class EKFAC(OfLinearization, LayerBlocks):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
         bias: str = "joint",
+        checkpoint: Place | None = None,
     ) -> Stored:
         check_sharing(sharing)
         check_bias(bias)
-        output = output_fisher(lin, fisher, mc_samples, generator)  # both walks see the same draws
-        found = kfac_blocks(lin, output, sharing, bias)
-        return _stored(lin, found, eigenvalue_corrected(lin, output, found))
+        asked = {"fisher": fisher, "sharing": sharing, "mc_samples": mc_samples, "bias": bias}
+        kept, output = _kept(lin, "EKFAC", checkpoint, asked, generator)  # both walks see the same draws
+        factors, moments = (
+            Checkpoint(kept.part(name), name, dict, lin.theta.device) for name in ("factors", "second moments")
+        )
+        found = kfac_blocks(lin, output, sharing, bias, factors)
+        return _stored(lin, found, eigenvalue_corrected(lin, output, found, moments))
+
+
+def _kept(
+    lin: Linearization, what: str, place: Place | None, asked: dict[str, Any], generator: torch.Generator | None
+) -> tuple[Checkpoint, OutputFisher]:
+    """The checkpoint of a build, and the output Fisher."""
+    output = output_fisher(lin, asked["fisher"], asked["mc_samples"], generator)
+    seed = seed_of(generator) if isinstance(output, DrawnInPassing) else None
+    kept = Checkpoint(place, what, lambda: problem_of_linearization(lin) | asked | {"the seed": seed}, lin.theta.device)
+    return kept, output
 
 
 def _stored(lin: Linearization, blocks: list[KroneckerBlock], operators: list[Operator]) -> Stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details
@@ -19,6 +20,7 @@ from curvops.network.engines.plan import ASKED_FOR
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
+from curvops.operators.fisher import DrawnInPassing
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import OuterSum, second_moments
@@ -54,12 +56,31 @@ class Block:
     tokens: Tensor | None = None
     count: int = 0
     exact: Tensor | None = None
-    layer: Layer | None = None  # where it has both a weight and a bias in one matrix
+    apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
 
-    def finished(self, separate: Layer | None) -> Iterator[KroneckerBlock]:
+    def state(self) -> dict[str, Any]:
+        """The sums so far, as plain values and tensors."""
+        return {
+            "names": self.names,
+            "positions": self.positions,
+            "left": self.left.state(),
+            "right": self.right.state(),
+            "tokens": self.tokens,
+            "count": self.count,
+            "exact": self.exact,
+            "apart": dict(self.apart),
+        }
+
+    @classmethod
+    def recalled(cls, state: Mapping[str, Any], dtype: torch.dtype) -> Block:
+        """The block of this state."""
+        sums = {name: OuterSum.recalled(state[name]) for name in ("left", "right")}
+        return cls(**{**state, **sums, "names": tuple(state["names"])}, dtype=dtype)
+
+    def finished(self, separate: bool) -> Iterator[KroneckerBlock]:
         """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
 
-        With a layer to be separated, one for its weight and one for its bias. It ends the sums: call it once.
+        With `separate`, one for a layer's weight and one for its bias. It ends the sums: call it once.
         """
         if self.exact is not None:
             exact = Diagonal(self.exact) if self.exact.ndim == 1 else exact_block(self.exact, self.dtype)
@@ -71,13 +92,13 @@ class Block:
             right, of_right = self.tokens.to(self.dtype) / divisor, Details()
         else:
             right, of_right = self.right.matrix(divisor, self.dtype)
-        if separate is None:
+        if not (separate and self.apart):
             whole = Kronecker(left, right, details=(of_left, of_right))
             yield KroneckerBlock(self.names, self.positions.flatten(), whole)
             return
         for local, part in PARTS.items():
             own = Kronecker(left, right[:, part, part], details=(of_left, of_right.block(part)))
-            yield KroneckerBlock((separate.names[local],), self.positions[..., part].flatten(), own)
+            yield KroneckerBlock((self.apart[local],), self.positions[..., part].flatten(), own)
 
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
@@ -91,20 +112,25 @@ class NoFactors(UserWarning):
 
 
 @torch.no_grad()
-def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
+def kfac_blocks(
+    lin: Linearization, fisher: OutputFisher, sharing: str, bias: str, kept: Checkpoint = NOTHING
+) -> list[KroneckerBlock]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
-    blocks: dict[tuple[str, ...], Block] = {}
+    walk = SummedWalk(lin, fisher, kept)
+    recalled = [Block.recalled(state, lin.theta.dtype) for state in walk.sums or ()]
+    blocks = {block.names: block for block in recalled}
     positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
-    for group in lin.root_rows(fisher, apart=True):
+    for group in walk.groups(lambda: [block.state() for block in blocks.values()], apart=True):
         lefts = group.lefts()
         if group.names not in blocks:
             places = _positions(positions, group, lefts is not None, partial)
             blocks[group.names] = Block(group.names, places, lin.theta.dtype)
         block = blocks[group.names]
         if lefts is None:
-            _add_exact(block, group, positions, lin.passes.chunk_bytes)
+            _add_exact(block, group, positions, walk.chunk)
             continue
-        block.layer = layer_with_bias(group)
+        layer = layer_with_bias(group)
+        block.apart = {} if layer is None else {local: layer.names[local] for local in PARTS}
         if group.first:
             _add_inputs(block, group, sharing)
         if sharing == "reduce" and block.tokens is None:
@@ -113,7 +139,31 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             block.left.add(left)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
-    return [part for block in found for part in block.finished(block.layer if bias == "separate" else None)]
+    return [part for block in found for part in block.finished(bias == "separate")]
+
+
+class SummedWalk:
+    """A walk over the rows of a curvature's root whose sums a checkpoint keeps, with what they depend on beside rows.
+
+    `sums` are those of an earlier run, None where there are none.
+    """
+
+    def __init__(self, lin: Linearization, fisher: OutputFisher, kept: Checkpoint) -> None:
+        self.lin, self.fisher, self.kept = lin, fisher, kept
+        state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}
+        self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
+        if isinstance(fisher, DrawnInPassing):
+            fisher.generator = kept.source("generator", fisher.generator, lin.theta.device)
+            fisher.recall(kept.also("draws", fisher.state))
+
+    def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
+        """The groups that were not added up before; `sums` is what has been, whenever some points are done."""
+        if self.kept.result is not None:
+            return
+        for points, groups in self.lin.passes.root_pieces(self.fisher, self.chunk, apart, self.points):
+            yield from groups
+            self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
+        self.kept.finish(sums())
 
 
 def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
@@ -181,17 +231,22 @@ def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) 
 
 
 @torch.no_grad()
-def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock]) -> list[Operator]:
+def eigenvalue_corrected(
+    lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock], kept: Checkpoint = NOTHING
+) -> list[Operator]:
     """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
     operators = {block.names: block.operator for block in blocks}
-    bases = {names: found.eigen() for names, found in operators.items() if isinstance(found, Kronecker)}
-    values = {names: torch.zeros_like(base.values) for names, base in bases.items()}
-    for group in lin.root_rows(fisher):
-        for names, matrices in members(group, bases):
-            values[names] += _second_moments(matrices, bases[names], lin.passes.chunk_bytes)
-    corrected = {
-        names: EigenKronecker(base.left_vectors, base.right_vectors, values[names]) for names, base in bases.items()
-    }
+    walk = SummedWalk(lin, fisher, kept)
+    factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}
+    if walk.sums is None:
+        bases = [found.eigen() for found in factored.values()]
+        sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
+    else:  # with their bases: of equal eigenvalues another machine may find others
+        sums = walk.sums
+    corrected = {names: EigenKronecker(*each) for names, each in zip(factored, sums)}
+    for group in walk.groups(lambda: sums):
+        for names, matrices in members(group, corrected):
+            corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
     return [corrected.get(names, found) for names, found in operators.items()]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops.checkpoint import digest
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batches, as_batches
 from curvops.network.data.inputs import Inputs, as_inputs, take
@@ -54,6 +55,22 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
             "largest_batch": max(data.sizes),
             "weighted": data.weighted,
         },
+    }
+
+
+@torch.no_grad()
+def problem_of_linearization(lin: Linearization) -> dict[str, Any]:
+    """What a checkpoint keeps of it, by name: the network with its outputs at two points, the data, the likelihood."""
+    selection, tensors = lin.model.selection, lin.model.kept_tensors
+    index = () if selection.index is None else (selection.index,)
+    return {
+        "the dtype": str(lin.theta.dtype),
+        "the parameters": [*selection.names, digest(index)],
+        "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
+        "its outputs": lin.predict(lin.data.few),
+        "the data": str(lin.source),
+        "the likelihood": likelihood_state(lin.likelihood),
+        "the engine": lin.engine,
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,17 @@ class OuterSum:
         self.total: Tensor | None = None  # on and above the diagonal
         self.rows: list[Tensor] = []
         self.count = 0
+
+    def state(self) -> dict[str, Any]:
+        """What was added up so far."""
+        return {"total": self.total, "rows": self.rows, "count": self.count}
+
+    @classmethod
+    def recalled(cls, state: Mapping[str, Any]) -> OuterSum:
+        """The sum of this state."""
+        found = cls()
+        found.total, found.rows, found.count = state["total"], list(state["rows"]), state["count"]
+        return found
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
         """Read in the order in which the side lies in memory."""

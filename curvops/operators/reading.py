@@ -18,6 +18,10 @@ Stored = tuple[tuple[Any, ...], dict[str, Any]]
 """Tensors and operators by position, and keywords: what the next class in line stores."""
 
 
+ASIDE = ("lin", "generator", "checkpoint")
+"""Arguments that do not say which operator of a linearisation it is."""
+
+
 class OfLinearization(LinearOperator):
     """An operator that users make of a linearisation, and linear_operator rebuilds from what is stored.
 
@@ -30,7 +34,7 @@ class OfLinearization(LinearOperator):
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
     asked: Mapping[str, Any] | None = None
-    """What the user's call said beside the linearisation and the source of draws; None for a rebuild of its result."""
+    """What the user's call said but for `ASIDE`; None for a rebuild of its result."""
     _read: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -44,7 +48,7 @@ class OfLinearization(LinearOperator):
             bound = self._bound(args, kwargs)
             stored: Stored = self._read(*bound.args, **bound.kwargs)
             args, kwargs = stored
-            asked = {key: value for key, value in bound.arguments.items() if key not in ("lin", "generator")}
+            asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
         super().__init__(*args, **kwargs)
         self.asked = asked
 

@@ -195,12 +195,11 @@ def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float, kep
     with torch.no_grad():
         if chosen == "dual":
             return _deviations(systems, "dual", _in_function_space(systems, x0, rtol, kept))
-        if kept:
-            raise ValueError("method='sgd' keeps no checkpoint: use method='cg' or 'dual', or leave checkpoint out.")
         root = systems.root
         assert root is not None and isinstance(chosen, StochasticDescent)
         prior, points = systems.of_prior(), systems.of_points(root)
-        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise)
+        place = Checkpoint(kept.part("descent"), "stochastic gradient descent", dict, prior.device)
+        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise, place)
         return _deviations(systems, "sgd", found)
 
 

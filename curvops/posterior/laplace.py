@@ -218,7 +218,7 @@ class Laplace(Predictive):
             generator: source of the noise.
             checkpoint: a folder for what is reached, every half minute at most. After a crash the same call goes on
                 from there, the noise included, and ends with the same bits; the folder keeps the result, which a later
-                call returns at once. Not with "sgd".
+                call returns at once.
 
         Returns:
             A `Deviations`: the draws as rows, true residuals, products, history.
@@ -302,7 +302,14 @@ class Laplace(Predictive):
             return trace(M, checked_draws(samples, self.mean) - self.mean)
         return trace(M, self.deviations(samples, generator=generator).draws)
 
-    def linear_mode(self, x0: Float[Tensor, " D"] | None = None, rtol: float = 1e-6, maxiter: int = 50) -> LinearMode:
+    def linear_mode(
+        self,
+        x0: Float[Tensor, " D"] | None = None,
+        rtol: float = 1e-6,
+        maxiter: int = 50,
+        *,
+        checkpoint: Place | None = None,
+    ) -> LinearMode:
         """θ̄, the mode of the linear model f(x, θ*) + J(x)(θ − θ*) under the likelihood and the prior.
 
         The network's own weights are one where training reached a mode and nothing normalises activations; elsewhere
@@ -313,12 +320,15 @@ class Laplace(Predictive):
             x0: the weights (D,) to start from, such as the mode under a neighbouring prior; None is θ*.
             rtol: the gradient's norm relative to those of the likelihood and the prior together.
             maxiter: most Newton steps.
+            checkpoint: a folder for what is reached, as in `deviations`: Newton steps, and the solve inside one.
 
         Returns:
             A `LinearMode`; its `reason` says whether rtol was reached.
 
         Raises:
-            ValueError: the data of the curvature are not known or not counted once (see `log_evidence`).
+            ValueError: the data of the curvature are not known or not counted once (see `log_evidence`), or the
+                checkpoint is of another problem.
+            OSError: the checkpoint cannot be written.
             NotConverged: a Newton step was not solved for.
 
         Cost: the products that are reported, and a pass over the data for each Newton step.
@@ -328,7 +338,7 @@ class Laplace(Predictive):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch)
+        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
         inverse = self.spectrum.for_columns(self.precision, jacobian.shape[-2], further=True).inverse(rtol)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, Place, digest
 from curvops.linalg import Reason, cg
+from curvops.linalg.core.result_record import record_of_result, recorded_result
+from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import Linearization
@@ -25,6 +28,8 @@ from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.posterior.priors import Prior
 
 MOST_HALVINGS = 30
+ROUNDINGS = 10
+"""Units of rounding by which a loss is off."""
 SUFFICIENT = 1e-4
 """Share of the decrease that a Newton step promises which a step must give (Armijo)."""
 
@@ -78,6 +83,12 @@ class _LinearModel:
         """The loss here. One pass over the data."""
         return self.loss()
 
+    @property
+    def rounding(self) -> float:
+        """Of the loss: each log-likelihood in it is rounded in units of one, however small it is itself."""
+        terms = sum(part.lin.num_data * part.lin.num_outputs for part in self.parts)
+        return ROUNDINGS * torch.finfo(self.theta.dtype).eps * (abs(self.present) + math.sqrt(terms))
+
     def loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
         """With J times the step already known."""
         theta = self.theta if direction is None else self.theta + direction
@@ -91,12 +102,31 @@ def linear_mode(
     start: Float[Tensor, " D"] | None,
     rtol: float,
     maxiter: int,
-    preconditioner: Callable[[int], tuple[Any, int]] | None = None,
+    preconditioner: Callable[..., tuple[Any, int]] | None = None,
+    checkpoint: Place | None = None,
 ) -> LinearMode:
     """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one."""
     theta = lins[0].theta
+    for lin in lins if checkpoint is not None else ():
+        lin.memory.expect_many()  # the engine that serves the run from its first product to its last
     model = _LinearModel(lins, prior, torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps, reason = 2, 0, Reason.CONVERGED
+    asked = {"rtol": rtol, "maxiter": maxiter, "the start": None if start is None else digest([start])}
+
+    def problem() -> dict[str, Any]:
+        return problem_of(model.precision()) | asked | {"the prior's mean": digest([prior.mean])}
+
+    kept = Checkpoint(checkpoint, "linear mode", problem, theta.device)
+    if kept.result is not None:
+        return recorded_result(LinearMode, kept.outcome)
+    sketches = kept.source("sketches", None, theta.device)
+    if kept.state is None:
+        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": 2}, now=True)
+    else:
+        delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
+        model = _LinearModel(lins, prior, delta)
+    if kept and preconditioner is not None:  # read from the folder once, not in each step
+        preconditioner = cache(partial(preconditioner, checkpoint=kept.part("preconditioner")))
     while model.relative > rtol:
         if steps == maxiter:
             reason = Reason.ITERATION_LIMIT
@@ -105,47 +135,47 @@ def linear_mode(
         # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
         worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        M, spent = (precision.preconditioner(1), 0) if preconditioner is None else preconditioner(1)
-        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
+        if preconditioner is None:
+            M, spent = precision.preconditioner(1, sketches, checkpoint=kept.part(f"preconditioner-{steps}")), 0
+        else:
+            M, spent = preconditioner(1)
+            spent = 0 if kept and steps else spent
+        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal, checkpoint=kept.part(f"solve-{steps}"))
         found.raise_if_failed(goal)
         moved, length = _searched(lins, model, found.x)
         matvecs, steps = matvecs + found.matvecs + spent + 2, steps + 1
-        if not length:
-            reason = (
-                Reason.PRECISION_LIMIT
-                if model.relative < math.sqrt(torch.finfo(theta.dtype).eps)
-                else (Reason.STAGNATION)
-            )
-            break
         # What a Newton step promises is what the loss has left; less than its rounding cannot be had.
-        spent_out = -0.5 * float(model.gradient.double() @ found.x.double()) <= _rounding(model)
+        promised = -0.5 * float(model.gradient.double() @ found.x.double())
+        eps = torch.finfo(theta.dtype).eps
+        if not length:
+            limited = model.relative < math.sqrt(eps) or promised <= model.rounding
+            reason = Reason.PRECISION_LIMIT if limited else Reason.STAGNATION
+            break
+        rounding, nothing = model.rounding, promised <= ROUNDINGS * eps * abs(model.present)
         before, model = model.relative, _LinearModel(lins, prior, moved)
-        stuck = model.relative > 0.5 * before and model.relative < math.sqrt(torch.finfo(theta.dtype).eps)
-        if stuck or spent_out:
+        stuck = model.relative > 0.5 * before and (model.relative < math.sqrt(eps) or promised <= rounding)
+        if stuck or nothing:
             reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
             break
+        kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})  # noqa: B023
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
-    return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
+    mode = LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
+    kept.finish(record_of_result(mode))
+    return mode
 
 
 def _quadratic(lins: Sequence[Linearization]) -> bool:
     return all(isinstance(lin.likelihood, Gaussian) for lin in lins)
 
 
-def _rounding(model: _LinearModel) -> float:
-    """Of the loss."""
-    return 10 * torch.finfo(model.theta.dtype).eps * abs(model.present)
-
-
 def _searched(lins: Sequence[Linearization], model: _LinearModel, p: Tensor) -> tuple[Tensor, float]:
     """δ after a step along p that lowers the loss enough, and its length as a share of p; 0 where none does."""
     steps = [pushed(lin, p) for lin in lins]
     slope, loss = float(model.gradient.double() @ p.double()), model.present
-    rounding = _rounding(model)
     length = 1.0
     for _ in range(MOST_HALVINGS):
         there = model.loss([length * step for step in steps], length * p)
-        if there <= loss + SUFFICIENT * length * slope + rounding:
+        if there <= loss + SUFFICIENT * length * slope + model.rounding:
             return model.delta + length * p, length
         length /= 2
     return model.delta, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,12 +27,16 @@ from curvops.linalg import (
 )
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
+from curvops.linalg.core.memory import keep
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.operators.damped import ScaledPreconditioner
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.displaced_ggn import DisplacedGGN, pushed
@@ -88,14 +92,15 @@ class Spectrum:
     `WHOLE` weights, else by probes.
     """
 
-    def __init__(self, lin: Linearization, curvature: LinearOperator) -> None:
+    def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
         self._lin, self._curvature = lin, curvature
+        self._generator = generator  # of sketches that are asked for without one
         self._lock = threading.RLock()
         self._kept = Findings(self._hyperparameters())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was computed is copied and pickled along; a lock cannot be."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        """What was computed is copied and pickled along; a lock and a source of numbers cannot be."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {"_generator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -254,20 +259,26 @@ class Spectrum:
             return found.solved[1]
 
     def preconditioner(
-        self, precision: Any, columns: int, prior: Tensor | None = None, checkpoint: Place | None = None
+        self,
+        precision: Any,
+        columns: int,
+        prior: Tensor | None = None,
+        checkpoint: Place | None = None,
+        generator: torch.Generator | None = None,
     ) -> tuple[Any, int]:
         """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
 
         A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
         a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
         P is I + SᵀA⁻¹S of function space, whose sketches are kept apart. With a `checkpoint` it is the one of that
-        folder, whatever was sketched before.
+        folder, whatever was sketched before. A new one is drawn from `generator`.
         """
+        generator = generator or self._generator
         if checkpoint is not None:
-            made = precision.preconditioner(columns, checkpoint=checkpoint)
+            made = precision.preconditioner(columns, generator, checkpoint=checkpoint)
             return made, 0 if made is None else made.matvecs
         if not isinstance(precision, Damped) or recorded(precision.representation()) or precision.shift.ndim > 1:
-            return precision.preconditioner(columns), 0
+            return precision.preconditioner(columns, generator), 0
         space, diagonal = ("weights", precision.shift) if prior is None else ("functions", prior)
         with self._lock:
             kept = self._found.sketches
@@ -278,11 +289,33 @@ class Spectrum:
                 if served * FEWER >= columns and low >= 1 / 3 and high <= UNEVEN * low:
                     scalar = of.ndim == 0 and prior is None  # else the matrix that was sketched is whitened
                     return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
-            made = precision.preconditioner(columns)
+            made = precision.preconditioner(columns, generator)
             if made is None:
                 return None, 0
             kept[space] = diagonal.detach().clone(), columns, made
             return made, made.matvecs
+
+    def state(self) -> dict[str, Any]:
+        """What tuning draws at one prior and uses at the next, as plain values and tensors: sketches, a quadrature."""
+        found = self._found
+        sketches = {}
+        for space, (of, columns, made) in found.sketches.items():
+            scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
+            sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": record_of_result(inner)}
+        known = found.range
+        return {"sketches": sketches, "range": None if known is None else [*known[:2], record_of_result(known[2])]}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Take what a spectrum of the same curvature had drawn."""
+        found = self._found
+        for space, each in state["sketches"].items():
+            inner: Any = recorded_result(LowRankPreconditioner, each["inner"])
+            keep(self._curvature, inner, inner.U.nbytes)
+            made = inner if each["scale"] is None else ScaledPreconditioner(each["scale"], inner)
+            found.sketches[space] = each["of"], each["columns"], made
+        if state["range"] is not None:
+            smallest, rtol, record = state["range"]
+            found.range = smallest, rtol, recorded_result(SpectralQuadrature, record)
 
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Reason, Solution
-from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.limits import check_choice, check_within
+from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvature_root import CurvatureRoot
 from curvops.posterior.noise import Noise
@@ -30,6 +33,7 @@ POWER_STEPS, POWER_BATCHES = 8, 3
 GROWN = 100.0
 """The gradient relative to the right-hand side from which on the descent diverges."""
 MOST_HALVINGS = 12
+RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 CHECK_EVERY = 5
 """Epochs between two looks at the true residual, which costs as much as an epoch."""
 
@@ -70,18 +74,9 @@ class StochasticDescent:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        for name, low, high in (
-            ("step_size", 0.0, math.inf),
-            ("momentum", -1e-300, 1.0),
-            ("final", 0.0, 1.000001),
-            ("averaging", 0.0, 1.000001),
-            ("clip", 0.0, math.inf),
-        ):
-            value = getattr(self, name)
-            if value is None and name == "step_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) < high:
-                raise ValueError(f"{name}={value!r} must lie between {max(low, 0.0):g} and {round(high, 3):g}.")
+        for name, interval in RANGES.items():
+            if name != "step_size" or self.step_size is not None:
+                check_within(name, getattr(self, name), interval)
 
     def solve(
         self,
@@ -93,26 +88,61 @@ class StochasticDescent:
         x0: Float[Tensor, "D k"] | None,
         rtol: float,
         noise: Noise,
+        kept: Checkpoint = NOTHING,
     ) -> Solution:
-        """The minimiser for each column: `of_prior` is Aθ⁰, `points` ε."""
+        """The minimiser for each column: `of_prior` is Aθ⁰, `points` ε. A checkpoint is written after epochs."""
+        if kept.result is not None:
+            return recorded_result(Solution, kept.outcome)
         right = of_prior + root._matmul(points)
-        generator = noise.generator("cpu")
+        generator = kept.source("generator", noise.generator("cpu"), torch.device("cpu"))
+        assert generator is not None
         scale = prior.diagonal.detach() if prior.diagonal is not None else right.new_ones(())
         scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
         problem = _Problem(self, precision, root, prior, scale, of_prior, right, points, generator)
-        step = problem.step() if self.step_size is None else float(self.step_size)
+        known = None if kept.state is None else _Reached(**kept.state)
+        if known is not None:
+            problem.passes, longest, halvings = known.passes, known.longest, known.halvings
+        else:
+            longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
+        step = longest / 2**halvings
         with at_work("stochastic gradient descent", None, None, precision):
-            for _ in range(MOST_HALVINGS):
+            while halvings < MOST_HALVINGS:
+                start = known or _Reached.before(right, x0, longest, halvings)
                 try:
-                    return problem.descend(step, x0, rtol)
+                    found = problem.descend(start, rtol, kept)
                 except Diverged:
                     if self.step_size is not None:
                         raise Diverged(
                             f"the gradient grew to {GROWN:g} times the right-hand side with step_size={step:g}; try "
                             f"step_size={min(problem.step(), step / 2):.2g}, or None."
                         ) from None
-                    step /= 2
-        raise Diverged(f"no step from {step * 2**MOST_HALVINGS:.2g} down to {step:.2g} converges; use method='cg'.")
+                    known, halvings, step = None, halvings + 1, step / 2
+                else:
+                    kept.finish(record_of_result(found))
+                    return found
+        raise Diverged(f"no step from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
+
+
+@dataclass(eq=False)
+class _Reached:
+    """Where a descent stands after an epoch."""
+
+    longest: float
+    """The step that it began with, before halvings."""
+    halvings: int
+    z: Float[Tensor, "D k"]
+    velocity: Float[Tensor, "D k"]
+    average: Float[Tensor, "D k"]
+    history: list[Float[Tensor, " k"]]
+    epoch: int = 0
+    count: int = 0
+    passes: float = 0.0
+
+    @classmethod
+    def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _Reached:
+        """The first epoch."""
+        z = torch.zeros_like(right) if x0 is None else x0.clone()
+        return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
 
 
 @dataclass(eq=False)
@@ -167,15 +197,14 @@ class _Problem:
         self.passes += 1
         return norm(self.right - self.precision._matmul(z)) / norm(self.right)
 
-    def descend(self, step: float, x0: Tensor | None, rtol: float) -> Solution:
-        """All epochs, or as many as reach rtol, from x0."""
-        options = self.options
-        z = torch.zeros_like(self.right) if x0 is None else x0.clone()
-        velocity, average = torch.zeros_like(z), z.clone()
+    def descend(self, at: _Reached, rtol: float, kept: Checkpoint) -> Solution:
+        """The epochs that are left, or as many as reach rtol."""
+        options, step = self.options, at.longest / 2**at.halvings
+        z, velocity, average, history, count = at.z, at.velocity, at.average, at.history, at.count
         size = _length(self.right / self.scale)
         batches = sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
-        total, count, history = options.epochs * batches, 0, []
-        for epoch in range(1, options.epochs + 1):
+        total = options.epochs * batches
+        for epoch in range(at.epoch + 1, options.epochs + 1):
             for chosen, piece in self.root.minibatches(options.batch_size, self.generator):
                 ahead = z + options.momentum * velocity
                 gradient = self.gradient(ahead, chosen, piece) / self.scale
@@ -197,6 +226,8 @@ class _Problem:
                 remark(lambda worst=worst: f"residual {worst:.1e}")  # type: ignore[misc]
                 if worst <= rtol:
                     break
+            reached = _Reached(at.longest, at.halvings, z, velocity, average, history, epoch, count, self.passes)
+            kept.save(partial(vars, reached))
         return self._solution(average, history, rtol, count)
 
     def _solution(self, z: Tensor, history: list[Tensor], rtol: float, steps: int) -> Solution:

@@ -103,6 +103,16 @@ def test_by_probes_it_comes_near_the_exact_one(network, over, monkeypatch, annot
     assert best - value < 0.05 * (best - start)
 
 
+def test_steps_share_a_sketch(network, monkeypatch, annotations_unchecked):
+    """The precisions of a step are neighbours of the last ones."""
+    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    made, plain = [], co.linalg.Damped._build_preconditioner
+    monkeypatch.setattr(co.linalg.Damped, "_build_preconditioner", lambda *a: made.append(1) or plain(*a))
+    generator = torch.Generator().manual_seed(0)
+    tuned = co.evidence.maximize(posterior(network), "layers", generator=generator)
+    assert len(tuned.tuning.steps) >= 8 and len(made) <= 3
+
+
 def test_weighted_targets_count_by_their_weights():
     """Integer weights are repeated points."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Draws whose run was killed end with the bits of a run that was not."""
+"""Draws and modes whose run was killed end with the bits of a run that was not."""
 
 import os
 import signal
@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.operators.curvature import Curvature
+from curvops.linalg.core.result_record import record_of_result
 from curvops.posterior.deviations import record_of_deviations
 from tests.linalg.interrupted import Killed, equal
 
 
-def setting(prior=0.05, points=40, shift=0.0):
+def setting(prior=0.05, points=40, shift=0.0, curvature=co.GGN):
     """291 weights: more than are solved for densely. A new linearisation each time, as in a new process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3)).double()
     x, y = torch.randn(points, 8, dtype=torch.float64) + shift, torch.arange(points) % 3
-    return co.laplace(co.linearize(model, (x, y), "classification"), co.GGN, prior, check_mode=False)
+    return co.laplace(co.linearize(model, (x, y), "classification"), curvature, prior, check_mode=False)
 
 
 def draws(folder, method="cg", seed=0, **options):
@@ -29,34 +29,39 @@ def draws(folder, method="cg", seed=0, **options):
     return record_of_deviations(found)
 
 
-@pytest.fixture
-def after(monkeypatch):
-    """Ends a run after so many products with the curvature; counts them."""
-    plain, state = Curvature._product, {"left": float("inf"), "made": 0}
-
-    def product(operator, block):
-        state["left"] -= 1
-        state["made"] += 1
-        if state["left"] < 0:
-            raise Killed
-        return plain(operator, block)
-
-    monkeypatch.setattr(Curvature, "_product", product)
-    return state
+def descent(folder):
+    """Ends at 30 %, before the last epoch."""
+    post, generator = setting(), torch.Generator().manual_seed(0)
+    options = co.StochasticDescent(batch_size=20, epochs=15)
+    return record_of_deviations(post.deviations(3, method=options, rtol=0.3, generator=generator, checkpoint=folder))
 
 
-@pytest.mark.parametrize("method", ["cg", "dual"])
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(method, after, tmp_path, saved_at_each_step):
-    whole = draws(tmp_path / "whole", method)
-    products = after["made"]
-    for killed in (1, products // 2) if method == "cg" else (1,):
+def mode(folder, curvature=co.GGN):
+    return record_of_result(setting(1.0, curvature=curvature).linear_mode(rtol=1e-4, checkpoint=folder))
+
+
+RUNS = {
+    "cg": draws,
+    "dual": lambda folder: draws(folder, "dual"),
+    "sgd": descent,
+    "linear mode": mode,
+    "linear mode beside KFAC": lambda folder: mode(folder, co.KFAC),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, saved_at_each_step):
+    run = RUNS[name]
+    whole = run(tmp_path / "whole")
+    work = after["made"]
+    for killed in (1, work // 2) if name != "dual" else (1,):
         after["left"] = killed
         with pytest.raises(Killed):
-            draws(tmp_path / str(killed), method)
+            run(tmp_path / str(killed))
         after["left"], after["made"] = float("inf"), 0
         torch.manual_seed(killed)
-        assert equal(draws(tmp_path / str(killed), method), whole)
-        assert after["made"] <= products - killed + 3, "products were made twice"
+        assert equal(run(tmp_path / str(killed)), whole)
+        assert after["made"] <= work - killed + 8, "work was done twice"  # 8 to know the problems again
     assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == []
 
 
@@ -105,8 +110,6 @@ def test_another_posterior_is_refused_by_name(tmp_path, saved_at_each_step):
     }.items():
         with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
             call()
-    with pytest.raises(ValueError, match="method='sgd' keeps no checkpoint"):
-        setting().deviations(2, method="sgd", checkpoint=tmp_path / "sgd")
     prior = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="keeps no gradient"):
         setting(prior).deviations(2, method="cg", checkpoint=tmp_path / "gradient")

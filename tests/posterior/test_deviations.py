@@ -1,5 +1,7 @@
 """Draws by perturbing and solving: one noise, one answer, whatever the method."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -266,9 +268,22 @@ def test_misuse_is_refused_by_name(annotations_unchecked):
     for method in ("dual", "sgd"):
         with pytest.raises(ValueError, match="KFAC has not"):
             kfac.deviations(2, method=method)
-    for options in ({"loss": "L"}, {"epochs": 0}, {"momentum": 1.0}, {"step_size": -1.0}, {"batch_size": True}):
+    for options in ({"loss": "L"}, {"epochs": 0}, {"step_size": -1.0}, {"batch_size": True}, {"clip": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
             co.StochasticDescent(**options)
+    for name, interval, inside, outside in [
+        ("step_size", r"\(0, inf\)", [1e-300], [0, math.inf]),
+        ("momentum", r"\[0, 1\)", [0, 0.99], [-1e-300, 1]),
+        ("final", r"\(0, 1\]", [1e-300, 1], [0, 1 + 1e-12]),
+        ("averaging", r"\(0, 1\]", [1], [0, 1 + 1e-12]),
+    ]:
+        for value in inside:
+            co.StochasticDescent(**{name: value})
+        for value in outside:
+            with pytest.raises(ValueError, match=f"{name} must lie in {interval}, got"):
+                co.StochasticDescent(**{name: value})
+    with pytest.raises(TypeError, match="momentum must be a number, got '0.9'"):
+        co.StochasticDescent(momentum="0.9")
     with pytest.raises(co.linalg.NotConverged, match="2 of 2 draws did not converge") as caught:
         post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
     assert caught.value.deviations.draws.shape == (2, 51)

@@ -72,6 +72,16 @@ def test_at_a_mode_of_the_network_it_stays():
     torch.testing.assert_close(mode.theta, lin.theta, rtol=1e-3, atol=1e-3)
 
 
+def test_single_precision_steps_on_where_the_loss_is_lost_in_rounding(annotations_unchecked):
+    """All points are told with certainty: the loss is far below the rounding of the log-likelihoods that it sums."""
+    model, x, y = problem(n=100, prior=0.01, steps=60)
+    exact = co.laplace(co.linearize(model, (x, y), "classification"), prior_precision=1e-4, check_mode=False)
+    single = co.laplace(exact.lin.cast(torch.float32), prior_precision=1e-4, check_mode=False)
+    found = single.linear_mode(rtol=1e-4)
+    assert found.reason is co.linalg.Reason.CONVERGED and found.gradient <= 1e-4 and found.steps <= 12
+    assert exact.linear_mode(x0=found.theta.double(), rtol=2e-4).steps == 0
+
+
 def test_what_it_cannot_do_is_refused_by_name():
     model, x, y = problem()
     lin = co.linearize(model, (x, y), "classification")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,16 @@ def check_generator(generator: object) -> None:
             f"generator must be a torch.Generator or None, got {generator!r}; for a seed write "
             "torch.Generator().manual_seed(0)."
         )
+
+
+def check_within(name: str, given: object, interval: str) -> None:
+    """TypeError for what is no number, ValueError outside the interval: "[0, 1)" holds its left end alone."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {given!r}.")
+    value, (low, high) = float(given), map(float, interval[1:-1].split(","))
+    at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
+    if not (low < value < high or at_end):
+        raise ValueError(f"{name} must lie in {interval}, got {given!r}.")
 
 
 def check_flag(name: str, given: object) -> None:

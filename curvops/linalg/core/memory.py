@@ -7,6 +7,8 @@ fail: the least that it needs is always allowed, and only what it can do without
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -69,11 +71,12 @@ def working(
     """A's product and the bytes that vectors may take beside it: those given, else what A's networks have left.
 
     In the second case the bytes are held meanwhile, at least ``least`` vectors' are given, and blocks are multiplied in
-    parts, whose own vectors take at most a quarter of what was left.
+    parts, whose own vectors take at most a quarter of what was left. In both a product that memory does not suffice for
+    is made of half of the columns at a time.
     """
     multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
     if memory_budget is not None or not memories:
-        yield multiply, memory_budget
+        yield in_parts(multiply, sys.maxsize), memory_budget
         return
     vector = vector_bytes(describe(A))
     room = room_in(memories, 0) or 0
@@ -84,18 +87,34 @@ def working(
 
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:
-    """The same product, of blocks with more columns than ``width`` one part after the other."""
+    """The same product, of blocks with more columns than ``width`` one part after the other; halved out of memory."""
+    told = False
 
     def apply(V: Vectors) -> Vectors:
-        K = V.shape[1]
-        if width >= K:
-            return multiply(V)
-        first = multiply(part(V, 0, width))
-        result = empty_block(first, K)
-        put(result, 0, first)
-        del first
-        for start in range(width, K, width):
-            put(result, start, multiply(part(V, start, start + width)))
+        nonlocal width, told
+        K, start, result = V.shape[1], 0, None
+        while start < K or result is None:
+            stop = min(K, start + width)
+            try:
+                found = multiply(V if stop - start == K else part(V, start, stop))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if stop - start <= 1:
+                    raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
+            else:
+                if stop - start == K:
+                    return found
+                result = empty_block(found, K) if result is None else result
+                put(result, start, found)
+                start = stop
+                del found
+                continue
+            # Here the error is gone, and with it the tensors that its traceback held.
+            width = (stop - start) // 2
+            if not told:
+                warn_of_halving(stop - start, "multiplied")
+            told = True
         return result
 
     return apply
@@ -149,8 +168,24 @@ def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
     return max(1, count if room is None else min(count, room // max(1, column_bytes)))
 
 
+NO_ROOM = (
+    "There is no room for one column either: give linearize a smaller memory_budget, so that less is kept of the data, "
+    "linearise on smaller batches, or free what else is in memory."
+)
+
+
 class BlockHalved(UserWarning):
-    """Memory did not suffice for a block of columns: they are solved for in smaller ones."""
+    """Memory did not suffice for a block of columns: they are solved for, or multiplied, in smaller ones."""
+
+
+def warn_of_halving(failed: int, what: str) -> None:
+    """Say that so many columns were too many, what is done with half of them, and what to do."""
+    warnings.warn(
+        f"out of memory with {failed} columns together: {failed // 2} are {what} at a time, or fewer where these do "
+        "not fit either. A memory_budget prevents the attempts that fail.",
+        BlockHalved,
+        stacklevel=5,
+    )
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -312,7 +312,12 @@ class SolverContract:
             form.require_definite()
 
     def preconditioner(
-        self, columns: int = 1, *, memory_budget: int | None = None, checkpoint: Place | None = None
+        self,
+        columns: int = 1,
+        generator: torch.Generator | None = None,
+        *,
+        memory_budget: int | None = None,
+        checkpoint: Place | None = None,
     ) -> Any:
         """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None

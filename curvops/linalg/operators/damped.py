@@ -197,7 +197,7 @@ class Damped(OfOne):
             return None
         inner = sketch.preconditioner(level)
         keep(self, inner, inner.U.nbytes)
-        return inner if scale is None else _ScaledPreconditioner(scale, inner)
+        return inner if scale is None else ScaledPreconditioner(scale, inner)
 
     def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
@@ -346,7 +346,7 @@ def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) 
 
 
 @dataclass(frozen=True, eq=False)
-class _ScaledPreconditioner:
+class ScaledPreconditioner:
     """S M S for a diagonal S and a preconditioner M."""
 
     scale: Tensor
@@ -357,9 +357,9 @@ class _ScaledPreconditioner:
         """Products that M took."""
         return self.inner.matvecs
 
-    def shifted(self, shift: float) -> _ScaledPreconditioner:
+    def shifted(self, shift: float) -> ScaledPreconditioner:
         """The same for another multiple of S⁻² beside the matrix."""
-        return _ScaledPreconditioner(self.scale, self.inner.shifted(shift))
+        return ScaledPreconditioner(self.scale, self.inner.shifted(shift))
 
     def __matmul__(self, block: Tensor) -> Tensor:
         scale = self.scale if block.ndim == 1 else self.scale.unsqueeze(-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +16,14 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.memory import (
-    BlockHalved,
+    NO_ROOM,
     Multiply,
     columns_at_a_time,
     holding,
     is_out_of_memory,
     room_for,
     vector_bytes,
+    warn_of_halving,
 )
 from curvops.linalg.core.results import Reason, Solution, converged, joined_histories
 from curvops.linalg.core.usable import UsableColumns
@@ -47,10 +47,6 @@ from curvops.linalg.solvers.verdicts import Records, rounding_level
 from curvops.progress import Progress, aside, at_work
 
 MOST_ITERATIONS = 10_000
-NO_ROOM = (
-    "There is no room for one column either: give linearize a smaller memory_budget, so that less is kept of the data, "
-    "linearise on smaller batches, or free what else is in memory."
-)
 Callback: TypeAlias = Callable[[int, Tensor], object]
 
 
@@ -249,12 +245,7 @@ def _in_groups(
         widths = [*(len(one.reasons) for one in found), width]
         kept.save(partial(list, widths), now=True)
         if not halved:
-            warnings.warn(
-                f"out of memory with {failed} columns together: {width} are solved for at a time, or fewer where these "
-                "do not fit either. A memory_budget prevents the attempts that fail.",
-                BlockHalved,
-                stacklevel=4,
-            )
+            warn_of_halving(failed, "solved for")
         halved = True
     return _joined(found, X)
 

@@ -58,10 +58,11 @@ class Batch:
         """The number n of points."""
         return len(self.targets)
 
-    def labels(self, points: slice) -> Batch:
-        """Some of the points without their inputs."""
+    def labels(self, points: slice | Tensor) -> Batch:
+        """Some of the points, a range or positions, without their inputs; positions keep the batch's own `start`."""
         weights = None if self.weights is None else self.weights[points]
-        return Batch((), self.targets[points], weights, self.start + (points.start or 0))
+        first = (points.start or 0) if isinstance(points, slice) else 0
+        return Batch((), self.targets[points], weights, self.start + first)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with the names that messages use for them."""

@@ -207,14 +207,27 @@ class Passes:
         lets columns come in several groups, more points at a time. The rows held are at most a sixteenth of the memory
         budget (what is made of them is several times that), beyond what one column of one point needs.
         """
+        for _, groups in self.root_pieces(fisher, self.chunk_bytes, apart):
+            yield from groups
+
+    def root_pieces(
+        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
+    ) -> Iterator[tuple[int, Iterator[Group]]]:
+        """The rows of `root_rows`, some points at a time: (how many points these and those before them are, rows).
+
+        Pieces take about `chunk` bytes; those that end at or before point `first` are left out.
+        """
+        total = 0
         with self._steps("rows of the curvature's root") as steps:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
-                columns, chunk = fisher.num_columns(self.engines.plan.num_outputs), self.chunk_bytes
+                columns, most = fisher.num_columns(self.engines.plan.num_outputs), chunk
                 if apart and not others and not self.model.theta.is_cuda:
-                    columns, chunk = 1, min(chunk, COLUMN_BYTES)
-                for _, part, label in self._pieces(inputs, batch, columns):
-                    yield from each_group(self.model, label, part, fisher, owners, others, chunk)
+                    columns, most = 1, min(chunk, COLUMN_BYTES)
+                for _, part, label in self._pieces(inputs, batch, columns, chunk):
+                    total += label.num_points
+                    if total > first:
+                        yield total, each_group(self.model, label, part, fisher, owners, others, most)
                     steps.advance(label.num_points)
 
     def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
@@ -223,7 +236,7 @@ class Passes:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
                 columns, wanted = fisher.num_columns(self.engines.plan.num_outputs), [n for n in others if n in names]
-                for _, part, label in self._pieces(inputs, batch, columns):
+                for _, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes):
                     yield list(each_group(self.model, label, part, fisher, owners, wanted, sys.maxsize))
                     steps.advance(label.num_points)
 
@@ -246,7 +259,8 @@ class Passes:
         """(first point, how many, their rows once they are asked for)."""
         owners, others = self.engines.checked_owners(inputs)
         batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
-        for start, part, label in self._pieces(inputs, batch, self.engines.plan.num_outputs, of_others=True):
+        columns = self.engines.plan.num_outputs
+        for start, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes, of_others=True):
             rows = partial(each_group, self.model, label, part, Unit(), owners, others, sys.maxsize)
             yield start, label.num_points, rows
 
@@ -276,14 +290,14 @@ class Passes:
         return shown(what, self._points or None, self.progress, " points")
 
     def _pieces(
-        self, inputs: Any, batch: Batch, columns: int, of_others: bool = False
+        self, inputs: Any, batch: Batch, columns: int, chunk: int, of_others: bool = False
     ) -> Iterator[tuple[int, Any, Batch]]:
         """(first point, inputs, batch) of some points at a time: as many as have that many columns in a chunk."""
         plan, total = self.engines.plan, num_points(inputs)
         a_column = plan.sensitivity_bytes
         if of_others:
             a_column += self.model.selection.size_of(tuple(plan.others)) * plan.itemsize
-        step = max(1, self.chunk_bytes // max(1, a_column * columns))
+        step = max(1, chunk // max(1, a_column * columns))
         for start in range(0, total, step):
             points = slice(start, start + step)
             yield start, take(inputs, points), batch.labels(points)

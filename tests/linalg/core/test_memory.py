@@ -170,6 +170,23 @@ def test_a_block_without_memory_is_halved_and_says_so_once(solver, error):
     assert A.widths[:3] == [11, 5, 2]
 
 
+@pytest.mark.parametrize("budget", [None, 2**20])
+def test_a_product_without_memory_is_made_in_parts_and_says_so_once(budget):
+    """In sketches, and in whatever else multiplies blocks of its own."""
+    matrix = symmetric(torch.linspace(1, 3, 40).double())
+    A, whole = without_room_beyond(3, matrix), without_room_beyond(40, matrix)
+    with pytest.warns(BlockHalved, match="out of memory with 8 columns together: 4 are multiplied") as caught:
+        found = co.linalg.nystrom(A, 8, generator=generator(), memory_budget=budget)
+    assert len(caught) == 1 and A.widths == [8, 4, 2, 2, 2, 2]
+    expected = co.linalg.nystrom(whole, 8, generator=generator(), memory_budget=budget)
+    torch.testing.assert_close(found.eigenvalues, expected.eigenvalues, rtol=1e-10, atol=1e-10)
+    with pytest.warns(BlockHalved):
+        rough = co.low_rank(without_room_beyond(3, matrix), rank=40, generator=generator())
+    torch.testing.assert_close(rough.to_dense(), matrix, rtol=1e-8, atol=1e-8)
+    with pytest.warns(BlockHalved), pytest.raises(torch.OutOfMemoryError, match="one column either: give linearize"):
+        co.linalg.nystrom(without_room_beyond(0, matrix), 8)
+
+
 def test_an_allocation_that_fails_is_told_from_other_errors():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)

@@ -1,0 +1,76 @@
+"""MacKay's steps that were killed end with the bits of those that were not."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.linalg.core.result_record import record_of_result
+from curvops.posterior import spectrum
+from tests.linalg.interrupted import Killed, equal
+
+DOUBLE = torch.float64
+
+
+def setting(likelihood="classification", shift=0.0, mean=0.0):
+    """115 weights, a new linearisation each time, as in a new process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)).double()
+    x = torch.randn(30, 6, dtype=DOUBLE) + shift
+    y = torch.arange(30) % 3 if likelihood == "classification" else x[:, :3].sin()
+    return co.laplace(co.linearize(model, (x, y), likelihood), co.GGN, prior_mean=mean, check_mode=False)
+
+
+def tuned(folder, post=None, seed=0, draws=False, **options):
+    """The posterior's hyperparameters, its steps, and what it draws."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    options = {"samples": 3, "steps": 4, "prior": "layer"} | options
+    found = co.evidence.mackay(post or setting(), generator=generator, checkpoint=folder, **options)
+    how = found.tuning
+    record = [found.prior_precision, [record_of_result(step) for step in how.steps], how.ending.name, how.targets]
+    return [*record, found.deviations(2, generator=torch.Generator().manual_seed(1)).draws if draws else None]
+
+
+RUNS = {
+    "layers": lambda folder: tuned(folder, draws=True),
+    "with the noise": lambda folder: tuned(folder, setting("regression"), tune_noise=True, samples=4),
+    "counted by a quadrature": lambda folder: tuned(folder, samples=None, prior="iso", steps=3),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, saved_at_each_step, monkeypatch):
+    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    run = RUNS[name]
+    whole = run(tmp_path / "whole")
+    work = after["made"]
+    for killed in (work // 2, work - 1):
+        after["left"] = killed
+        with pytest.raises(Killed):
+            run(tmp_path / str(killed))
+        after["left"], after["made"] = float("inf"), 0
+        torch.manual_seed(killed)
+        assert equal(run(tmp_path / str(killed)), whole)
+    assert after["made"] < 2 / 3 * work, "work was done twice"  # of four steps, or three, the last one
+    after["made"] = 0
+    assert equal(run(tmp_path / "whole"), whole) and after["made"] <= 12, "the result was there"
+
+
+def test_the_noise_of_a_run_without_a_seed_is_kept(tmp_path, annotations_unchecked):
+    once = tuned(tmp_path, seed=None, steps=1)
+    assert equal(tuned(tmp_path, seed=None, steps=1), once) and not equal(tuned(None, seed=None, steps=1), once)
+
+
+def test_another_run_is_refused_by_name(tmp_path, annotations_unchecked):
+    tuned(tmp_path, steps=1)
+    for what, call in {
+        "steps \\(1, here 2\\)": lambda: tuned(tmp_path, steps=2),
+        "samples": lambda: tuned(tmp_path, steps=1, samples=2),
+        "prior": lambda: tuned(tmp_path, steps=1, prior="g"),
+        "update": lambda: tuned(tmp_path, steps=1, update="em"),
+        "the seed": lambda: tuned(tmp_path, steps=1, seed=1),
+        "the data": lambda: tuned(tmp_path, setting(shift=0.1), steps=1),
+        "the prior's mean": lambda: tuned(tmp_path, setting(mean=0.1), steps=1),
+    }.items():
+        with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
+            call()
