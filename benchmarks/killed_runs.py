@@ -116,11 +116,12 @@ def kills_of(name: str, kills: int, root: Path) -> int:
     run = RUNS[name]
     timed(run, None)
     whole, seconds = timed(run, root / "whole")
-    count = killed(run, root / "killed", kills, 0.7 * seconds)
+    count = killed(run, root / "killed", kills, seconds / kills)
     found, left = timed(run, root / "killed")
     print(
         f"{name}: {seconds:.2f} s; {count} of {kills} processes killed; the last one takes {left:.2f} s and ends with "
-        f"the same bits: {equal(found, whole)}"
+        f"the same bits: {equal(found, whole)}",
+        flush=True,
     )
     return count
 
@@ -135,7 +136,8 @@ def overhead(root: Path, what: str) -> None:
     plain = statistics.median(plain for plain, _ in pairs)
     print(
         f"draws in {plain:.2f} s, {what}: {statistics.median(shares):+.1%} "
-        f"({min(shares):+.1%} to {max(shares):+.1%} in {PAIRS} pairs)"
+        f"({min(shares):+.1%} to {max(shares):+.1%} in {PAIRS} pairs)",
+        flush=True,
     )
 
 
@@ -143,7 +145,7 @@ def main() -> None:
     random.seed(0)
     torch.set_num_threads(1)
     pause, share = checkpoint.PAUSE, checkpoint.SHARE
-    checkpoint.PAUSE, checkpoint.SHARE = 0.02, 0.5
+    checkpoint.PAUSE, checkpoint.SHARE = 0.1, 0.5
     count = 0
     for index, name in enumerate(RUNS):
         kills = KILLS // len(RUNS) + (index < KILLS % len(RUNS))

@@ -154,6 +154,14 @@ def aside(work: Callable[Options, T]) -> Callable[Options, T]:
     return partial(as_step, 0, work)
 
 
+def time_left(share: float, since: float) -> str:
+    """How long a work will go on that takes so many times more than since that moment (of `time.monotonic`), in words.
+
+    What the share is an estimate of may go faster or slower from here on: the words say so.
+    """
+    return f"about {tqdm.format_interval(share * (time.monotonic() - since))} left at this rate"
+
+
 def remark(note: Callable[[], str]) -> None:
     """Put this behind the bar, where there is one."""
     steps = _current.get()

@@ -12,6 +12,7 @@ from linear_operator import to_linear_operator
 
 import curvops as co
 from curvops import linalg, progress
+from curvops.linalg.solvers.verdicts import Records
 from curvops.progress import shown
 
 
@@ -175,6 +176,28 @@ def test_an_algorithm_tells_of_its_products_up_to_the_last_and_computes_the_same
     assert len(totals) == 1 and (None in totals or counts[-1] <= totals.pop())
     silent = ALGORITHMS[name](False)
     assert torch.equal(answer(found), answer(silent))
+
+
+def test_a_steady_rate_tells_how_long_a_solve_will_take(monkeypatch):
+    """Residuals that halve in each of 40 iterations, of a second each: 20 more to 2⁻⁶⁰, in 20 seconds."""
+    records = Records(RIGHT, [1.0] * 3, 2.0**-60, 0.0, 1000, None)
+    records.history = [[2.0**-i] * 3 for i in range(41)]
+    records.current, records.iteration = records.history[-1], 40
+    now = records.begun[1]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now + 40.0)
+    assert records.outlook() == f"residual {2.0**-40:.1e}, about 00:20 left at this rate"
+    records.maxiter = 45  # ends sooner
+    assert records.outlook().endswith("about 00:05 left at this rate")
+    for told in ({"current": [2.0**-19] * 3}, {"rtol": 0.0}, {"history": records.history[-10:]}):  # no rate, aim, time
+        with monkeypatch.context() as patch:
+            for name, value in told.items():
+                patch.setattr(records, name, value)
+            assert records.outlook() == f"residual {max(records.current):.1e}"
+    monkeypatch.undo()
+    terminal = stand_in(monkeypatch, Terminal())
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    linalg.cg(torch.diag(torch.logspace(-3, 0, SIZE).double()), RIGHT[:, 0], rtol=1e-10)
+    assert "left at this rate" in terminal.getvalue()
 
 
 def test_every_public_algorithm_has_the_keyword():

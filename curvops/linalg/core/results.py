@@ -314,20 +314,26 @@ class FoundPairs(Reasoned):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Eigenpairs(Summarised, FoundPairs):
-    """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair."""
+    """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair.
+
+    ``history`` holds the recursion's residuals of the pairs wanted, best first, a row whenever they were looked at
+    until all were found (of the inverse, in the interior); inf for pairs that the space did not have yet.
+    """
 
     values: Float[Tensor, " k"]
     vectors: Float[Vectors, "n k"]
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
+    history: Float[Tensor, "looks k"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SingularTriplets(Summarised, FoundPairs):
     """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
 
-    ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ.
+    ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ;
+    ``history`` is as in `Eigenpairs`.
     """
 
     U: Float[Vectors, "m k"]
@@ -336,6 +342,7 @@ class SingularTriplets(Summarised, FoundPairs):
     residuals: Float[Tensor, " k"]
     reasons: tuple[Reason, ...]
     matvecs: int
+    history: Float[Tensor, "looks k"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

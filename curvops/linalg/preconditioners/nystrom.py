@@ -53,6 +53,7 @@ class Nystrom(Summarised):
 
     ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 where the sketch exhausted
     the range. ``reason`` is CONVERGED for the rank asked for or chosen, RANK_CAPPED where a budget ended the growth.
+    ``history`` has a row for each rank that was tried: the products, and the smallest eigenvalue found (0 for none).
     """
 
     U: Float[Vectors, "n r"]
@@ -61,6 +62,7 @@ class Nystrom(Summarised):
     tail: float
     matvecs: int
     reason: Reason
+    history: Float[Tensor, "ranks 2"]
 
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
         """P = (Ĝ + μI)/μ for G + μI and this approximation Ĝ; the shift μ defaults to the one the rank was chosen for.
@@ -155,8 +157,10 @@ def grow(
         limit = min(limit, memory // max(1, KEPT * n * facts.dtype.itemsize))
     Omega = Y = empty_block(facts, 0)
     target = min(limit, FIRST_RANK) if rank is None else limit
+    history: list[list[float]] = []
     if kept.state is not None:
-        Omega, Y, target, limit = (kept.state[name] for name in ("Omega", "Y", "target", "limit"))
+        names = ("Omega", "Y", "target", "limit", "history")
+        Omega, Y, target, limit, history = (kept.state[name] for name in names)
     while True:
         if Omega.shape[1] < target:
             fresh = random_block(facts, target - Omega.shape[1], "gaussian", probed.generator)
@@ -168,8 +172,9 @@ def grow(
         while Y.shape[1] < target:
             stop = min(target, Y.shape[1] + KEPT_TOGETHER) if kept else target
             Y = join(Y, probed.multiply(part(Omega, Y.shape[1], stop)))
-            kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit})  # noqa: B023
+            kept.save(lambda: {"Omega": Omega, "Y": Y, "target": target, "limit": limit, "history": history})  # noqa: B023
         U, values, exhausted = _factor(Omega, Y, known_psd)
+        history.append([float(Y.shape[1]), float(values[-1]) if len(values) else 0.0])
         if rank is not None or exhausted or target >= limit:
             break
         if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
@@ -184,7 +189,8 @@ def grow(
         and not (rank is None and len(values) and _enough(values, shift))
     )
     tail = 0.0 if exhausted or not len(values) else float(values[-1])
-    return Nystrom(U, values, shift, tail, Y.shape[1], Reason.RANK_CAPPED if cut else Reason.CONVERGED)
+    reason = Reason.RANK_CAPPED if cut else Reason.CONVERGED
+    return Nystrom(U, values, shift, tail, Y.shape[1], reason, torch.tensor(history, dtype=torch.float64))
 
 
 def negligible(eps: float, known_psd: bool) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, put
-from curvops.progress import remark
+from curvops.progress import remark, time_left
 
 CHECK_EVERY = 50
 """Iterations between two looks at the true residual."""
+STEADY = 10
+"""Iterations over which a rate is taken at least."""
 ANSWERED = 0.1
 """A residual above this share of b answers nothing, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
@@ -81,6 +84,7 @@ class Records:
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []
         self.iteration = self.matvecs = 0
+        self.maxiter, self.begun = maxiter, (0, time.monotonic())
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs."""
@@ -94,6 +98,7 @@ class Records:
             setattr(self, name, state[name])
         self.reasons = {int(column): Reason[name] for column, name in state["reasons"].items()}
         self.history = state["history"].tolist()
+        self.begun = self.iteration, time.monotonic()
 
     @property
     def vanishing(self) -> float:
@@ -145,11 +150,22 @@ class Records:
         self.reasons[column] = reason
         self.current[column] = self.best[column]
 
+    def outlook(self) -> str:
+        """The largest residual, and how long it is to the tolerance at the rate of the last half of the iterations."""
+        worst, note = max(self.current), f"residual {max(self.current):.1e}"
+        first, since = self.begun
+        steps = len(self.history) // 2
+        if steps < STEADY or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
+            return note
+        rate = math.log(max(self.history[-1 - steps]) / worst) / steps
+        left = min(math.log(worst / self.rtol) / rate, self.maxiter - self.iteration) if self.rtol else math.inf
+        return note if left == math.inf else f"{note}, {time_left(left / (self.iteration - first), since)}"
+
     def record(self, active: Sequence[int], estimates: Sequence[float]) -> None:
         """A row of the history, shown to the callback."""
         for column, value in zip(active, estimates):
             self.current[column] = value
         self.history.append(list(self.current))
-        remark(lambda: f"residual {max(self.current):.1e}")
+        remark(self.outlook)
         if self.callback is not None:
             self.callback(self.iteration, torch.tensor(self.current, dtype=torch.float64))

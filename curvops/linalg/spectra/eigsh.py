@@ -154,7 +154,7 @@ def eigsh(
         )
         reason = search.run(start is None)
         if reason is Reason.NON_FINITE:
-            return _broken(facts, k, process.matvecs)
+            return _broken(facts, k, process.matvecs, search.history)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
         if inverse is None:
             vectors, size = process.settled, process.size * process.scale
@@ -165,7 +165,8 @@ def eigsh(
             reason = inverse.failure or reason
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
-        found = _certified(vectors, values, residuals, which, sigma, float(rtol), size, reason, spent)
+        verdict = which, sigma, float(rtol), size, reason
+        found = _certified(vectors, values, residuals, *verdict, spent, search.history)
     kept.finish(record_of_result(found))
     return found
 
@@ -220,6 +221,7 @@ def _certified(
     size: float,
     reason: Reason,
     matvecs: int,
+    history: Tensor,
 ) -> Eigenpairs:
     """The pairs and their reasons, in order."""
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
@@ -230,7 +232,7 @@ def _certified(
     noise = ROUNDING * torch.finfo(vectors.dtype).eps * max(size, float(values.abs().amax()))
     sizes = values.abs() if sigma is None else torch.maximum(values.abs(), (values - sigma).abs())
     reasons = verdicts(residuals, rtol * sizes, noise, reason)
-    return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs)
+    return Eigenpairs(values, columns(vectors, order), residuals, reasons, matvecs, history)
 
 
 def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
@@ -249,7 +251,7 @@ def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> t
     return tuple(found)
 
 
-def _broken(facts: Description, k: int, matvecs: int) -> Eigenpairs:
+def _broken(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
     vectors = zero_block(facts, k) * math.nan
-    return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs)
+    return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs, history)

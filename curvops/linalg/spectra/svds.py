@@ -102,7 +102,7 @@ def svds(
         )
         reason = search.run(True)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
-        found = _certified(process, k, which, float(rtol), reason)
+        found = _certified(process, k, which, float(rtol), reason, search.history)
     swapped = facts.rows < facts.columns
     return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
 
@@ -123,20 +123,23 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, t
     return torch.cat(values), torch.cat(residuals)
 
 
-def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int]:
-    return found.residuals, found.reasons, found.matvecs
+def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int, torch.Tensor]:
+    return found.residuals, found.reasons, found.matvecs, found.history
 
 
-def _certified(process: GolubKahan, k: int, which: str, rtol: float, reason: Reason) -> SingularTriplets:
+def _certified(
+    process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: torch.Tensor
+) -> SingularTriplets:
     """Singular values, true residuals and reasons, in order; NaN where a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
         U, V = (zero_block(X, k) + math.nan for X in (U, V))
         nothing = norm(V)
-        return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs)
+        return SingularTriplets(U, nothing, V, nothing.nan_to_num(math.inf), (reason,) * k, process.matvecs, history)
     values, residuals = _sizes(process, U, V)
     order = values.argsort(descending=which == "largest")
     residuals, values = residuals[order], values[order]
     noise = ROUNDING * torch.finfo(V.dtype).eps * max(process.size * process.scale, float(values.amax()))
     reasons = verdicts(residuals, rtol * values, noise, reason)
-    return SingularTriplets(columns(U, order), values, columns(V, order), residuals, reasons, process.matvecs)
+    left, right = columns(U, order), columns(V, order)
+    return SingularTriplets(left, values, right, residuals, reasons, process.matvecs, history)

@@ -25,7 +25,7 @@ from curvops.progress import remark
 
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 
-STATE = ("iteration", "seen", "values", "residuals", "found", "further")
+STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
 MISSED = 1e-3
 # The recursion's residual is brought below this share of the tolerance, for the true one is a little larger.
 SAFETY = 0.5
@@ -83,6 +83,8 @@ class Search:
         self.found = self.values
         self.further = False
         """Whether pairs were found, and others are looked for in their complement."""
+        self.history = torch.zeros(0, k, dtype=torch.float64)
+        """Residuals of the pairs wanted, in the process's scale, a row for each look until they were found."""
         self.kept = kept
         if kept.state is not None:
             self.recall(kept.state)
@@ -151,6 +153,10 @@ class Search:
             if not process.complete and process.width < self.seen + self.seen // 16:
                 continue
             self._look()
+            if not self.further:
+                missing = self.k - min(self.k, len(self.values))
+                row = torch.cat([self._of_wanted().cpu(), torch.full((missing,), math.inf, dtype=torch.float64)])
+                self.history = torch.cat([self.history, row.unsqueeze(0)])
             remark(lambda: f"residual {float(self._of_wanted().amax()):.1e}")
             if self.callback is not None:
                 self.callback(self.iteration, self._of_wanted())

@@ -96,6 +96,9 @@ def test_doubling_keeps_the_earlier_products():
     seen = []
     N = nystrom(Counted(symmetric(log_spaced(300, 1e8))), shift=1e-8, rhs=1000, generator=generator())
     assert seen[:3] == [8, 8, 16] and sum(seen) == N.matvecs > 32
+    products, least = N.history.mT
+    assert products.tolist() == torch.tensor(seen).cumsum(0).tolist()
+    assert bool((least.diff() < 0).all()) and least[-1] == N.eigenvalues[-1]
 
 
 def test_budgets_cap_the_rank_and_say_so():

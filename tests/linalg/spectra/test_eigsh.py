@@ -61,6 +61,15 @@ class Counted(DenseLinearOperator):
         return self.tensor @ rhs * (math.nan if len(self.log) == self.spoil else 1.0)
 
 
+def test_the_history_falls_to_the_tolerance():
+    """A row for each look, with as many columns as pairs were asked for."""
+    A = symmetric(SPECTRA["exponential"])
+    pairs = eigsh(A, 3, rtol=1e-8, generator=generator(), memory_budget=budget(16, len(A)))
+    assert pairs.history.shape[1] == 3 and len(pairs.history) > 2
+    assert bool((pairs.history[-1] <= 1e-8 * pairs.values.abs()).all())
+    assert float(pairs.history[0].amax()) > 100 * float(pairs.history[-1].amax())
+
+
 @pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_against_eigh(name, which):
