@@ -99,7 +99,7 @@ class StochasticDescent:
         scale = prior.diagonal.detach() if prior.diagonal is not None else right.new_ones(())
         scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
         problem = _Problem(self, precision, root, prior, scale, of_prior, right, points, generator)
-        known = None if kept.state is None else _Reached(**kept.state)
+        known = None if kept.state is None else _AfterEpoch(**kept.state)
         if known is not None:
             problem.passes, longest, halvings = known.passes, known.longest, known.halvings
         else:
@@ -107,7 +107,7 @@ class StochasticDescent:
         step = longest / 2**halvings
         with at_work("stochastic gradient descent", None, None, precision):
             while halvings < MOST_HALVINGS:
-                start = known or _Reached.before(right, x0, longest, halvings)
+                start = known or _AfterEpoch.before(right, x0, longest, halvings)
                 try:
                     found = problem.descend(start, rtol, kept)
                 except Diverged:
@@ -124,7 +124,7 @@ class StochasticDescent:
 
 
 @dataclass(eq=False)
-class _Reached:
+class _AfterEpoch:
     """Where a descent stands after an epoch."""
 
     longest: float
@@ -139,7 +139,7 @@ class _Reached:
     passes: float = 0.0
 
     @classmethod
-    def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _Reached:
+    def before(cls, right: Tensor, x0: Tensor | None, longest: float, halvings: int) -> _AfterEpoch:
         """The first epoch."""
         z = torch.zeros_like(right) if x0 is None else x0.clone()
         return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
@@ -197,7 +197,7 @@ class _Problem:
         self.passes += 1
         return norm(self.right - self.precision._matmul(z)) / norm(self.right)
 
-    def descend(self, at: _Reached, rtol: float, kept: Checkpoint) -> Solution:
+    def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
         """The epochs that are left, or as many as reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
         z, velocity, average, history, count = at.z, at.velocity, at.average, at.history, at.count
@@ -226,7 +226,7 @@ class _Problem:
                 remark(lambda worst=worst: f"residual {worst:.1e}")  # type: ignore[misc]
                 if worst <= rtol:
                     break
-            reached = _Reached(at.longest, at.halvings, z, velocity, average, history, epoch, count, self.passes)
+            reached = _AfterEpoch(at.longest, at.halvings, z, velocity, average, history, epoch, count, self.passes)
             kept.save(partial(vars, reached))
         return self._solution(average, history, rtol, count)
 
