@@ -70,7 +70,7 @@ class Leapfrog(Metropolis):
             m.add_(D.product(g), alpha=eps / 2)
 
         # Differences before sums: the energies themselves may be a million times as large.
-        kinetic = ((m - m0) * D.solve(m + m0)).double().sum(-1) * (s / 2)
+        kinetic = ((m - m0) * D.solve(m + m0)).sum(-1, dtype=torch.float64) * (s / 2)
         energy_error = (kinetic - (value.double() - state.value.double())) / T
         probability, accepted = choice(energy_error, noise, theta)
         kept(accepted, theta, state.theta)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,12 +70,29 @@ class LogPosterior:
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """−½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
+        if self._terms is not None:
+            return -0.5 * torch.stack([_squares(params[name], *term) for name, term in self._terms.items()]).sum()
         gap = self._flat(params) - self.prior.mean
-        if self.prior.diagonal is not None:
-            return -0.5 * (self.prior.diagonal * gap * gap).sum()
         held = gap.detach()
         pull = self.prior.product(held)
         return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient −A(θ − m), whatever A's product records
+
+    @cached_property
+    def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
+        """A and m of each tensor of the parameters, m None where it is 0; None where A is an operator."""
+        A, m = self.prior.diagonal, self.prior.mean
+        if A is None:
+            return None
+        shapes = {name: value.shape for name, value in self.params.items()}
+        sizes = [shape.numel() for shape in shapes.values()]
+
+        def parts(x: Tensor) -> list[Tensor]:
+            if x.ndim == 0:
+                return [x] * len(sizes)
+            return [part.view(shape) for part, shape in zip(x.split(sizes), shapes.values())]
+
+        means: list[Tensor | None] = [None] * len(sizes)
+        return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         if self.model.selection.index is not None:
@@ -106,6 +124,12 @@ class LogPosterior:
             likelihood.check_targets(y, self.model.layout.output_shape.numel())
             self._likelihood.append(likelihood)
         return self._likelihood[0]
+
+
+def _squares(p: Tensor, A: Tensor, m: Tensor | None) -> Tensor:
+    """(p − m)ᵀA(p − m)."""
+    squares = (p if m is None else p - m).square()
+    return A * squares.sum() if A.ndim == 0 else (A * squares).sum()
 
 
 def log_posterior(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import is_psd
-from curvops.linalg.operators.closed_form import Spectral
+from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.sampling.noise_source import NoiseSource
@@ -44,10 +44,11 @@ class Isotropic:
         drawn = source.normal(like)
         return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
 
-    def kick(self, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> Float[Tensor, "*k d"]:
-        """drift · D g + spread · D^½ ξ; without spread nothing is drawn. Nobody else may hold g."""
-        pushed = self.product(g).mul_(drift)
-        return pushed.add_(self.noise(source, g), alpha=spread) if spread else pushed
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        """target += drift · D g + spread · D^½ ξ; without spread nothing is drawn."""
+        target.add_(self.product(g), alpha=drift)
+        if spread:
+            target.add_(self.noise(source, g), alpha=spread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,18 +74,26 @@ class OperatorMetric(Isotropic):
             )
 
     @cached_property
-    def _spectral(self) -> tuple[Spectral, Tensor] | None:
-        """The eigenbasis of D = U diag Uᵀ, where they are known: drift and noise then share the last product."""
+    def _basis(self) -> Eigenbasis | None:
+        """The eigenbasis of D, where its closed form has one: drift and noise then share the way back from it."""
         inverse = isinstance(self.D, Inverse)
         known = self.D.base if inverse else self.D
         form = known._closed_form() if isinstance(known, Operator) else None
-        if not isinstance(form, Spectral):
-            return None
-        return form, form.definite_spectrum.reciprocal() if inverse else form.spectrum.clamp_min(0)
+        basis = None if form is None else form.eigenbasis()
+        if form is None or basis is None or not inverse:
+            return basis
+        form.require_definite()
+        return replace(basis, values=basis.values.reciprocal())
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """The square roots of the eigenvalues."""
+        assert self._basis is not None
+        return self._basis.values.clamp_min(0).sqrt()
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         block = v.unsqueeze(0) if v.ndim == 1 else v
-        return self.D._matmul(block.mT).mT.reshape(v.shape).clone()
+        return self.D._matmul(block.mT).mT.reshape(v.shape)
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         block = v.unsqueeze(0) if v.ndim == 1 else v
@@ -93,14 +102,15 @@ class OperatorMetric(Isotropic):
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))
 
-    def kick(self, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> Float[Tensor, "*k d"]:
-        if self._spectral is None:
-            return super().kick(g, drift, spread, source)
-        form, values = self._spectral
-        rotated = form.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(drift * values)
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        basis = self._basis
+        if basis is None:
+            return super().kick(target, g, drift, spread, source)
+        rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
         if spread:
-            rotated.add_(source.normal(g).reshape(rotated.shape).mul_(values.sqrt()), alpha=spread)
-        return form.rotate(rotated.mT).mT.reshape(g.shape)
+            rotated.addcmul_(source.normal(g).reshape(rotated.shape), self._root, value=spread)
+        target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
+        return None
 
 
 def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:

@@ -53,7 +53,7 @@ class CrankNicolson(Metropolis):
         value = self.density.value(theta, state.structure, batch)
 
         # log N(·; c, τC) is taken off log p/𝒯 at both ends, as a difference before it is summed.
-        prior = ((moved - gap) * C.solve(moved + gap)).double().sum(-1) / (2 * tau)
+        prior = ((moved - gap) * C.solve(moved + gap)).sum(-1, dtype=torch.float64) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
         probability, accepted = choice(energy_error, noise, theta)
         kept(accepted, theta, state.theta)

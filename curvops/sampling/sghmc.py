@@ -50,10 +50,10 @@ class SGHMC(WithMomentum):
         value, g = self._gradient(state, batch)
         eps, T = self._now(state)
         s, alpha, theta, m = self.s, self.alpha, state.theta, state.momentum
-        kick = self.metric.kick(g, eps, deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta), noise)
+        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
         if not self.momentum_first:
             theta.add_(m, alpha=eps * s)
-        m.mul_(1 - eps * s * alpha).add_(kick)
+        self.metric.kick(m.mul_(1 - eps * s * alpha), g, eps, spread, noise)
         if self.momentum_first:
             theta.add_(m, alpha=eps * s)
         return Info(value)
@@ -101,10 +101,10 @@ class SGNHT(WithMomentum):
         value, g = self._gradient(state, batch)
         eps, T = self._now(state)
         s, alpha, theta, m, x = self.s, self.alpha, state.theta, state.momentum, state.thermostat
-        kick = self.metric.kick(g, eps, deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta), noise)
+        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
         heat = s * (m * self.metric.solve(m)).mean(-1) - T
         theta.add_(m, alpha=eps * s)
-        m.mul_(1 - eps * s * x.unsqueeze(-1)).add_(kick)
+        self.metric.kick(m.mul_(1 - eps * s * x.unsqueeze(-1)), g, eps, spread, noise)
         x.add_(heat, alpha=eps)
         return Info(value)
 

@@ -19,8 +19,8 @@ class SGLD(Transition):
 
     def _step(self, state: State, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
-        (eps, T), beta, theta = self._now(state), self.beta, state.theta
-        theta += self.metric.kick(g, eps, deviation(T * eps * (2 - T * eps * beta), beta), noise)
+        (eps, T), beta = self._now(state), self.beta
+        self.metric.kick(state.theta, g, eps, deviation(T * eps * (2 - T * eps * beta), beta), noise)
         return Info(value)
 
     def stability_limit(self, curvature: float) -> float | None:

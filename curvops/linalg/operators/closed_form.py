@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +24,17 @@ from curvops.linalg.operators.draws import normal
 
 ROUNDING_SEEN = 1e-3
 """Relative errors above this, from rounding of the operand, are warned of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """P = U diag(values) Uᵀ: products with any function of P, which share their rotations. Blocks are (n, K)."""
+
+    values: Tensor
+    rotate: Callable[[Tensor], Tensor]
+    """U B."""
+    rotate_back: Callable[[Tensor], Tensor]
+    """Uᵀ B."""
 
 
 class ClosedForm(ABC):
@@ -78,6 +91,10 @@ class ClosedForm(ABC):
     def inverse_root(self, block: Tensor) -> Tensor:
         """P^-½ B with the symmetric root; raises ValueError where it is not cheap."""
 
+    def eigenbasis(self) -> Eigenbasis | None:
+        """All eigenvectors and eigenvalues of P, where this form has them."""
+        return None
+
     def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
         return normal(self.base.shape[-1], k, self.shift.dtype, self.shift.device, generator)
 
@@ -108,6 +125,9 @@ class Spectral(ClosedForm):
 
     def require_definite(self) -> None:
         _ = self.definite_spectrum
+
+    def eigenbasis(self) -> Eigenbasis | None:
+        return Eigenbasis(self.spectrum, self.rotate, self.rotate_back)
 
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
         return self._filtered(self.definite_spectrum.reciprocal(), block)

@@ -17,7 +17,7 @@ from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.algebra import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
 from curvops.linalg.operators.dense import OfDense
 from curvops.linalg.operators.draws import draw
 
@@ -76,6 +76,21 @@ class OfDirectSum(ClosedForm):
 
     def inverse_root(self, block: Tensor) -> Tensor:
         return self._join([form.inverse_root(part) for form, part in zip(self.forms, self._split(block))])
+
+    def eigenbasis(self) -> Eigenbasis | None:
+        found = [form.eigenbasis() for form in self.forms]
+        bases = [basis for basis in found if basis is not None]
+        if len(bases) < len(found):
+            return None
+        sizes = [len(basis.values) for basis in bases]  # eigenvectors stand block by block
+
+        def rotate(block: Tensor) -> Tensor:
+            return self._join([basis.rotate(part) for basis, part in zip(bases, block.split(sizes))])
+
+        def rotate_back(block: Tensor) -> Tensor:
+            return torch.cat([basis.rotate_back(part).mT for basis, part in zip(bases, self._split(block))], 1).mT
+
+        return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)
 
 
 class OfProducts(ClosedForm):
