@@ -134,7 +134,7 @@ def test_warm_up_reaches_the_acceptance_asked_for(name: str, target: float) -> N
         "lmc": S.lmc(f, 0.001, data_size=1),
         "pcn": S.pcn(f, 0.9, covariance=0.5, data_size=1),
     }
-    start, options = torch.zeros(d, dtype=torch.float64), {"steps": 50, "warmup": 200, "generator": seeded(0)}
-    chain = S.run(S.chains(made[name], 16), start, target_acceptance=target, **options)
+    start, options = torch.zeros(d, dtype=torch.float64), {"steps": 30, "warmup": 150, "generator": seeded(0)}
+    chain = S.run(S.chains(made[name], 8), start, target_acceptance=target, **options)
     assert chain.acceptance is not None and abs(float(chain.acceptance.mean()) - target) < 0.1
     assert chain.sampler.step_size.value != made[name].step_size.value

@@ -115,22 +115,22 @@ DIVERGING = {
 }
 
 
-@pytest.mark.parametrize("name", DIVERGING)
-@pytest.mark.parametrize("share", [1.1, 4.0])
+@pytest.mark.parametrize(
+    ("name", "share"), [("sgld", 1.1), ("sgld", 4.0), ("sghmc", 2.0), ("first", 4.0), ("baoa", 1.1)]
+)
 def test_divergence_is_found_within_100_steps_with_a_step_that_works(name: str, share: float) -> None:
+    # At 1.1 a step of sghmc multiplies (θ, m) by 1.007 alone: no energy shows that within 100.
     D = preconditioners(4)["dense"]
     largest = float(torch.linalg.eigvals(D.to_dense() @ H).real.max())
     limit = DIVERGING[name](1.0, D).stability_limit(largest)
     start = torch.ones(4, dtype=torch.float64)
-    if name == "sghmc" and share < 2:
-        share = 2.0  # at 1.1 a step multiplies (θ, m) by 1.007 alone: no energy shows that within 100
     with pytest.raises(co.Diverged, match="try step_size=") as raised:
         S.run(DIVERGING[name](share * limit, D), start, steps=120, generator=seeded(0))
     named = [float(x) for x in re.findall(r"(?:up to|step_size=)(?: )?([\d.e+-]*\d)", str(raised.value))]
     assert named[1] == pytest.approx(limit, rel=0.02)
     steps = re.search(r"within (\d+) steps", str(raised.value))
     assert steps is not None and int(steps[1]) <= 100
-    S.run(DIVERGING[name](named[-1], D), start, steps=300, generator=seeded(0))
+    S.run(DIVERGING[name](named[-1], D), start, steps=100, generator=seeded(0))
 
 
 @pytest.mark.parametrize("name", DIVERGING)
@@ -138,12 +138,12 @@ def test_no_false_alarm_just_below_the_limit(name: str) -> None:
     """At .99 of it the variance of a mode of SGLD is 100 times the posterior's."""
     largest = float(torch.linalg.eigvalsh(H).max())
     limit = DIVERGING[name](1.0, None).stability_limit(largest)
-    S.run(S.chains(DIVERGING[name](0.99 * limit, None), 8), START + 1, steps=300, generator=seeded(0))
+    S.run(S.chains(DIVERGING[name](0.99 * limit, None), 4), START + 1, steps=150, generator=seeded(0))
 
 
 def test_a_metropolis_sampler_that_accepts_nothing_is_an_error() -> None:
     with pytest.raises(co.Diverged, match=r"100 proposals with step_size=50.*try step_size="):
-        S.run(S.lmc(log_density(H), 50.0, data_size=1), START + 1, steps=200, generator=seeded(0))
+        S.run(S.lmc(log_density(H), 50.0, data_size=1), START + 1, steps=120, generator=seeded(0))
 
 
 def test_numbers_that_become_infinite_are_an_error_in_update() -> None:

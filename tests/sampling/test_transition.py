@@ -104,13 +104,13 @@ def test_parameters_are_any_tree() -> None:
         return -(a["w"].square().sum() + b.square().sum() + (c - 1).square())
 
     params = (({"w": torch.ones(2, 3)}, torch.zeros(2)), torch.tensor(5.0))
-    sampler = S.sgld(value, 0.1, temperature=0.0, data_size=1)
+    sampler = S.sgld(value, 0.2, temperature=0.0, data_size=1)
     state = sampler.init(params)
     assert state.theta.shape == (9,)
-    for _ in range(200):
+    for _ in range(100):
         state, _ = sampler.update(state, inplace=True)
     (a, _), c = state.params
-    assert a["w"].shape == (2, 3) and float(a["w"].abs().max()) < 1e-6 and float(c) == pytest.approx(1)
+    assert a["w"].shape == (2, 3) and float(a["w"].abs().max()) < 1e-8 and float(c) == pytest.approx(1)
     chain = S.run(S.chains(sampler, 2), params, steps=4)
     assert chain.params[0][0]["w"].shape == (2, 4, 2, 3)
 
@@ -194,7 +194,7 @@ def test_a_temperature_schedule_anneals() -> None:
 
 @pytest.mark.parametrize("name", ["sgld", "sghmc", "baoa", "lmc", "hmc", "pcn"])
 def test_moments_of_real_chains(name: str) -> None:
-    """150 independent draws, each after 60 steps: moments within 5 standard errors (false alarms: 3e-6 a number)."""
+    """150 independent draws, each after 40 steps: moments within 5 standard errors (false alarms: 3e-6 a number)."""
     d, n, H = 2, 150, curvature(2)
     f, target = log_density(H), torch.linalg.inv(H)
     make = {
@@ -212,7 +212,7 @@ def test_moments_of_real_chains(name: str) -> None:
         a, b, c, q = 0.3, 0.3 * h, 1 - 0.3 * 1.5, 2 * 1.5 * 0.3
         target = basis * (a * (1 + c + a * b) / (2 * b) * q / (1 - c**2 - a * b * (1 + 3 * c + a * b) / 2)) @ basis.mT
     zero = torch.zeros(d, dtype=torch.float64)
-    chain = S.run(S.chains(make[name](), n), zero, steps=1, warmup=60, generator=seeded(7))
+    chain = S.run(S.chains(make[name](), n), zero, steps=1, warmup=40, generator=seeded(7))
     draws = chain.theta.reshape(n, d)
     assert float((draws.mean(0).abs() / (target.diagonal() / n).sqrt()).max()) < 5
     errors = ((target.diagonal().outer(target.diagonal()) + target**2) / n).sqrt()
