@@ -68,6 +68,15 @@ class LogPosterior:
         w = None if weights is None else layout.weights(weights.to(theta))
         return likelihood.log_prob(outputs, y, w).mean()
 
+    def require_all_data(self, batch: Any) -> None:
+        """ValueError unless the batch holds N points, for samplers that accept or reject."""
+        n = len(parts_of(batch, self.weighted)[1])
+        if n != self.data_size:
+            raise ValueError(
+                f"this batch holds {n} of the {self.data_size} points: samplers that accept or reject need all data at "
+                "each step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
+            )
+
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """−½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
         if self._terms is not None:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Constant
 from curvops.sampling.state import State
@@ -50,6 +51,8 @@ class Metropolis(Transition):
         asked = [self.log_posterior, batch, _versions(batch)]
         if state.seen and all(old is new for old, new in zip(state.seen[:2], asked)) and state.seen[2] == asked[2]:
             return
+        if isinstance(self.log_posterior, LogPosterior):
+            self.log_posterior.require_all_data(batch)
         state.seen.clear()
         state.value.copy_(self._evaluated(state, batch))
         if not bool(state.value.isfinite().all()):

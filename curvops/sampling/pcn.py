@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class CrankNicolson(Metropolis):
 
     def _evaluated(self, state: MetropolisState, batch: Any) -> Tensor:
         return self.density.value(state.theta, state.structure, batch)
+
+    def with_preconditioner(self, preconditioner: Any) -> NoReturn:
+        """Raises TypeError: C is the covariance of a Gaussian that the acceptance counts on, no preconditioner."""
+        raise TypeError("pcn has no preconditioner: give pcn(..., covariance=C), its proposals' own.")
 
     def _step(self, state: MetropolisState, batch: Any, noise: NoiseSource) -> Info:
         self._refresh(state, batch)

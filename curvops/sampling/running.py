@@ -184,6 +184,11 @@ def _taken(
                 if adapted is None or reached.done <= warmup:
                     adapted = _adapted(sampler, reached.adaptation, reached.done < warmup)
                 batch = feed.next()
+                if sampler.metropolis and feed.position["index"] > 1:
+                    raise ValueError(
+                        "a pass gives more than one batch: samplers that accept or reject need all data at each step, "
+                        "[(X, y)]; for minibatches use sgld, sghmc or baoa."
+                    )
                 watch.before(reached.state, batch)
                 state, info = adapted.update(reached.state, batch, inplace=inplace)
                 watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)

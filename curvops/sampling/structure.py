@@ -20,6 +20,9 @@ class Structure:
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
 
+    def __repr__(self) -> str:
+        return f"Structure({len(self.names)} tensors, d={self.size})"
+
     @property
     def size(self) -> int:
         """d."""

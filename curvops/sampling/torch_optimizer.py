@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +38,14 @@ class Optimizer(Transition):
 
     def _begun(self, state: State, noise: NoiseSource) -> OptimizerState:
         return OptimizerState(**fields_of(state), slots={})
+
+    def with_preconditioner(self, preconditioner: Any) -> NoReturn:
+        """Raises TypeError: the optimiser has steps of its own."""
+        raise TypeError("an optimiser of torch takes no preconditioner: use sgld or sghmc at temperature 0.")
+
+    def with_step_size(self, step_size: Any) -> Optimizer:
+        """The same with another `lr`. States go on."""
+        return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
 
     def _step(self, state: OptimizerState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)

@@ -147,6 +147,18 @@ def test_preconditioners_of_other_parameters() -> None:
         sampler.init({"bias": torch.zeros(2), "weight": torch.zeros(2, 2)})
 
 
+def test_what_a_sampler_has_not_cannot_be_replaced() -> None:
+    with pytest.raises(TypeError, match="covariance"):
+        S.pcn(F, 0.1, covariance=1.0, data_size=1).with_preconditioner(torch.ones(4))
+    adam = S.optimizer(torch.optim.SGD, F, lr=0.1)
+    with pytest.raises(TypeError, match="temperature 0"):
+        adam.with_preconditioner(torch.ones(4))
+    state = adam.init(ZERO + 1)
+    moved, _ = adam.with_step_size(0.2).update(state)
+    direct, _ = S.optimizer(torch.optim.SGD, F, lr=0.2).update(state)
+    assert torch.equal(moved.theta, direct.theta)
+
+
 def test_schedules_that_leave_their_range() -> None:
     def negative(step: int) -> float:
         return 0.1 - step

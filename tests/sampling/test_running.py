@@ -68,7 +68,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
     options: dict[str, Any] = {"steps": 10, "warmup": 5, "thin": 2}
     if full:
         options["target_acceptance"] = 0.8
-    batches = list(loader)[:1] if full else loader
+    batches = list(regression(10)[1]) if full else loader
 
     def source() -> Any:
         return batches if full else regression()[1]
@@ -177,6 +177,14 @@ def test_batches_that_cannot_be_read_again_or_change_are_refused(annotations_unc
     for batches, kind, message in wrong:
         with pytest.raises(kind, match=message):
             S.run(sampler, params, batches, steps=4)
+
+
+def test_minibatches_are_refused_by_samplers_that_accept_or_reject() -> None:
+    f, loader = regression()
+    with pytest.raises(ValueError, match="4 of the 10 points"):
+        S.run(S.lmc(f, 0.1), f.params, loader, steps=2)
+    with pytest.raises(ValueError, match="more than one batch"):
+        S.run(S.hmc(lambda p, b: f(p, b), 0.1, data_size=10), f.params, loader, steps=4)
 
 
 def test_wrong_arguments_are_refused_by_name(tmp_path: Path, annotations_unchecked: None) -> None:
