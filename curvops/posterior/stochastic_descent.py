@@ -39,7 +39,7 @@ CHECK_EVERY = 5
 
 
 class Diverged(RuntimeError):
-    """Gradient descent with the step size asked for diverges; the message names one to try."""
+    """Steps of the size asked for diverge, of a descent or of a sampler; the message names one to try."""
 
 
 @dataclass(frozen=True)

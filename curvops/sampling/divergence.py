@@ -35,6 +35,7 @@ class Watch:
         self._first: Tensor | None = None
         self._held: tuple[State, Any] | None = None
         self._accepted: list[Tensor] = []
+        self._step_size = 0.0
         self._steps = 0
 
     def before(self, state: State, batch: Any) -> None:
@@ -49,6 +50,7 @@ class Watch:
         self._energies.append(-info.log_posterior)
         if info.acceptance is not None and not adapting:
             self._accepted.append(info.acceptance)
+            self._step_size = adapted.step_size(self._steps - 1)
 
     def finish(self, state: State) -> None:
         """Called after the last step."""
@@ -79,7 +81,7 @@ class Watch:
         self._accepted.clear()
         if mean < 1e-3:
             raise Diverged(
-                f"of {PATIENCE} proposals with step_size={self._transition.step_size(0):g} none was likely to be "
+                f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
                 f"accepted (mean probability {mean:.2g}){self.remedy()} Or let a warm-up find it: "
                 "run(..., warmup=500, target_acceptance=0.6)."
             )

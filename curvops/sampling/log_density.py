@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import digest
 from curvops.network.data.batches import parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.likelihoods import as_likelihood
@@ -48,6 +49,13 @@ class LogPosterior:
         if self.model.selection.index is not None:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """What is equal for equal weights of the model, equal priors and N."""
+        A = self.prior.precision
+        held = [A] if isinstance(A, Tensor) else A.representation()
+        return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
         """The log posterior of a batch over N, differentiable in params."""

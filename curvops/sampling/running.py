@@ -16,6 +16,8 @@ from curvops.progress import Progress, check_progress, shown
 from curvops.sampling.chain import Chain
 from curvops.sampling.divergence import Watch
 from curvops.sampling.feed import Feed, require_repeatable
+from curvops.sampling.log_density import LogPosterior
+from curvops.sampling.metric import OperatorMetric
 from curvops.sampling.schedules import Constant
 from curvops.sampling.state import Info, State
 from curvops.sampling.step_size import DualAveraging
@@ -52,7 +54,8 @@ def run(
         generator: source of the state's generators where `start` are parameters.
         progress: as everywhere: None, a flag or a function (what, done, total).
         checkpoint: a folder for what is reached, also when the run is interrupted. The same call goes on from there
-            and ends with the same bits; the folder keeps the result, which a later call returns at once.
+            and ends with the same bits; the folder keeps the result, which a later call returns at once. Another
+            start, sampler, `co.sampling.log_posterior` or generator is refused; batches are not compared.
 
     Returns:
         A `Chain`: draws (k, S, d), what each step said, the last state, and the sampler as warm-up left it.
@@ -226,12 +229,19 @@ def _adapted(sampler: Transition, adaptation: DualAveraging | None, warming_up: 
 
 
 def _options(sampler: Transition) -> dict[str, str]:
-    """What tells this sampler from others, in words that do not change from process to process."""
+    """What tells this sampler from others, in words that do not change from process to process.
+
+    Of a function of the user's own nothing is known.
+    """
     found = {"method": type(sampler).__name__}
     for each in fields(sampler):
         text = repr(getattr(sampler, each.name))
         if " at 0x" not in text:
             found[each.name] = text
+    if isinstance(sampler.metric, OperatorMetric):
+        found["preconditioner"] = digest(sampler.metric.D.representation())
+    if isinstance(sampler.log_posterior, LogPosterior):
+        found["log posterior"] = sampler.log_posterior.fingerprint
     return found
 
 

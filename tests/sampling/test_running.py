@@ -97,6 +97,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> N
         ran(checkpoint=place, generator=seeded(4))
     with pytest.raises(ValueError, match="steps"):
         ran(checkpoint=place, steps=12)
+    f = S.log_posterior(torch.nn.Linear(3, 1).double(), "regression", prior_precision=2.0, data_size=10)
+    with pytest.raises(ValueError, match="another problem"):
+        ran(checkpoint=place)
 
 
 def test_a_run_goes_on_from_a_state() -> None:
