@@ -27,6 +27,7 @@ from curvops.operators import (
 from curvops.posterior import (
     Deviations,
     Diverged,
+    GaussianPosterior,
     InertWeights,
     Laplace,
     LinearMode,
@@ -53,6 +54,7 @@ __all__ = [
     "DiagonalGGN",
     "Diverged",
     "EmpiricalFisher",
+    "GaussianPosterior",
     "Gradients",
     "Hessian",
     "InertWeights",

@@ -9,6 +9,8 @@ No function here touches pyplot or matplotlib's global settings. Needs matplotli
 'log'
 """
 
+from curvops.plots.chain_autocorrelation import autocorrelation
+from curvops.plots.chain_trace import trace
 from curvops.plots.convergence import convergence
 from curvops.plots.density import spectral_density
 from curvops.plots.estimates import estimates
@@ -23,6 +25,7 @@ from curvops.plots.solves import solves
 from curvops.plots.style import save
 
 __all__ = [
+    "autocorrelation",
     "convergence",
     "covariance",
     "estimates",
@@ -35,4 +38,5 @@ __all__ = [
     "save",
     "solves",
     "spectral_density",
+    "trace",
 ]

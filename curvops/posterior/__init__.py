@@ -1,6 +1,7 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
 from curvops.posterior.deviations import Deviations
+from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
 from curvops.posterior.linear_mode import LinearMode
 from curvops.posterior.load import load
@@ -12,6 +13,7 @@ from curvops.posterior.uncertainty import Uncertainty
 __all__ = [
     "Deviations",
     "Diverged",
+    "GaussianPosterior",
     "InertWeights",
     "Laplace",
     "LinearMode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -14,12 +15,21 @@ COPIES = 10
 """Copies of its two points that a pair of the dyadic score holds."""
 
 
-def log_mean_exp(log_p: Float[Tensor, "k N"]) -> Estimate:
+ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
+"""The standard error of a mean over draws, of the series of what is averaged."""
+
+
+def error_of_mean(series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
+    """That of independent draws."""
+    k = len(series)
+    return series.std(0) / k**0.5 if k > 1 else torch.full_like(series[0], math.inf)
+
+
+def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean) -> Estimate:
     """log mean_k exp(log_p), one number a point, with its standard error by the delta method."""
     k = len(log_p)
     value = log_p.logsumexp(0) - math.log(k)
-    spread = (log_p - value).exp().std(0) if k > 1 else torch.full_like(value, math.inf)
-    return Estimate(value, spread / k**0.5, k, 0)
+    return Estimate(value, error((log_p - value).exp()), k, 0)
 
 
 def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -30,13 +40,15 @@ def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     return order, torch.stack([first, COPIES - first])
 
 
-def dyadic(log_p: Float[Tensor, "k N"], generator: torch.Generator | None) -> Estimate:
+def dyadic(
+    log_p: Float[Tensor, "k N"], generator: torch.Generator | None, error: ErrorOfMean = error_of_mean
+) -> Estimate:
     """log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
     It sees how predictions vary together, which a mean over points does not.
     """
     order, copies = (index.to(log_p.device) for index in pairs(log_p.shape[1], generator))
-    return log_mean_exp((log_p[:, order] * copies).sum(1))
+    return log_mean_exp((log_p[:, order] * copies).sum(1), error)
 
 
 def gaussian(

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,27 +17,21 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops import storage
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
 from curvops.linalg import Estimate
-from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_flag
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian, Sequences
-from curvops.network.walks.passes import accumulate
 from curvops.operators import GGN, Linearization
-from curvops.operators.jacobian import Jacobian
 from curvops.posterior import continual
 from curvops.posterior.arguments import (
     check_accuracy,
     check_linearization,
-    check_operator,
     checked_count,
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
 from curvops.posterior.deviations import (
     Deviations,
     Systems,
@@ -48,13 +40,12 @@ from curvops.posterior.deviations import (
     record_of_deviations,
     recorded_deviations,
     tempered,
-    trace,
 )
 from curvops.posterior.evidence_parts import Evidence
+from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
-from curvops.posterior.posterior_record import KIND, VERSION, record_of_posterior
-from curvops.posterior.predictive import Predictive
+from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
 from curvops.posterior.spectrum import Spectrum
 from curvops.posterior.stochastic_descent import StochasticDescent
@@ -69,7 +60,7 @@ class NotAMode(UserWarning):
 
 
 @dataclass(frozen=True, eq=False)
-class Laplace(Predictive):
+class Laplace(GaussianWeights):
     """N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
 
     lin: Linearization
@@ -107,11 +98,6 @@ class Laplace(Predictive):
         return self.prior.plus(self.curvature)
 
     @property
-    def mean(self) -> Float[Tensor, " D"]:
-        """θ*, the weights of the linearisation."""
-        return self.lin.theta
-
-    @property
     def mode_gap(self) -> float:
         """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*: 0 at a mode. One gradient.
 
@@ -131,7 +117,7 @@ class Laplace(Predictive):
             prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
         """
         if prior_mean is None:
-            prior_mean = 0.0 if isinstance(prior_precision, Laplace) else self.prior_mean
+            prior_mean = 0.0 if isinstance(prior_precision, GaussianWeights) else self.prior_mean
         prior = as_prior(prior_precision, prior_mean, self.lin)
         self.spectrum.require_usable(prior)
         return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
@@ -167,25 +153,6 @@ class Laplace(Predictive):
                 "variances are learned by the gradient of log_evidence in a tensor that requires one."
             )
         return float(each.noise.detach())
-
-    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """Draw k weight vectors from the posterior: the mean plus `deviations(k, generator=generator, rtol=rtol)`.
-
-        Args:
-            k: the number of draws, at least 1.
-            generator: source of the draws.
-            rtol: relative residual of each solve, far below the sampling error of k draws.
-
-        Returns:
-            The draws as rows, mean included. `lin.unflatten_weights(draw)` gives the tensors of one by name; weights
-            outside a subnetwork keep their values.
-
-        Raises:
-            NotConverged: rtol was not reached.
-            TypeError: k is not a whole number.
-            ValueError: k is less than 1, or rtol not a positive number.
-        """
-        return accumulate(self.deviations(k, rtol=rtol, generator=generator).draws, self.mean)
 
     def deviations(
         self,
@@ -275,33 +242,6 @@ class Laplace(Predictive):
         kept.finish(record_of_deviations(found) if kept else None)
         return found
 
-    def trace(
-        self,
-        M: LinearOperator,
-        samples: int | Float[Tensor, "k D"] | Deviations = 64,
-        generator: torch.Generator | None = None,
-    ) -> Estimate:
-        """tr(T P⁻¹ M) for any symmetric operator M (D, D), as the mean of zᵀM z over draws of the posterior.
-
-        Args:
-            M: the operator. tr(P⁻¹G) of the curvature itself is `effective_parameters`.
-            samples: how many draws; or draws (k, D) as `sample` gives them, or `deviations`, to be used again.
-            generator: source of new draws.
-
-        Raises:
-            TypeError, ValueError: M is no operator (D, D) on these weights, or there are fewer than two draws.
-
-        Cost: a product with M a draw, and what new draws cost. Values are right to the draws' own tolerance.
-        """
-        if not isinstance(M, LinearOperator):
-            raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
-        check_operator("M", M, self.lin.model)
-        if isinstance(samples, Deviations):
-            return trace(M, checked_draws(samples.draws, self.mean))
-        if isinstance(samples, Tensor):
-            return trace(M, checked_draws(samples, self.mean) - self.mean)
-        return trace(M, self.deviations(samples, generator=generator).draws)
-
     def linear_mode(
         self,
         x0: Float[Tensor, " D"] | None = None,
@@ -340,20 +280,21 @@ class Laplace(Predictive):
         sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
         return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
 
-    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        inverse = self.spectrum.for_columns(self.precision, jacobian.shape[-2], further=True).inverse(rtol)
-        if jacobian.is_recorded and recorded(inverse.representation()):
-            raise ValueError(
-                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
-                "one in either, not in both. Detach one of them."
-            )
-        if joint:
-            weighted = inverse if self.temperature == 1 else inverse * self.temperature
-            return JointCovariance(jacobian, weighted, jacobian.mT)
-        return PointCovariance(jacobian, inverse, self.lin.output_shape[-1], Kept(), self.temperature)
-
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()
+
+    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
+        inverse: LinearOperator = self.spectrum.for_columns(self.precision, rows, further=True).inverse(rtol)
+        return inverse
+
+    def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
+        return self.deviations(k, rtol=rtol, generator=generator).draws
+
+    def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
+        record = record_of_posterior(
+            self.lin, self.curvature, self.prior, self.spectrum, self.temperature, self.prior_error, inputs
+        )
+        return OF_LAPLACE, record
 
     def log_evidence(
         self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"
@@ -431,22 +372,6 @@ class Laplace(Predictive):
         self.spectrum.require_gradients()
         return self.spectrum.effective_dimension(self.prior, rtol, generator)
 
-    def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
-
-        What the training of the next task adds to its summed loss, so that this one is not forgotten.
-
-        Args:
-            params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
-                a vector (D,). Gradients flow into them.
-
-        Cost: a product with P, forward and backward together.
-
-        Raises:
-            TypeError, ValueError: another kind of argument, a missing name or another shape.
-        """
-        return continual.quadratic(self.precision, continual.flat(self.lin, params) - self.mean) / self.temperature
-
     def update(
         self,
         lin: Linearization,
@@ -485,51 +410,11 @@ class Laplace(Predictive):
         check_linearization(lin)
         form = continual.check_form(form, rank)
         chosen = continual.made_alike(self.curvature, lin, generator) if curvature is None else curvature
-        kept, error = self._as_prior(lin, form, rank, generator)
+        kept, error = self.prior_for(lin, form, rank, generator)
         prior = read_prior(kept, self.mean, lin.model)
         if form == "kronecker":
             prior = KroneckerPrior(prior.precision, prior.mean)
         return _posterior(lin, chosen, prior, 1.0, check_mode, error)
-
-    def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
-        """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
-
-        Curvature and prior are kept by structure: Kronecker factors and their eigenbases, low rank, diagonals, dense
-        blocks, and sums of these. A GGN, a Fisher or a Hessian is kept by reference to its data, which `co.load` then
-        takes. The model itself is not saved, nor the data: of the model the selected weights, and fingerprints of all;
-        of the data a fingerprint and the inputs of two points, at which `co.load` compares the model's outputs. An
-        earlier posterior in the folder is replaced in one step: after a crash, or on a full disk, it is as it was.
-
-        Args:
-            path: the folder, made with those above it.
-            inputs: of one or two points, to be kept in place of the first two training inputs.
-
-        Raises:
-            OSError: the folder could not be written (a full disk); nothing is lost.
-            FileExistsError: the path is a file, or holds something else than a posterior.
-            ValueError: an operator that cannot be saved: a class of one's own, or a GGN of other data (of an earlier
-                task: `post.update(lin_new, rank=...)` keeps it by structure).
-            TypeError: path is no path.
-
-        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as
-        many numbers as the factors have; a pass over the data where the log-likelihood was not known before.
-        """
-        record = record_of_posterior(
-            self.lin, self.curvature, self.prior, self.spectrum, self.temperature, self.prior_error, inputs
-        )
-        storage.save(path, KIND, VERSION, record)
-
-    def _as_prior(
-        self,
-        lin: Linearization,
-        form: str | None = None,
-        rank: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[LinearOperator, Estimate | None]:
-        """This precision, its temperature included, as that of a prior for other data, and the error of its form."""
-        continual.require_new_data(lin, self.precision)
-        kept, error = continual.kept_as(form, self.precision.detached_from_weights(), rank, generator)
-        return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
 
 def laplace(
@@ -610,14 +495,14 @@ def _posterior(
 
 def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
     """As `read_prior`, for an earlier posterior too."""
-    if not isinstance(prior_precision, Laplace):
+    if not isinstance(prior_precision, GaussianWeights):
         return read_prior(prior_precision, prior_mean, lin.model)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
         raise ValueError(
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
-    kept, _ = prior_precision._as_prior(lin)
+    kept, _ = prior_precision.prior_for(lin)
     return read_prior(kept, prior_precision.mean, lin.model)
 
 

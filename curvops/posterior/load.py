@@ -7,8 +7,9 @@ from typing import Any
 
 from curvops import storage
 from curvops.operators.linearization_record import recorded_linearization
+from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.posterior.laplace import Laplace
-from curvops.posterior.posterior_record import KIND, VERSION, recorded_parts
+from curvops.posterior.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, recorded_gaussian, recorded_parts
 from curvops.progress import Progress
 
 
@@ -20,7 +21,7 @@ def load(
     *,
     memory_budget: int | None = None,
     progress: Progress = None,
-) -> Laplace:
+) -> Any:
     """The posterior that `post.save(path)` wrote, of the same model.
 
     Args:
@@ -37,8 +38,8 @@ def load(
         progress: likewise.
 
     Returns:
-        A `Laplace`. Where the curvature has a structure its predictions have the bits that they had, on a machine and
-        with a torch of the same kind, and with as large a memory budget.
+        What was saved, a `Laplace` or a `GaussianPosterior`. Where the curvature has a structure its predictions have
+        the bits that they had, on a machine and with a torch of the same kind, and with as large a memory budget.
 
     Raises:
         FileNotFoundError: nothing was saved there.
@@ -49,6 +50,8 @@ def load(
     Nothing of the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one over these.
     """
-    _, record = storage.load(path, KIND, VERSION)
+    version, record = storage.load(path, KIND, max(VERSIONS))
     lin = recorded_linearization(record["linearization"], model, data, likelihood, memory_budget, progress)
+    if version == OF_GAUSSIANS:
+        return GaussianPosterior.of(lin, **recorded_gaussian(record, lin))
     return Laplace(lin, **recorded_parts(record, lin))

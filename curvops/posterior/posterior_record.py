@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Estimate
+from curvops.linalg import Estimate, Inverse
 from curvops.operators import Linearization
 from curvops.operators.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
@@ -18,8 +18,10 @@ from curvops.posterior.arguments import check_operator
 from curvops.posterior.priors import KroneckerPrior, Prior
 from curvops.posterior.spectrum import Spectrum
 
-KIND, VERSION = "posterior", 1
-"""What the saved folder says that it holds. The version is raised when an older program would misread it."""
+KIND = "posterior"
+"""What the saved folder says that it holds."""
+OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
+"""Which program reads what: a version is raised when an older program would misread it."""
 
 PRIORS = {kind.__name__: kind for kind in (KroneckerPrior, Prior)}
 
@@ -53,6 +55,32 @@ def record_of_posterior(
         "log_likelihood": likelihood,
         "gradient": gradient,
     }
+
+
+def record_of_gaussian(
+    lin: Linearization, covariance: LinearOperator, precision: LinearOperator, inputs: Any = None
+) -> dict[str, Any]:
+    """The record of a posterior that is not Laplace's. Raises ValueError for an operator that cannot be saved.
+
+    Of an operator and its lazy inverse the first alone is kept.
+    """
+    given = {"covariance": covariance, "precision": precision}
+    derived = {name for name, operator in given.items() if _is_inverse_of(operator, given.values())}
+    kept = {
+        name: None if name in derived else record_of_operator(operator, lin, f"the {name}")
+        for name, operator in given.items()
+    }
+    return {"linearization": record_of_linearization(lin, inputs), **kept}
+
+
+def _is_inverse_of(operator: LinearOperator, others: Iterable[LinearOperator]) -> bool:
+    return isinstance(operator, Inverse) and any(operator.base is other for other in others)
+
+
+def recorded_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
+    """The operators of a posterior that is not Laplace's."""
+    kept = {name: record[name] for name in ("covariance", "precision")}
+    return {name: None if part is None else recorded_operator(part, lin) for name, part in kept.items()}
 
 
 def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from curvops.operators.jacobian import Jacobian
 from curvops.posterior import held_out, links, uncertainty
 from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.covariance import SampledCovariance
+from curvops.posterior.held_out import ErrorOfMean, error_of_mean
+from curvops.posterior.network_outputs import network_outputs
 from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
 
 # Draws of the outputs of each point, where averages over them are asked for and no samples are given.
@@ -102,7 +104,7 @@ class Predictive(ABC):
     @property
     @abstractmethod
     def mean(self) -> Float[Tensor, " D"]:
-        """The weights about which the network is linearised."""
+        """The mean of the weights."""
 
     @abstractmethod
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
@@ -153,22 +155,16 @@ class Predictive(ABC):
         check_flag("noise", noise)
         if rtol is not None:
             check_accuracy(rtol)
-        samples = None if samples is None else checked_draws(samples, self.mean)
+        samples, independent = self._taken(samples), samples is not None
         added = self._noise() if noise else None
         self._require_gradients()
-        jacobian = self.lin.jacobian(x, differentiable=True)
-        mean = self._by_position(jacobian.outputs())
-        if samples is None:
-            covariance = self._covariance(jacobian, joint, rtol)
-        else:
-            pushed = self._pushed(jacobian, samples).movedim(0, -1)
-            covariance = _of_draws(pushed) if joint else SampledCovariance(pushed, self.lin.memory_budget)
+        mean, covariance = self._moments(x, joint, samples, rtol)
         if added is not None:
             noise_of_each = added.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(noise_of_each.repeat(len(mean)) if joint else noise_of_each)
         if joint:
             return MultitaskMultivariateNormal(mean, covariance)
-        if samples is not None and not noise:
+        if independent and samples is not None and not noise:
             return SampledNormal(mean, covariance, draws=len(samples))
         return MultivariateNormal(mean, covariance)
 
@@ -232,7 +228,7 @@ class Predictive(ABC):
         if link.startswith("bridge") and not isinstance(likelihood, Categorical):
             raise ValueError(f"link={link!r} is for classes; {likelihood!r} takes 'probit', 'mc' or 'network'.")
         check_generator(generator)
-        samples = None if samples is None else checked_draws(samples, self.mean)
+        samples = self._taken(samples)
         if link in ("mc", "network"):
             drawn = self._drawn_outputs(x, samples, generator, network=link == "network")
             return torch.cat([links.average(likelihood.mean, draws) for draws in drawn])
@@ -269,13 +265,11 @@ class Predictive(ABC):
         if not isinstance(likelihood, LABELS + NUMBERS):
             raise ValueError(f"{likelihood!r} has no decomposition here; use predict, or functions(x, k) and your own.")
         check_generator(generator)
-        samples = None if samples is None else checked_draws(samples, self.mean)
+        given, samples = samples, self._taken(samples)
         if isinstance(likelihood, LABELS):
-            drawn = self._drawn_outputs(x, samples, generator)
-            return uncertainty.joined([uncertainty.of_labels(likelihood, draws) for draws in drawn])
-        predicted = self.predict(x, samples=samples)
-        variance = predicted.lazy_covariance_matrix.diagonal(dim1=-2, dim2=-1)
-        return uncertainty.of_numbers(likelihood, predicted.mean, variance)
+            drawn, error = self._drawn_outputs(x, samples, generator), self._error_of(given)
+            return uncertainty.joined([uncertainty.of_labels(likelihood, draws, error) for draws in drawn])
+        return self._uncertainty_of_numbers(x, likelihood, samples, self._error_of(given))
 
     def log_likelihood(
         self,
@@ -302,7 +296,7 @@ class Predictive(ABC):
         """
         check_flag("joint", joint)
         check_generator(generator)
-        samples = None if samples is None else checked_draws(samples, self.mean)
+        error, samples = self._error_of(samples), self._taken(samples)
         likelihood, targets = self._target(), self._targets(x, y)
         if joint and len(targets) < 2:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
@@ -318,7 +312,7 @@ class Predictive(ABC):
             parts.append(likelihood.log_prob(draws.flatten(0, 1), together).unflatten(0, draws.shape[:2]))
             start += len(some)
         log_p = torch.cat(parts, 1)
-        return held_out.dyadic(log_p, generator) if joint else held_out.log_mean_exp(log_p)
+        return held_out.dyadic(log_p, generator, error) if joint else held_out.log_mean_exp(log_p, error)
 
     def _targets(self, x: Any, y: Any) -> Tensor:
         """Targets by position, checked."""
@@ -348,6 +342,36 @@ class Predictive(ABC):
     def _by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
         return outputs.reshape(-1, self.lin.output_shape[-1])
 
+    def _taken(self, samples: Any) -> Float[Tensor, "k D"] | None:
+        """The draws of the weights that predictions are made of, where they are not of the covariance."""
+        return None if samples is None else checked_draws(samples, self.mean)
+
+    def _error_of(self, samples: Any) -> ErrorOfMean:
+        """The standard error of means over the draws that these `samples=` stand for."""
+        return error_of_mean
+
+    def _moments(
+        self, x: Any, joint: bool, samples: Float[Tensor, "k D"] | None, rtol: float | None
+    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+        """The outputs' mean and covariance."""
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        mean = self._by_position(jacobian.outputs())
+        if samples is None:
+            return mean, self._covariance(jacobian, joint, rtol)
+        return mean, self._covariance_of(self._pushed(jacobian, samples), joint)
+
+    def _uncertainty_of_numbers(
+        self, x: Any, likelihood: Likelihood, samples: Float[Tensor, "k D"] | None, error: ErrorOfMean
+    ) -> Uncertainty:
+        """That of normal outputs, in closed form."""
+        mean, covariance = self._moments(x, False, samples, None)
+        return uncertainty.of_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
+
+    def _covariance_of(self, deviations: Float[Tensor, "k N C"], joint: bool) -> LinearOperator:
+        """mean_k of the outer products of deviations of the outputs from their mean."""
+        last = deviations.movedim(0, -1)
+        return _of_draws(last) if joint else SampledCovariance(last, self.lin.memory_budget)
+
     def _functions(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
         """f(x) + J(x)(θ_k − θ*)."""
         jacobian = self.lin.jacobian(x, differentiable=True)
@@ -355,7 +379,7 @@ class Predictive(ABC):
 
     def _pushed(self, jacobian: Jacobian, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
         """J(θ_k − θ*)."""
-        pushed = jacobian._matmul((samples - self.mean).mT)
+        pushed = jacobian._matmul((samples - self.lin.theta).mT)
         return pushed.mT.unflatten(1, (-1, self.lin.output_shape[-1]))
 
     def _drawn_outputs(
@@ -370,8 +394,7 @@ class Predictive(ABC):
         They are those of the weights given, of the network itself, or of each point's own covariance.
         """
         if network:
-            samples = self.sample(WEIGHT_DRAWS, generator) if samples is None else samples
-            yield torch.stack([self._by_position(self.lin.predict(x, weights)) for weights in samples])
+            yield network_outputs(self.lin, x, self.sample(WEIGHT_DRAWS, generator) if samples is None else samples)
         elif samples is not None:
             self._require_gradients()
             yield self._functions(x, samples)

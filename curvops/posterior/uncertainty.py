@@ -7,7 +7,6 @@ rest (epistemic; Depeweg et al. 2018). For numbers the same with variances, by t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.posterior.held_out import ErrorOfMean, error_of_mean
 
 LABELS = (Categorical, Bernoulli)
 NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
@@ -30,7 +30,7 @@ class Uncertainty:
 
     In nats (entropies, `unit` "nats") for a categorical target, (N,), and for each label of a Bernoulli one, (N, C); as
     variances (`unit` "variance") for each number, (N, C). `stderr` is the standard error of the epistemic part, which
-    for nats comes from draws; None where it is in closed form.
+    comes from draws (always for nats); None where it is in closed form.
     """
 
     mean: Float[Tensor, "N C"]
@@ -45,25 +45,25 @@ class Uncertainty:
         return f"Uncertainty({len(self.total)} points, means in {self.unit}: {', '.join(parts)})"
 
 
-def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"]) -> Uncertainty:
-    """Entropies in nats, from draws of the logits."""
+def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean) -> Uncertainty:
+    """Entropies in nats, from draws of the logits, whose means have this error."""
     if isinstance(likelihood, Categorical):
-        return Uncertainty(*_entropies(draws.log_softmax(-1)), "nats")
-    mean, total, aleatoric, epistemic, stderr = _entropies(F.logsigmoid(torch.stack([draws, -draws], -1)))  # yes, no
+        return Uncertainty(*_entropies(draws.log_softmax(-1), error), "nats")
+    yes_no = F.logsigmoid(torch.stack([draws, -draws], -1))
+    mean, total, aleatoric, epistemic, stderr = _entropies(yes_no, error)
     return Uncertainty(mean[..., 0], total, aleatoric, epistemic, stderr, "nats")
 
 
-def _entropies(log_p: Float[Tensor, "k *N c"]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its standard error."""
-    k, p = len(log_p), log_p.exp()
+    p = log_p.exp()
     mean = p.mean(0)
     log_mean = mean.clamp_min(torch.finfo(p.dtype).tiny).log()
     total = -(mean * log_mean).sum(-1)
     aleatoric = -(p * log_p).sum(-1).mean(0)
     # What each draw adds to the difference, to first order: Kullback–Leibler from the mean.
     divergences = (p * (log_p - log_mean)).sum(-1)
-    stderr = divergences.std(0) / k**0.5 if k > 1 else torch.full_like(total, math.inf)
-    return mean, total, aleatoric, (total - aleatoric).clamp_min(0), stderr
+    return mean, total, aleatoric, (total - aleatoric).clamp_min(0), error(divergences)
 
 
 def joined(parts: Sequence[Uncertainty]) -> Uncertainty:
@@ -83,6 +83,20 @@ def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Flo
         return _of_variances(m, (s + v_s / 2).exp(), v)
     rate = (mean + variance / 2).exp()  # of a Poisson target: the mean of a log-normal rate
     return _of_variances(rate, rate, rate.square() * variance.expm1())
+
+
+def of_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
+    """Variances by the law of total variance over draws of the outputs, of any distribution."""
+    if isinstance(likelihood, Gaussian):
+        means, noise = draws, likelihood.noise.to(draws).expand(draws.shape[-1]).expand_as(draws)
+    elif isinstance(likelihood, HeteroscedasticGaussian):
+        means, log_variance = draws.chunk(2, -1)
+        noise = log_variance.exp()
+    else:
+        means = noise = draws.exp()
+    squares = (means - means.mean(0)).square()
+    aleatoric, epistemic = noise.mean(0), squares.mean(0)
+    return Uncertainty(means.mean(0), aleatoric + epistemic, aleatoric, epistemic, error(squares), "variance")
 
 
 def _of_variances(mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> Uncertainty:

@@ -1,8 +1,10 @@
 """Samplers, variational families and Kalman filters: one protocol, any curvature operator as preconditioner."""
 
+from curvops.sampling import diagnostics
 from curvops.sampling.baoa import baoa
 from curvops.sampling.chain import Chain
 from curvops.sampling.chains import chains
+from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.evaluation import NotVectorized
 from curvops.sampling.hmc import hmc
 from curvops.sampling.lmc import lmc
@@ -18,11 +20,13 @@ from curvops.sampling.sgld import sgld
 from curvops.sampling.state import Info, MomentumState, State
 from curvops.sampling.torch_optimizer import optimizer
 from curvops.sampling.transition import Transition
+from curvops.sampling.variational import Variational, VariationalInfo, VariationalState, vi
 
 __all__ = [
     "Chain",
     "Constant",
     "Cosine",
+    "EmpiricalPosterior",
     "FewEffectiveDraws",
     "GradientGap",
     "Info",
@@ -33,17 +37,23 @@ __all__ = [
     "RobbinsMonro",
     "State",
     "Transition",
+    "Variational",
+    "VariationalInfo",
+    "VariationalState",
     "baoa",
     "chains",
+    "diagnostics",
+    "empirical",
     "hmc",
     "lmc",
     "log_posterior",
+    "ntk_precision",
     "optimizer",
     "pcn",
-    "ntk_precision",
     "reprior",
     "run",
     "sghmc",
     "sgld",
     "sgnht",
+    "vi",
 ]

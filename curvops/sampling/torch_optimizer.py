@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Schedule, as_schedule, at
@@ -49,23 +50,28 @@ class Optimizer(Transition):
 
     def _step(self, state: OptimizerState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)
-        options, step = self.options, int(state.step)
-        if self.scheduled:
-            options = {**options, "lr": at("lr", self.step_size, step, zero=True)}
         single = state.theta.ndim == 1
         rows = [(state.theta, g)] if single else list(zip(state.theta, g))
         for chain, (theta, gradient) in enumerate(rows):
-            tensors = state.structure.parts(theta.detach())
-            for tensor, slope in zip(tensors, state.structure.parts(gradient)):
-                tensor.requires_grad_().grad = slope.neg()
-            optimizer = self.make(tensors, **options)
+            slopes = [slope.neg() for slope in state.structure.parts(gradient)]
             held = state.slots.setdefault(str(chain), {})
-            for i, tensor in enumerate(tensors):
-                if str(i) in held:
-                    optimizer.state[tensor] = held[str(i)]
-            optimizer.step()
-            held.update({str(i): optimizer.state[tensor] for i, tensor in enumerate(tensors)})
+            self._descend(state.structure.parts(theta), slopes, held, int(state.step))
         return Info(value)
+
+    def _descend(
+        self, tensors: Sequence[Tensor], slopes: Sequence[Tensor], held: dict[str, dict[str, Any]], step: int
+    ) -> None:
+        """A step against these gradients, in place; `held` is what the optimiser keeps for each tensor."""
+        options = {**self.options, "lr": at("lr", self.step_size, step, zero=True)} if self.scheduled else self.options
+        leaves = [tensor.detach() for tensor in tensors]
+        for leaf, slope in zip(leaves, slopes):
+            leaf.requires_grad_().grad = slope
+        optimizer = self.make(leaves, **options)
+        for i, leaf in enumerate(leaves):
+            if str(i) in held:
+                optimizer.state[leaf] = held[str(i)]
+        optimizer.step()
+        held.update({str(i): optimizer.state[leaf] for i, leaf in enumerate(leaves)})
 
 
 def optimizer(make: Any, log_posterior: Any, *, data_size: int | None = None, **options: Any) -> Optimizer:

@@ -122,6 +122,22 @@ def evidence_trace() -> Figure:
     return plots.evidence_trace({"exact": exact, "8 draws": ended})
 
 
+def chains() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(4)
+    series = rng.standard_normal((3, 400))
+    for t in range(1, 400):
+        series[:, t] = 0.9 * series[:, t - 1] + 0.4 * series[:, t]
+    return {"0.weight[0, 0]": series, "0.bias[2]": rng.standard_normal((3, 400)) + np.array([[0], [0], [3]])}
+
+
+def trace() -> Figure:
+    return plots.trace(chains())
+
+
+def autocorrelation() -> Figure:
+    return plots.autocorrelation(chains(), lags=60)
+
+
 # figure, panels, lines over all panels, what the labels of the axes must say
 FIGURES = [
     (reliability, 3, 2 * 3, ["largest probability", "fraction of points"]),
@@ -135,6 +151,8 @@ FIGURES = [
     (ray, 1, 2 + 1, ["distance along the ray", "largest probability"]),
     (covariance, 2, 2 * 3, ["outputs 0 … 9", "squared logits"]),
     (spectral_density, 1, 1 + 1 + 1, ["eigenvalue λ", "per unit of λ"]),
+    (trace, 4, 2 * 3, ["draw", "density", "0.weight[0, 0]", "0.bias[2]"]),
+    (autocorrelation, 1, 2 + 2, ["lag (draws)", "autocorrelation"]),
 ]
 
 
@@ -184,6 +202,20 @@ def test_reliability_has_three_panels_a_row():
 def test_a_tuning_without_steps_is_not_drawn():
     with pytest.raises(ValueError, match="at least one step"):
         plots.evidence_trace({})
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_chains_of_other_shapes_are_not_drawn():
+    for draw in (plots.trace, plots.autocorrelation):
+        with pytest.raises(ValueError, match="got none"):
+            draw({})
+        with pytest.raises(ValueError, match="single entries"):
+            draw({"weight": np.zeros((2, 5, 3))})
+
+
+def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
+    labels = [text.get_text() for text in autocorrelation().axes[0].get_legend().get_texts()]
+    assert labels[1] == "0.bias[2]: 2 of 1,200 draws"
 
 
 def test_covariance_with_a_wrong_number_of_labels():

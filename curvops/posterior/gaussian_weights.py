@@ -1,0 +1,164 @@
+"""What every Gaussian over the weights has, whatever it comes from: draws, covariances, a penalty, a file."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops import storage
+from curvops.linalg import Estimate
+from curvops.linalg.core.cache import recorded
+from curvops.network.walks.passes import accumulate
+from curvops.operators import Linearization
+from curvops.operators.jacobian import Jacobian
+from curvops.posterior import continual
+from curvops.posterior.arguments import check_operator, checked_draws
+from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
+from curvops.posterior.deviations import Deviations, trace
+from curvops.posterior.posterior_record import KIND
+from curvops.posterior.predictive import Predictive
+
+
+class GaussianWeights(Predictive):
+    """N(θ*, T P⁻¹) at the weights θ* of a linearisation."""
+
+    temperature: float
+    precision: Any
+    """P, (D, D), whatever the temperature."""
+
+    @property
+    def mean(self) -> Float[Tensor, " D"]:
+        """θ*, the weights of the linearisation."""
+        return self.lin.theta
+
+    @abstractmethod
+    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
+        """P⁻¹, for products with so many vectors."""
+
+    @abstractmethod
+    def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
+        """Draws of N(0, T P⁻¹) as rows, of arguments that are not checked yet."""
+
+    @abstractmethod
+    def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
+        """The posterior as plain values and tensors, and the version of the program that reads it."""
+
+    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
+        """Draw k weight vectors from the posterior: the mean plus `deviations`.
+
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the draws.
+            rtol: relative residual of each solve, far below the sampling error of k draws.
+
+        Returns:
+            The draws as rows, mean included. `lin.unflatten_weights(draw)` gives the tensors of one by name; weights
+            outside a subnetwork keep their values.
+
+        Raises:
+            NotConverged: rtol was not reached.
+            TypeError: k is not a whole number.
+            ValueError: k is less than 1, or rtol not a positive number.
+        """
+        return accumulate(self._deviations(k, generator, rtol), self.mean)
+
+    def trace(
+        self,
+        M: LinearOperator,
+        samples: int | Float[Tensor, "k D"] | Deviations = 64,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """tr(T P⁻¹ M) for any symmetric operator M (D, D), as the mean of zᵀM z over draws of the posterior.
+
+        Args:
+            M: the operator. tr(P⁻¹G) of a Laplace posterior's own curvature is `effective_parameters`.
+            samples: how many draws; or draws (k, D) as `sample` gives them, or `deviations`, to be used again.
+            generator: source of new draws.
+
+        Raises:
+            TypeError, ValueError: M is no operator (D, D) on these weights, or there are fewer than two draws.
+
+        Cost: a product with M a draw, and what new draws cost. Values are right to the draws' own tolerance.
+        """
+        if not isinstance(M, LinearOperator):
+            raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
+        check_operator("M", M, self.lin.model)
+        if isinstance(samples, Deviations):
+            return trace(M, checked_draws(samples.draws, self.mean))
+        if isinstance(samples, Tensor):
+            return trace(M, checked_draws(samples, self.mean) - self.mean)
+        return trace(M, self._deviations(samples, generator, 1e-3))
+
+    def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
+
+        What the training of the next task adds to its summed loss, so that this one is not forgotten.
+
+        Args:
+            params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
+                a vector (D,). Gradients flow into them.
+
+        Cost: a product with P, forward and backward together.
+
+        Raises:
+            TypeError, ValueError: another kind of argument, a missing name or another shape.
+        """
+        return continual.quadratic(self.precision, continual.flat(self.lin, params) - self.mean) / self.temperature
+
+    def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
+        """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
+
+        Curvature, prior and covariance are kept by structure: Kronecker factors and their eigenbases, low rank,
+        diagonals, dense blocks, and sums of these. A GGN, a Fisher or a Hessian is kept by reference to its data, which
+        `co.load` then takes. The model itself is not saved, nor the data: of the model the selected weights, and
+        fingerprints of all; of the data a fingerprint and the inputs of two points, at which `co.load` compares the
+        model's outputs. An earlier posterior in the folder is replaced in one step: after a crash, or on a full disk,
+        it is as it was.
+
+        Args:
+            path: the folder, made with those above it.
+            inputs: of one or two points, to be kept in place of the first two training inputs.
+
+        Raises:
+            OSError: the folder could not be written (a full disk); nothing is lost.
+            FileExistsError: the path is a file, or holds something else than a posterior.
+            ValueError: an operator that cannot be saved: a class of one's own, or a GGN of other data (of an earlier
+                task: `post.update(lin_new, rank=...)` keeps it by structure).
+            TypeError: path is no path.
+
+        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as
+        many numbers as the factors have; of Laplace a pass over the data where the log-likelihood was not known.
+        """
+        version, record = self._record(inputs)
+        storage.save(path, KIND, version, record)
+
+    def prior_for(
+        self,
+        lin: Linearization,
+        form: str | None = None,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[LinearOperator, Estimate | None]:
+        """This precision, its temperature included, as that of a prior for other data, and the error of its form."""
+        continual.require_new_data(lin, self.precision)
+        kept, error = continual.kept_as(form, self.precision.detached_from_weights(), rank, generator)
+        return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
+
+    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+        inverse = self._inverse(jacobian.shape[-2], rtol)
+        if jacobian.is_recorded and recorded(inverse.representation()):
+            raise ValueError(
+                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
+                "one in either, not in both. Detach one of them."
+            )
+        if joint:
+            weighted = inverse if self.temperature == 1 else inverse * self.temperature
+            return JointCovariance(jacobian, weighted, jacobian.mT)
+        return PointCovariance(jacobian, inverse, self.lin.output_shape[-1], Kept(), self.temperature)

@@ -1,0 +1,59 @@
+"""Draws of chains as they are given: named tensors with leading dimensions (chain, draw), or one such tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNNAMED = "x"
+"""The name of the one tensor that is given without a name."""
+
+
+def collected(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
+    """The draws by name, each (chain, draw, *shape), floating and finite, of `chains` chains of `each` draws or more.
+
+    Raises:
+        TypeError: something else than such tensors.
+        ValueError: tensors of different numbers of chains or draws, too few of them, or draws that are not finite.
+    """
+    draws = getattr(draws, "params", draws)  # of a run
+    tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"{name} must be {{name: tensor (chain, draw, ...)}} or one such tensor, got {type(draws).__name__}."
+        )
+    if not tensors:
+        raise ValueError(f"{name} hold no parameter.")
+    size: torch.Size | None = None
+    for key, tensor in tensors.items():
+        size = _checked(f"{name}[{key!r}]" if tensors is draws else name, tensor, size)
+    assert size is not None
+    if size[0] < chains or size[1] < each:
+        raise ValueError(
+            f"{name} are {size[0]} chain{'s' * (size[0] > 1)} of {size[1]} draw{'s' * (size[1] > 1)}; this needs "
+            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (A chain without a dimension for "
+            "chains is tensor.unsqueeze(0).)"
+        )
+    return dict(tensors)
+
+
+def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
+    """(chains, draws) of one tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor (chain, draw, ...), got {type(tensor).__name__}.")
+    if tensor.ndim < 2 or 0 in tensor.shape:
+        raise ValueError(f"{name} must have leading dimensions (chain, draw) and an entry, got {tuple(tensor.shape)}.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} holds {tensor.dtype}; draws of weights are floating-point numbers.")
+    if size is not None and tensor.shape[:2] != size:
+        raise ValueError(
+            f"{name} has {tuple(tensor.shape[:2])} chains and draws, the tensors before it {tuple(size)}: all "
+            "parameters are drawn together."
+        )
+    if not bool(tensor.isfinite().all()):
+        bad = int((~tensor.isfinite()).flatten(2).any(2).sum())
+        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; see the step size.")
+    return tensor.shape[:2]

@@ -1,0 +1,126 @@
+"""Chains of many weights through a few random projections of these, one parameter at a time (Hron et al. 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_generator
+from curvops.linalg.core.summary import Summarised
+from curvops.posterior.arguments import checked_count
+from curvops.sampling.diagnostics.collected import collected
+
+AT_A_TIME = 2**22
+"""Numbers of the draws that are converted together."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RandomProjections(Summarised):
+    """What p random projections say of chains.
+
+    ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], unrooted: 1 where the chains agree; None for a single
+    chain, which has nothing to agree with. ``ess`` (chains, p) is each chain's own S / (1 + 2 Σ (1 − l/S) ρ̂_l), up to
+    the first negative ρ̂ (Hron et al. 2022, with the autocorrelations ρ̂_l at lag l as TensorFlow Probability takes
+    them); it sees nothing of a disagreement between chains. ``series`` (chains, draws, p) are the projections.
+    """
+
+    r_squared: Float[Tensor, " p"] | None
+    ess: Float[Tensor, "chains p"]
+    series: Float[Tensor, "chains draws p"]
+
+
+@torch.no_grad()
+def random_projections(draws: Any, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
+    """R̂² and effective sample sizes of random projections of the weights, or of functions.
+
+    Args:
+        draws: {name: tensor (chain, draw, ...)} or one such tensor: weights, or outputs (chain, draw, N, C) of the
+            network at some inputs.
+        count: how many projections, onto standard normal vectors.
+        generator: their source.
+
+    Raises:
+        TypeError, ValueError: something else than draws of two or more each, draws that are not finite, chains that
+            stand still, or a count that is not a positive whole number.
+
+    Cost: a product of the draws with a D × count matrix of which a few columns exist at a time; no copy of the draws.
+    """
+    count = checked_count(count)
+    check_generator(generator)
+    series = projected(collected(draws, each=2), count, generator)
+    within = series.var(1, correction=0)
+    if not bool((within > 0).all()):
+        still = int((within == 0).all(1).sum())
+        raise ValueError(f"{still} of the {len(series)} chains do not move: their draws are all the same.")
+    total = series.flatten(0, 1).var(0, correction=0)
+    r_squared = total / within.mean(0) if len(series) > 1 else None
+    return RandomProjections(r_squared, effective_sizes(series), series)
+
+
+def projected(
+    checked: dict[str, Tensor], count: int, generator: torch.Generator | None
+) -> Float[Tensor, "chains draws p"]:
+    """Draws times standard normal columns, in float64, less a constant for each column: few entries at a time."""
+    first = next(iter(checked.values()))
+    found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
+    device = first.device if generator is None else generator.device
+    for tensor in checked.values():
+        flat = tensor.flatten(2) if tensor.ndim > 2 else tensor.unsqueeze(2)
+        for part in flat.split(max(1, AT_A_TIME // (len(flat) * flat.shape[1])), 2):
+            columns = torch.randn(part.shape[2], count, generator=generator, device=device, dtype=torch.float64)
+            moved = part.double() - part[:1, :1].double()  # weights may be far from zero, for their spread
+            found += moved @ columns.to(found.device)
+    return found
+
+
+def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains *p"]:
+    """S / (1 + 2 Σ (1 − l/S) ρ̂_l) of each chain, the sum up to the first negative ρ̂."""
+    rho = autocorrelation(series)
+    draws = series.shape[1]
+    kept = (rho >= 0).cumprod(1)
+    lags = torch.arange(draws, dtype=rho.dtype, device=rho.device).view(1, -1, *[1] * (rho.ndim - 2))
+    sizes: Tensor = draws / (2 * (kept * rho * (1 - lags / draws)).sum(1) - 1)
+    return sizes
+
+
+def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*p"]:
+    """How many independent draws the chains are worth together, fewer where they disagree; at least one.
+
+    k S / (1 + 2 Σ ρ̂_l) up to the first negative ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ counts what
+    lies between the chains (Gelman et al. 2013, eq. 11.7). Chains of one draw each count as independent draws.
+    """
+    chains, draws = series.shape[:2]
+    if draws == 1:
+        return series.new_full(series.shape[2:], chains, dtype=torch.float64)
+    series = series.double()
+    within = series.var(1).mean(0)
+    between = series.mean(1).var(0) if chains > 1 else torch.zeros_like(within)
+    total = within * (draws - 1) / draws + between
+    variances = series.var(1, correction=0).unsqueeze(1)
+    left = (1 - torch.arange(draws, dtype=series.dtype, device=series.device) / draws).view(1, -1, *[1] * within.ndim)
+    covariances = (
+        (autocorrelation(series) * variances * left).nan_to_num().mean(0)
+    )  # a chain that stands still has none
+    rho = 1 - (within - covariances) / total
+    rho = torch.where(total > 0, rho, 0.0)
+    rho[0] = 1.0
+    kept = (rho >= 0).cumprod(0)
+    return (chains * draws / (2 * (kept * rho).sum(0) - 1)).clamp(1.0, float(chains * draws))
+
+
+def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
+    """ρ̂_l at each lag l: the mean of the S − l products of deviations from the chain's mean, ρ̂_0 = 1.
+
+    NaN where a chain stands still. By a Fourier transform, O(S log S).
+    """
+    draws = series.shape[1]
+    moved = series.double() - series.double().mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(moved, 2 * draws, dim=1)
+    sums = torch.fft.irfft(spectrum.abs().square(), 2 * draws, dim=1)[:, :draws]
+    counts = torch.arange(draws, 0, -1, dtype=sums.dtype, device=sums.device).view(1, -1, *[1] * (sums.ndim - 2))
+    means = sums / counts
+    return means / means[:, :1]

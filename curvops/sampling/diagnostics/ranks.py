@@ -1,0 +1,87 @@
+"""Rank-normalised split R̂ and effective sample sizes of single numbers, by ArviZ (Vehtari et al. 2021)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.linalg.core.limits import check_choice
+from curvops.sampling.diagnostics.collected import collected
+
+LEAST_DRAWS = 4
+"""Draws of a chain that splitting into halves needs."""
+
+
+def to_inference_data(draws: Any) -> Any:
+    """The draws as an `arviz.InferenceData`, its group `posterior`, for ArviZ's tables and plots.
+
+    Args:
+        draws: {name: tensor (chain, draw, ...)} or one such tensor, which is then named "x".
+
+    Raises:
+        ImportError: ArviZ is not installed (`pip install curvops[diagnostics]`).
+        TypeError, ValueError: something else than such draws, or draws that are not finite.
+
+    Tensors on the CPU are not copied.
+    """
+    return _dataset(collected(draws))
+
+
+def rhat(draws: Any) -> dict[str, Tensor]:
+    """Rank-normalised split R̂ of each entry: above 1.01 the chains have not mixed (Vehtari et al. 2021).
+
+    Args:
+        draws: {name: tensor (chain, draw, ...)} or one such tensor, of two chains or more.
+
+    Returns:
+        {name: tensor of the parameter's shape}, in float64.
+
+    Raises:
+        ImportError, TypeError, ValueError: as `to_inference_data`, and for one chain or fewer than four draws of each.
+
+    Cost: about a millisecond for each entry; of many weights take `random_projections`.
+    """
+    checked = collected(draws, chains=2, each=LEAST_DRAWS)
+    return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
+
+
+def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
+    """Effective sample size of each entry, over all chains together (Vehtari et al. 2021).
+
+    Args:
+        draws: {name: tensor (chain, draw, ...)} or one such tensor.
+        kind: "bulk", of rank-normalised draws, says how well the centre of the distribution is known; "tail", the
+            lesser of the 5 % and the 95 % quantile's, how well its tails are.
+
+    Returns:
+        {name: tensor of the parameter's shape}, in float64.
+
+    Raises:
+        ImportError, TypeError, ValueError: as `to_inference_data`, for fewer than four draws, or another kind.
+
+    Cost: as `rhat`.
+    """
+    check_choice("kind", kind, ("bulk", "tail"))
+    checked = collected(draws, each=LEAST_DRAWS)
+    return _tensors(_arviz().ess(_dataset(checked), method=kind), checked)
+
+
+def _arviz() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its next version once a day
+            import arviz
+    except ImportError as error:
+        raise ImportError("R̂ and effective sample sizes need ArviZ: pip install curvops[diagnostics].") from error
+    return arviz
+
+
+def _dataset(checked: dict[str, Tensor]) -> Any:
+    return _arviz().from_dict(posterior={name: tensor.detach().cpu().numpy() for name, tensor in checked.items()})
+
+
+def _tensors(found: Any, checked: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(found[name].values, dtype=torch.float64) for name in checked}
