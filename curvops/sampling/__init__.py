@@ -6,6 +6,7 @@ from curvops.sampling.chain import Chain
 from curvops.sampling.chains import chains
 from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.evaluation import NotVectorized
+from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
 from curvops.sampling.hmc import hmc
 from curvops.sampling.lmc import lmc
 from curvops.sampling.log_density import LogPosterior, log_posterior
@@ -27,9 +28,11 @@ __all__ = [
     "Constant",
     "Cosine",
     "EmpiricalPosterior",
+    "ExtendedKalmanFilter",
     "FewEffectiveDraws",
     "GradientGap",
     "Info",
+    "KalmanState",
     "LogPosterior",
     "MomentumState",
     "NotVectorized",
@@ -43,6 +46,7 @@ __all__ = [
     "baoa",
     "chains",
     "diagnostics",
+    "ekf",
     "empirical",
     "hmc",
     "lmc",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import digest
-from curvops.network.data.batches import parts_of
+from curvops.network.data.batches import as_batches, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.likelihoods import as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of
 from curvops.network.model.model import Model
+from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
-from curvops.operators.linearize import at_positions, checked_layout
+from curvops.operators.linearize import at_positions, checked_layout, output_shape
 from curvops.posterior.laplace import Laplace, as_prior
 from curvops.posterior.priors import Prior, read_prior
 
@@ -110,6 +111,21 @@ class LogPosterior:
 
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
+
+    def linearized(self, weights: Float[Tensor, " D"], batch: Any) -> Linearization:
+        """The network linearised at these weights, a vector in the order of `params`, on one batch as its data.
+
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points.
+        """
+        theta = self.model.theta
+        given, targets, _ = parts_of(batch, self.weighted)
+        likelihood = self._fitting(move(normalise(given), theta.device, theta.dtype), targets)
+        layout, network = self.model.layout, self.model.at(weights)
+        assert layout is not None
+        check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
+        data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit)
+        memory = Budget(default_budget(theta.device), theta.device)
+        return Linearization(network, data, likelihood, output_shape(likelihood, layout), "auto", memory, False)
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         if self.model.selection.index is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -170,9 +170,9 @@ def vi(
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     if isinstance(temperature, numbers.Real) and temperature == 0:
         raise ValueError("temperature=0: the best distribution is then a point; use co.sampling.optimizer for it.")
-    made = _made(optimizer, log_posterior, shared["data_size"], options)
+    inner = _made(optimizer, log_posterior, shared["data_size"], options)
     return Variational(
-        **fields_of(made) | {"temperature": shared["temperature"]},  # type: ignore[arg-type]
+        **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
         family=_family(family, rank),
         draws=_whole("draws", draws),
         stick_the_landing=stick_the_landing,

@@ -49,8 +49,8 @@ def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
 
     Raises ValueError where the linearisation is of other parameters, or at other weights than the state's.
     """
-    positions = torch.arange(state.structure.size, device=state.theta.device)
-    order = in_order(lin, state.structure.unflatten(positions), 0, "the state's params")
+    positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
+    order = in_order(lin, state.structure.unflatten(positions), 0, "the state's params").long()
     mean = state.theta[order]
     if lin.theta.dtype != mean.dtype or lin.theta.device != mean.device:
         raise ValueError(

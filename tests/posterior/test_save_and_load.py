@@ -518,8 +518,8 @@ def test_a_newer_or_a_damaged_file_is_named(tmp_path):
     laplace(lin, co.KFAC).save(path)
     file = path / "curvops.json"
     whole = json.loads(file.read_text())
-    file.write_text(json.dumps(whole | {"version": 2}))
-    assert "version 2 of its format" in refusal(co.load, path, model)
+    file.write_text(json.dumps(whole | {"version": 3}))
+    assert "version 3 of its format" in refusal(co.load, path, model)
     file.write_text(json.dumps(whole)[:-5])
     assert "damaged" in refusal(co.load, path, model)
     assert "there is no folder" in refusal(co.load, tmp_path / "q", model)

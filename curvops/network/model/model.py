@@ -94,6 +94,14 @@ class Model:
         parts = flat.split([shape.numel() for shape in self.selection.shapes])
         return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
 
+    def at(self, weights: Float[Tensor, " D"]) -> Model:
+        """The same network with other values of the selected parameters, copied."""
+        other = object.__new__(Model)
+        other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
+        index, given = self.selection.index, weights.detach()
+        other._flat = given.clone() if index is None else self._flat.index_copy(0, index, given)
+        return other
+
     @cached_property
     def tangent_space(self) -> TangentSpace:
         """Where the snapshot stands; a cast keeps it."""

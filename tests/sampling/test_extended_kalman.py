@@ -1,0 +1,206 @@
+"""Kalman filters are recursive least squares on linear models, in any order; forms are exact where they can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+
+FORMS = ("diagonal", "dense", "low_rank_diagonal")
+N, NOISE, PRIOR = 24, 0.5, 2.0
+
+
+def linear():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).double()
+    return model, x, y
+
+
+def known(model, likelihood=None, **given):
+    likelihood = co.likelihoods.Gaussian(NOISE) if likelihood is None else likelihood
+    return co.sampling.log_posterior(model, likelihood, data_size=N, **{"prior_precision": PRIOR, **given})
+
+
+def filtered(sampler, x: Tensor, y: Tensor, start=None, size: int = 5, order=None):
+    state = sampler.init(sampler.log_posterior.params if start is None else start, torch.Generator().manual_seed(0))
+    parts = list(zip(x.split(size), y.split(size)))
+    for i in range(len(parts)) if order is None else order:
+        state, info = sampler.update(state, parts[i])
+        assert bool(info.log_posterior.isfinite())
+    return state
+
+
+def matrix(sampler, state) -> Tensor:
+    held = state.precision
+    if sampler.form == "dense":
+        return held["matrix"]
+    found = torch.diag(held["diagonal"])
+    return found if sampler.form == "diagonal" else found + held["root"] @ held["root"].mT
+
+
+def zeros(sampler) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(t) for name, t in sampler.log_posterior.params.items()}
+
+
+def exact(model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    J = co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE)).jacobian().to_dense()
+    P = J.mT @ J / NOISE + PRIOR * torch.eye(J.shape[1], dtype=torch.float64)
+    return torch.linalg.solve(P, J.mT @ y.flatten() / NOISE), P
+
+
+@pytest.mark.parametrize("form", ["dense", "low_rank_diagonal"])
+def test_one_pass_is_the_posterior_of_a_linear_model_in_any_order(form: str) -> None:
+    model, x, y = linear()
+    mode, P = exact(model, x, y)
+    rank = {"rank": 2 * N} if form == "low_rank_diagonal" else {}
+    sampler = co.sampling.ekf(known(model), form, **rank)
+    for order, size in ((None, 5), ([3, 0, 4, 1, 2], 5), (None, N), (None, 1)):
+        state = filtered(sampler, x, y, zeros(sampler), size, order)
+        assert torch.allclose(state.theta, mode, atol=1e-10)
+        assert torch.allclose(matrix(sampler, state), P, atol=1e-10)
+
+
+def test_a_cut_at_the_rank_of_the_data_loses_nothing_and_below_it_keeps_the_diagonal() -> None:
+    model, x, y = linear()
+    mode, P = exact(model, x, y)
+    whole = co.sampling.ekf(known(model), "low_rank_diagonal", rank=8)
+    state = filtered(whole, x, y, zeros(whole))
+    assert state.precision["root"].shape == (8, 8)
+    assert torch.allclose(matrix(whole, state), P, atol=1e-8) and torch.allclose(state.theta, mode, atol=1e-8)
+    few = co.sampling.ekf(known(model), "low_rank_diagonal", rank=3)
+    state = filtered(few, x, y, zeros(few), N)
+    assert state.precision["root"].shape == (8, 3)
+    assert torch.allclose(matrix(few, state).diagonal(), P.diagonal(), atol=1e-8)
+    assert torch.allclose(state.theta, mode, atol=1e-10)  # the step is made before the cut
+
+
+def test_the_diagonal_filter_is_exact_where_the_precision_is_diagonal() -> None:
+    x = torch.eye(4, dtype=torch.float64).repeat(3, 1)
+    y = torch.randn(12, 1, dtype=torch.float64)
+    model = nn.Linear(4, 1, bias=False).double()
+    mode, P = exact(model, x, y)
+    sampler = co.sampling.ekf(known(model))
+    state = filtered(sampler, x, y, zeros(sampler))
+    assert torch.allclose(state.theta, mode, atol=1e-12) and torch.allclose(matrix(sampler, state), P, atol=1e-12)
+
+
+def test_the_empirical_fisher_does_not_come_to_the_posterior() -> None:
+    """The mean is off by more than a posterior standard deviation: no rounding, another estimate."""
+    model, x, y = linear()
+    mode, P = exact(model, x, y)
+    sampler = co.sampling.ekf(known(model), "dense", fisher="empirical")
+    state = filtered(sampler, x, y, zeros(sampler))
+    gap = state.theta - mode
+    assert float(gap @ P @ gap) > 1 and float((matrix(sampler, state) - P).norm() / P.norm()) > 0.1
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "empirical"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_is_the_printed_formula(form: str, fisher: str) -> None:
+    """On a network, with a transition and a rate: P = (P₀⁻¹ + q)⁻¹ + ε G, θ = θ₀ − ε P⁻¹ g, diagonals where asked."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x, y = torch.randn(6, 2).double(), torch.arange(6) % 2
+    rank = {"rank": 40} if form == "low_rank_diagonal" else {}
+    log_posterior = known(model, "classification")
+    sampler = co.sampling.ekf(log_posterior, form, fisher=fisher, transition_noise=0.1, lr=0.3, **rank)
+    state = sampler.init(log_posterior.params)
+    P = PRIOR * torch.eye(17, dtype=torch.float64)
+    for _ in range(2):
+        lin = log_posterior.linearized(state.theta, (x, y))
+        G = (co.EmpiricalFisher if fisher == "empirical" else co.GGN)(lin).to_dense()
+        G = torch.diag(G.diagonal()) if form == "diagonal" else G
+        P = torch.linalg.inv(torch.linalg.inv(P) + 0.1 * torch.eye(17).double()) + 0.3 * G
+        expected = state.theta - 0.3 * torch.linalg.solve(P, lin.gradient())
+        state, info = sampler.update(state, (x, y))
+        assert torch.allclose(state.theta, expected, atol=1e-10)
+        assert torch.allclose(matrix(sampler, state), P, atol=1e-10)
+        assert float(info.log_posterior) == pytest.approx(float(lin.log_likelihood()) / 6, rel=1e-12)
+
+
+def test_in_place_and_functional_steps_agree_and_share_nothing() -> None:
+    model, x, y = linear()
+    for form in FORMS:
+        rank = {"rank": 3} if form == "low_rank_diagonal" else {}
+        sampler = co.sampling.ekf(known(model), form, **rank)
+        state = sampler.init(sampler.log_posterior.params, torch.Generator().manual_seed(0))
+        other, kept = state.clone(), {name: t.clone() for name, t in state.precision.items()}
+        after, _ = sampler.update(state, (x, y))
+        assert all(torch.equal(state.precision[name], kept[name]) for name in kept)
+        same, _ = sampler.update(other, (x, y), inplace=True)
+        assert same is other and torch.equal(same.theta, after.theta)
+        assert all(torch.equal(same.precision[name], after.precision[name]) for name in kept)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_posterior_has_the_filter_s_precision(form: str, tmp_path) -> None:
+    model, x, y = linear()
+    rank = {"rank": 3} if form == "low_rank_diagonal" else {}
+    sampler = co.sampling.ekf(known(model), form, **rank)
+    chain = co.sampling.run(sampler, zeros(sampler), list(zip(x.split(6), y.split(6))), steps=4, progress=False)
+    state = chain.state
+    model.load_state_dict(state.params)
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE))
+    post = sampler.posterior(state, lin)
+    P = matrix(sampler, state)
+    J = lin.jacobian(x[:4]).to_dense()
+    joint = J @ torch.linalg.inv(P) @ J.mT
+    assert torch.allclose(post.predict(x[:4], joint=True).covariance_matrix, joint, atol=1e-10)
+    assert torch.allclose(post.predict(x[:4]).variance.flatten(), joint.diagonal(), atol=1e-10)
+    assert torch.allclose(post.precision.to_dense(), P, atol=1e-10)
+    post.save(tmp_path / "filter")
+    assert torch.equal(co.load(tmp_path / "filter", model).predict(x).variance, post.predict(x).variance)
+
+
+def test_a_prior_operator_is_the_dense_filter_s_start() -> None:
+    model, _, _ = linear()
+    root = torch.randn(8, 8, dtype=torch.float64)
+    A = co.linalg.Dense(root @ root.mT + torch.eye(8).double(), psd=True)
+    sampler = co.sampling.ekf(known(model, prior_precision=A), "dense")
+    assert torch.allclose(sampler.init(sampler.log_posterior.params).precision["matrix"], A.to_dense())
+    with pytest.raises(ValueError, match="form='dense' takes"):
+        diagonal = co.sampling.ekf(known(model, prior_precision=A))
+        diagonal.init(diagonal.log_posterior.params)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_bad_arguments_are_refused_by_name() -> None:
+    model, x, y = linear()
+    log_posterior, ekf = known(model), co.sampling.ekf
+    sampler = ekf(log_posterior)
+    state = sampler.init(log_posterior.params)
+    params = log_posterior.params
+    for call, error, words in [
+        (lambda: ekf(log_posterior, "full"), ValueError, "'diagonal', 'dense', 'low_rank_diagonal'"),
+        (lambda: ekf(log_posterior, fisher="exact"), ValueError, "'ggn', 'empirical'"),
+        (lambda: ekf(log_posterior, transition_noise=-1.0), ValueError, "transition_noise must be 0 or more"),
+        (lambda: ekf(log_posterior, lr=0.0), ValueError, "step_size|lr"),
+        (lambda: ekf(log_posterior, lr="fast"), TypeError, "step_size|lr"),
+        (lambda: ekf(log_posterior, rank=3), ValueError, "'diagonal' has none"),
+        (lambda: ekf(log_posterior, "low_rank_diagonal", rank=0), ValueError, "at least 1"),
+        (lambda: ekf(log_posterior, "low_rank_diagonal", rank=True), TypeError, "whole number"),
+        (lambda: ekf(model), TypeError, "whose network it linearises"),
+        (lambda: ekf(lambda params, batch: 0.0), TypeError, "whose network it linearises"),
+        (lambda: known(model, co.likelihoods.Gaussian(0.0)), ValueError, "noise is a variance"),
+        (lambda: sampler.init({"weight": params["weight"]}), ValueError, "params must name"),
+        (lambda: sampler.init(dict(reversed(params.items()))), ValueError, "in this order"),
+        (lambda: sampler.init({**params, "bias": torch.zeros(2)}), ValueError, "float32"),
+        (lambda: co.sampling.chains(sampler, 2).init(params), ValueError, "no chains"),
+        (lambda: sampler.update(state, (x, y[:3])), ValueError, "3|inputs"),
+        (lambda: sampler.update(state, (x, y * torch.nan)), ValueError, "NaN"),
+        (lambda: sampler.update(state, x), TypeError, "inputs, targets|tuple|pair"),
+        (lambda: sampler.update(ekf(log_posterior).init(params).params, (x, y)), TypeError, "state must be one of"),
+        (
+            lambda: sampler.posterior(state, co.linearize(nn.Linear(3, 2).double(), (x, y), "regression")),
+            ValueError,
+            "at other weights than the mean",
+        ),
+        (lambda: sampler.posterior(state, model), TypeError, "linearised network"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()

@@ -1,0 +1,309 @@
+"""Variational families come to the known optimum of linear models; their parts are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.sampling.noise_source import NoiseSource
+from curvops.sampling.variational import Variational, VariationalState
+
+FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
+N, NOISE, PRIOR = 30, 0.5, 2.0
+
+
+def linear(outputs: int = 2):
+    """A linear model of three inputs with a bias, Gaussian targets, and its exact posterior: θ̄, P (8 weights)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 3, generator=generator, dtype=torch.float64) @ torch.tensor(
+        [[1.0, 0.7, 0.0], [0.0, 1.0, 0.3], [0.0, 0.0, 1.0]], dtype=torch.float64
+    )
+    y = torch.randn(N, outputs, generator=generator, dtype=torch.float64)
+    torch.manual_seed(1)
+    model = nn.Linear(3, outputs).double()
+    lin = co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE))
+    J = lin.jacobian().to_dense()
+    P = J.mT @ J / NOISE + PRIOR * torch.eye(J.shape[1], dtype=torch.float64)
+    mode = torch.linalg.solve(P, J.mT @ y.flatten() / NOISE)
+    return model, (x, y), co.sampling.log_posterior(lin, prior_precision=PRIOR), mode, P
+
+
+def cubature(m: int) -> Tensor:
+    """±√m e_i: 2m points whose mean is 0 and whose covariance is I, so that averages of quadratics are exact."""
+    units = m**0.5 * torch.eye(m, dtype=torch.float64)
+    return torch.cat([units, -units])
+
+
+def numbers_of(sampler: Variational, state: VariationalState) -> Tensor:
+    m = sampler.family.noise(
+        state.structure, 1, state.theta, NoiseSource(state.random.clone(), state.theta.device)
+    ).shape[1]
+    return cubature(m)
+
+
+def fitted(sampler: Variational, start, batch) -> VariationalState:
+    """The optimum of the exact NELBO, by L-BFGS on cubature points: no sampling noise is left."""
+    state = sampler.init(start, torch.Generator().manual_seed(0))
+    tensors = [state.theta, *state.spread.values()]
+    points = numbers_of(sampler, state)
+    optimizer = torch.optim.LBFGS(
+        tensors, 1.0, 400, tolerance_grad=1e-13, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        info, of_mean, of_spread = sampler.gradients(state, batch, points)
+        for tensor, slope in zip(tensors, [of_mean, *of_spread.values()]):
+            tensor.grad = slope.clone()
+        return info.nelbo
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return state
+
+
+def covariance(sampler: Variational, state: VariationalState) -> Tensor:
+    order = torch.arange(len(state.theta))
+    return sampler.family.covariance(state.spread, state.structure, order)[0].to_dense()
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("tau", [1.0, 0.3])
+def test_the_dense_family_comes_to_the_exact_posterior(tau: float) -> None:
+    _, batch, log_posterior, mode, P = linear()
+    sampler = co.sampling.vi(log_posterior, "dense", stick_the_landing=False, temperature=tau, lr=1e-2)
+    state = fitted(sampler, log_posterior.params, batch)
+    assert torch.allclose(state.theta, mode, atol=1e-8)
+    assert torch.allclose(covariance(sampler, state), tau * torch.linalg.inv(P), atol=1e-8)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_the_diagonal_family_comes_to_the_inverse_of_the_precision_s_diagonal() -> None:
+    _, batch, log_posterior, mode, P = linear()
+    sampler = co.sampling.vi(log_posterior, stick_the_landing=False, lr=1e-2)
+    state = fitted(sampler, log_posterior.params, batch)
+    assert torch.allclose(state.theta, mode, atol=1e-8)
+    assert torch.allclose(covariance(sampler, state), torch.diag(1 / P.diagonal()), atol=1e-8)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_the_kronecker_family_comes_to_the_posterior_where_that_is_one() -> None:
+    """Without a bias P = I ⊗ (XᵀX/σ² + λ), a Kronecker product."""
+    _, (x, y), _, _, _ = linear()
+    model = nn.Linear(3, 2, bias=False).double()
+    log_posterior = co.sampling.log_posterior(
+        co.linearize(model, (x, y), co.likelihoods.Gaussian(NOISE)), prior_precision=PRIOR
+    )
+    sampler = co.sampling.vi(log_posterior, "kronecker", stick_the_landing=False, lr=1e-2)
+    state = fitted(sampler, log_posterior.params, (x, y))
+    A = torch.linalg.inv(x.mT @ x / NOISE + PRIOR * torch.eye(3).double()).contiguous()
+    assert torch.allclose(covariance(sampler, state), torch.kron(torch.eye(2).double(), A), atol=1e-8)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_low_rank_plus_a_diagonal_comes_between_the_diagonal_and_the_dense_family() -> None:
+    _, batch, log_posterior, mode, P = linear()
+    values = {}
+    for family in ("diagonal", "low_rank_diagonal", "dense"):
+        rank = {"rank": 8} if family == "low_rank_diagonal" else {}
+        sampler = co.sampling.vi(log_posterior, family, stick_the_landing=False, lr=1e-2, **rank)
+        state = fitted(sampler, log_posterior.params, batch)
+        assert torch.allclose(state.theta, mode, atol=1e-5)
+        values[family] = float(sampler.gradients(state, batch, numbers_of(sampler, state))[0].nelbo)
+    full = values["dense"]
+    assert full < values["diagonal"] - 1e-3
+    assert full - 1e-9 <= values["low_rank_diagonal"] < full + 0.2 * (values["diagonal"] - full)
+    d = len(mode)  # log evidence of the linear model, in nats a point: the least NELBO there is
+    at_mode = log_posterior(state.structure.unflatten(mode), batch)
+    exact = -(at_mode + (0.5 * d * torch.log(torch.tensor(2 * torch.pi)) - 0.5 * torch.logdet(P)) / N)
+    assert full == pytest.approx(float(exact), abs=1e-8)
+
+
+def test_sticking_to_the_landing_has_no_noise_at_the_posterior() -> None:
+    """Whatever is drawn, the gradient is zero where q is the posterior; with the score it is not."""
+    _, batch, log_posterior, mode, P = linear()
+    sampler = co.sampling.vi(log_posterior, "dense", draws=1, lr=1e-2)
+    state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
+    L = torch.linalg.cholesky(torch.linalg.inv(P))
+    state.theta.copy_(mode)
+    state.spread["factor"].copy_(L.tril(-1) + torch.diag(L.diagonal().log()))
+    numbers = torch.randn(1, len(mode), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    _, of_mean, of_spread = sampler.gradients(state, batch, numbers)
+    assert float(of_mean.abs().max()) < 1e-12 and float(of_spread["factor"].abs().max()) < 1e-12
+    scored = co.sampling.vi(log_posterior, "dense", stick_the_landing=False, lr=1e-2)
+    _, of_mean, _ = scored.gradients(state, batch, numbers)
+    assert float(of_mean.abs().max()) > 1e-4
+
+
+def test_both_gradients_are_the_same_in_the_mean() -> None:
+    """On cubature points they differ by the score's mean, which is zero for quadratic log q."""
+    _, batch, log_posterior, _, _ = linear()
+    for family in FAMILIES:
+        found = []
+        for sticking in (True, False):
+            rank = {"rank": 3} if family == "low_rank_diagonal" else {}
+            sampler = co.sampling.vi(log_posterior, family, stick_the_landing=sticking, lr=1e-2, **rank)
+            state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
+            found.append(sampler.gradients(state, batch, numbers_of(sampler, state)))
+        (_, mean, spread), (_, other_mean, other_spread) = found
+        assert torch.allclose(mean, other_mean, atol=1e-10)
+        assert all(torch.allclose(spread[name], other_spread[name], atol=1e-10) for name in spread), family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_density_and_covariance_are_those_of_the_draws(family: str) -> None:
+    _, _, log_posterior, _, _ = linear()
+    rank = {"rank": 3} if family == "low_rank_diagonal" else {}
+    sampler = co.sampling.vi(log_posterior, family, lr=1e-2, **rank)
+    state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    spread = {
+        name: t + 0.3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for name, t in state.spread.items()
+    }
+    points = numbers_of(sampler, state)
+    z = sampler.family.moved(spread, state.structure, points)
+    sigma, precision = sampler.family.covariance(spread, state.structure, torch.arange(8))
+    dense = sigma.to_dense()
+    assert torch.allclose(z.mT @ z / len(z), dense, atol=1e-10)
+    expected = torch.distributions.MultivariateNormal(torch.zeros(8).double(), dense).log_prob(z)
+    assert torch.allclose(sampler.family.log_density(spread, state.structure, z), expected, atol=1e-9)
+    order = torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
+    moved, inverse = sampler.family.covariance(spread, state.structure, order)
+    assert torch.allclose(moved.to_dense(), dense[order][:, order], atol=1e-12)
+    for given, matrix in ((precision, dense), (inverse, dense[order][:, order])):
+        assert given is None or torch.allclose(given.to_dense(), torch.linalg.inv(matrix), atol=1e-8)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_steps_through_the_public_face_reach_the_posterior() -> None:
+    """With sticking the landing noise goes to zero with the distance, so that one draw a step reaches 1e-4."""
+    model, batch, _, mode, P = linear()
+
+    def log_posterior(params, batch):  # the same up to a constant, faster
+        gap = torch.cat([params["weight"].flatten(), params["bias"]]) - mode
+        return -0.5 * gap @ P @ gap / N
+
+    sampler = co.sampling.vi(
+        log_posterior,
+        "dense",
+        initial_scale=0.2,
+        lr=co.sampling.Cosine(0.02, 800),
+        data_size=N,
+        optimizer=torch.optim.RMSprop,
+    )
+    start = {name: p.detach() for name, p in model.named_parameters()}
+    chain = co.sampling.run(
+        sampler, start, [None], steps=800, generator=torch.Generator().manual_seed(0), progress=False
+    )
+    state = chain.state
+    assert torch.allclose(state.theta, mode, atol=1e-4)
+    assert torch.allclose(covariance(sampler, state), torch.linalg.inv(P), atol=1e-4)
+    model.load_state_dict(state.params)
+    post = sampler.posterior(state, co.linearize(model, batch, co.likelihoods.Gaussian(NOISE)))
+    exact = co.laplace(post.lin, prior_precision=PRIOR)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    assert torch.allclose(post.predict(x).covariance_matrix, exact.predict(x).covariance_matrix, atol=1e-4)
+
+
+def test_in_place_and_functional_steps_agree_bit_for_bit_and_share_nothing() -> None:
+    _, batch, log_posterior, _, _ = linear()
+    for family in FAMILIES:
+        sampler = co.sampling.vi(log_posterior, family, draws=2, lr=1e-2)
+        state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
+        kept = state.clone()
+        other = state.clone()
+        for _ in range(3):
+            state, _ = sampler.update(state, batch)
+            other, _ = sampler.update(other, batch, inplace=True)
+        assert torch.equal(state.theta, other.theta) and torch.equal(state.random, other.random)
+        assert all(torch.equal(state.spread[name], other.spread[name]) for name in state.spread)
+        again, _ = sampler.update(kept, batch)
+        assert not any(again.spread[n].data_ptr() == kept.spread[n].data_ptr() for n in kept.spread)
+
+
+def test_the_posterior_of_a_network_is_saved_and_follows_the_linearisation_s_order(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(20, 3).double(), torch.arange(20) % 2
+    log_posterior = co.sampling.log_posterior(model, "classification", data_size=20)
+    backwards = dict(reversed(log_posterior.params.items()))
+    for family in FAMILIES:
+        sampler = co.sampling.vi(log_posterior, family, lr=1e-2)
+        state = sampler.init(backwards, torch.Generator().manual_seed(0))
+        for _ in range(3):
+            state, _ = sampler.update(state, (x, y))
+        model.load_state_dict(state.params)
+        post = sampler.posterior(state, co.linearize(model, (x, y), "classification"))
+        dense = sampler.family.covariance(state.spread, state.structure, torch.arange(len(state.theta)))[0].to_dense()
+        own = post.covariance.to_dense().diagonal()
+        ours = {name: part.flatten() for name, part in state.structure.unflatten(dense.diagonal()).items()}
+        assert torch.allclose(own, torch.cat([ours[name] for name in post.lin.model.selection.names]), atol=1e-14)
+        assert post.probabilities(x).shape == (20, 2) and post.sample(3).shape == (3, 26)
+        assert bool((post.uncertainty(x).epistemic >= 0).all())
+        post.save(tmp_path / family)
+        loaded = co.load(tmp_path / family, model)
+        assert torch.equal(loaded.predict(x).variance, post.predict(x).variance)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_bad_arguments_are_refused_by_name() -> None:
+    model, batch, log_posterior, _, _ = linear()
+    vi = co.sampling.vi
+    state = vi(log_posterior, lr=1e-2).init(log_posterior.params)
+    other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+    for call, error, words in [
+        (lambda: vi(log_posterior, "full"), ValueError, "'diagonal', 'dense', 'low_rank_diagonal', 'kronecker'"),
+        (lambda: vi(log_posterior, None), ValueError, "family must be one of"),
+        (lambda: vi(log_posterior, rank=3), ValueError, "'diagonal' has none"),
+        (lambda: vi(log_posterior, "low_rank_diagonal", rank=0), ValueError, "rank must be at least 1"),
+        (lambda: vi(log_posterior, "low_rank_diagonal", rank=2.5), TypeError, "rank must be a whole number"),
+        (lambda: vi(log_posterior, draws=0), ValueError, "draws must be at least 1"),
+        (lambda: vi(log_posterior, temperature=0), ValueError, "co.sampling.optimizer"),
+        (lambda: vi(log_posterior, temperature=-1.0), ValueError, "temperature"),
+        (lambda: vi(log_posterior, initial_scale=0.0), ValueError, "initial_scale"),
+        (lambda: vi(log_posterior, optimizer=torch.optim.LBFGS), ValueError, "LBFGS"),
+        (lambda: vi(log_posterior, momentum=0.9), TypeError, "momentum"),
+        (lambda: vi(log_posterior, stick_the_landing=1), TypeError, "stick_the_landing"),
+        (lambda: vi(lambda params, batch: 0.0), ValueError, "data_size"),
+        (lambda: vi(model), (TypeError, ValueError), "log_posterior|data_size"),
+        (lambda: vi(log_posterior, lr=1e-2).init({"w": torch.arange(3)}), TypeError, "int64"),
+        (lambda: vi(log_posterior, lr=1e-2).init(model), TypeError, "module"),
+        (lambda: co.sampling.chains(vi(log_posterior, lr=1e-2), 2).init(log_posterior.params), ValueError, "one fit"),
+        (
+            lambda: vi(log_posterior, temperature=lambda step: 0.0, lr=1e-2).update(state, batch),
+            ValueError,
+            "temperature is 0",
+        ),
+        (
+            lambda: vi(log_posterior, lr=1e-2).posterior(
+                vi(log_posterior, lr=1e-2).update(state, batch)[0], log_posterior
+            ),
+            TypeError,
+            "linearised network",
+        ),
+        (
+            lambda: vi(log_posterior, lr=1e-2).posterior(
+                vi(log_posterior, lr=1e-2).update(state, batch)[0],
+                co.linearize(model, batch, co.likelihoods.Gaussian(NOISE)),
+            ),
+            ValueError,
+            "at other weights than the mean",
+        ),
+        (
+            lambda: vi(log_posterior, lr=1e-2).posterior(
+                state, co.linearize(other, batch, co.likelihoods.Gaussian(NOISE))
+            ),
+            ValueError,
+            "linearise with the parameters",
+        ),
+        (
+            lambda: vi(lambda params, batch: params["weight"].sum() * torch.nan, data_size=3, lr=1e-2).update(
+                vi(lambda params, batch: 0.0, data_size=3, lr=1e-2).init({"weight": torch.zeros(2)})
+            ),
+            ValueError,
+            "NaN or Inf at the initial params",
+        ),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
