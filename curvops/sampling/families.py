@@ -22,7 +22,7 @@ Tensors = Mapping[str, Tensor]
 LOG_2PI = math.log(2 * math.pi)
 
 
-class Family(ABC):
+class GaussianFamily(ABC):
     """A shape of covariances Σ on vectors (d,) of this structure."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Family(ABC):
         """Σ, and Σ⁻¹ where it has a form of its own, with entry i that of position order[i] in the vector."""
 
 
-class DiagonalFamily(Family):
+class DiagonalFamily(GaussianFamily):
     """Σ = diag(e^{2 s})."""
 
     def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ class DiagonalFamily(Family):
         return Diagonal(variances), Diagonal(1 / variances)
 
 
-class DenseFamily(Family):
+class DenseFamily(GaussianFamily):
     """Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
 
     def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class DenseFamily(Family):
         return Dense(rows @ rows.mT, psd=True), None
 
 
-class LowRankDiagonalFamily(Family):
+class LowRankDiagonalFamily(GaussianFamily):
     """Σ = U Uᵀ + diag(e^{2 s}), U (d, r) (Ong, Nott & Smith 2018)."""
 
     def __init__(self, rank: int) -> None:
@@ -118,7 +118,7 @@ class LowRankDiagonalFamily(Family):
         return LowRank(U, U.new_ones(self.rank)).add_diagonal((2 * tensors["log_scale"][order]).exp()), None
 
 
-class KroneckerFamily(Family):
+class KroneckerFamily(GaussianFamily):
     """Σ of each tensor (p, …, q) = (L Lᵀ) ⊗ (R Rᵀ) on its first dimension and the others; of a vector (p,) L Lᵀ.
 
     The matrix normal of Louizos & Welling 2016. Tensors are independent of each other.

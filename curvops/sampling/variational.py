@@ -18,7 +18,7 @@ from curvops.sampling.families import (
     FAMILIES,
     DenseFamily,
     DiagonalFamily,
-    Family,
+    GaussianFamily,
     KroneckerFamily,
     LowRankDiagonalFamily,
 )
@@ -52,7 +52,7 @@ class VariationalInfo(Info):
 class Variational(Optimizer):
     """An optimiser of the mean and the covariance of a normal distribution."""
 
-    family: Family
+    family: GaussianFamily
     draws: int
     stick_the_landing: bool
     initial_scale: float
@@ -184,7 +184,7 @@ def _made(make: Any, log_posterior: Any, data_size: int, options: dict[str, Any]
     return optimizer(make, log_posterior, data_size=data_size, **options)
 
 
-def _family(name: str, rank: Any) -> Family:
+def _family(name: str, rank: Any) -> GaussianFamily:
     if name == "low_rank_diagonal":
         return LowRankDiagonalFamily(RANK if rank is None else _whole("rank", rank))
     if rank is not None:
