@@ -139,6 +139,12 @@ class GaussianWeights(Predictive):
         version, record = self._record(inputs)
         storage.save(path, KIND, version, record)
 
+    @property
+    def detached_precision(self) -> Any:
+        """P / T as a constant: the precision of this posterior where it is the prior of other data."""
+        kept = self.precision.detached_from_weights()
+        return kept if self.temperature == 1 else kept * (1 / self.temperature)
+
     def prior_for(
         self,
         lin: Linearization,
@@ -148,6 +154,8 @@ class GaussianWeights(Predictive):
     ) -> tuple[LinearOperator, Estimate | None]:
         """This precision, its temperature included, as that of a prior for other data, and the error of its form."""
         continual.require_new_data(lin, self.precision)
+        if form is None:
+            return self.detached_precision, None
         kept, error = continual.kept_as(form, self.precision.detached_from_weights(), rank, generator)
         return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 

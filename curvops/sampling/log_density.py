@@ -22,7 +22,8 @@ from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.operators.linearize import at_positions, checked_layout, output_shape
-from curvops.posterior.laplace import Laplace, as_prior
+from curvops.posterior.gaussian_weights import GaussianWeights
+from curvops.posterior.laplace import as_prior
 from curvops.posterior.priors import Prior, read_prior
 
 SUBNETWORK = "subnetwork"
@@ -225,8 +226,8 @@ def log_posterior(
 
 
 def _prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
-    if not isinstance(prior_precision, Laplace):
+    if not isinstance(prior_precision, GaussianWeights):
         return read_prior(prior_precision, prior_mean, network)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
         raise ValueError("prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out.")
-    return read_prior(prior_precision.precision.detached_from_weights(), prior_precision.mean, network)
+    return read_prior(prior_precision.detached_precision, prior_precision.mean, network)

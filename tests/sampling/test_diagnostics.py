@@ -202,6 +202,44 @@ def test_the_median_scale_is_the_median_distance() -> None:
     assert float(by_name.value) == pytest.approx(float(by_number.value), rel=1e-12)
 
 
+def linear_chain():
+    """Draws of a run on a linear model of 20 points, with its exact posterior."""
+    x = torch.randn(20, 3, dtype=torch.float64)
+    y = torch.randn(20, 1, dtype=torch.float64)
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    log_posterior = co.sampling.log_posterior(model, co.likelihoods.Gaussian(0.5), prior_precision=2.0, data_size=20)
+    batches = list(zip(x.split(8), y.split(8)))
+    sampler = co.sampling.chains(co.sampling.sgld(log_posterior, 1e-2), 2)
+    chain = co.sampling.run(sampler, log_posterior.params, batches, steps=5, progress=False)
+    P = x.mT @ x / 0.5 + 2 * torch.eye(3, dtype=torch.float64)
+    return log_posterior, chain, batches, P, torch.linalg.solve(P, x.mT @ y / 0.5).flatten()
+
+
+def test_scores_are_those_of_the_summed_log_posterior() -> None:
+    log_posterior, chain, batches, P, mode = linear_chain()
+    found = diagnostics.scores(log_posterior, chain, batches)
+    assert torch.allclose(found["weight"].flatten(2), -(chain.theta - mode) @ P, atol=1e-10)
+    x, y = batches[0]
+    part = diagnostics.scores(log_posterior, chain, batches[:1], part=True)["weight"].flatten(2)
+    residual = y.flatten() - chain.theta @ x.mT
+    assert torch.allclose(part, 20 / 8 * (residual @ x / 0.5) - 2.0 * chain.theta, atol=1e-10)
+    assert diagnostics.stein_discrepancy(chain, found).samples == 10
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_scores_of_a_part_of_the_data_are_asked_for() -> None:
+    log_posterior, chain, batches, _, _ = linear_chain()
+    for call, error, words in [
+        (lambda: diagnostics.scores(log_posterior, chain, batches[:1]), ValueError, "8 points of 20"),
+        (lambda: diagnostics.scores(log_posterior, chain, []), ValueError, "0 points of 20"),
+        (lambda: diagnostics.scores(log_posterior, chain, batches[0]), TypeError, "a list of batches"),
+        (lambda: diagnostics.scores(log_posterior, chain.theta, batches), TypeError, "got Tensor"),
+        (lambda: diagnostics.scores(lambda p, b: 0.0, chain, batches), TypeError, "knows N"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+
+
 # What a tired user gives
 
 ONE = torch.randn(1, 8, 2, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from curvops.sampling.diagnostics.random_projections import RandomProjections, random_projections
 from curvops.sampling.diagnostics.ranks import ess, rhat, to_inference_data
+from curvops.sampling.diagnostics.scores import scores
 from curvops.sampling.diagnostics.stein_discrepancy import stein_discrepancy
 
-__all__ = ["RandomProjections", "ess", "random_projections", "rhat", "stein_discrepancy", "to_inference_data"]
+__all__ = ["RandomProjections", "ess", "random_projections", "rhat", "scores", "stein_discrepancy", "to_inference_data"]
