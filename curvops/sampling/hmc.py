@@ -62,12 +62,11 @@ class Leapfrog(Metropolis):
         m0 = D.noise(noise, state.theta).mul_(math.sqrt(rho * T) * self.sigma)
         m0.add_(state.momentum, alpha=math.sqrt(1 - rho))
 
-        theta, m, value, g = state.theta.clone(), m0.clone(), state.value, state.gradient
-        for _ in range(self.leapfrog_steps):
-            m.add_(D.product(g), alpha=eps / 2)
-            theta.add_(m, alpha=eps * s)
+        theta, m = state.theta, torch.add(m0, D.product(state.gradient), alpha=eps / 2)
+        for left in reversed(range(self.leapfrog_steps)):
+            theta = torch.add(theta, m, alpha=eps * s)
             value, g = self.density.gradient(theta, state.structure, batch)
-            m.add_(D.product(g), alpha=eps / 2)
+            m.add_(D.product(g), alpha=eps if left else eps / 2)  # two half steps between two steps of θ
 
         # Differences before sums: the energies themselves may be a million times as large.
         kinetic = ((m - m0) * D.solve(m + m0)).sum(-1, dtype=torch.float64) * (s / 2)
@@ -76,8 +75,8 @@ class Leapfrog(Metropolis):
         kept(accepted, theta, state.theta)
         kept(accepted, value, state.value)
         kept(accepted, g, state.gradient)
-        kept(accepted, m, m0.neg_())
-        state.momentum.copy_(m0)
+        state.momentum.copy_(m0.neg_())
+        kept(accepted, m, state.momentum)
         return Info(state.value.clone(), probability, energy_error)
 
     def stability_limit(self, curvature: float) -> float | None:

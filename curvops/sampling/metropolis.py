@@ -78,7 +78,7 @@ def choice(energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor) 
 def kept(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the present values of those chains that accept it."""
     where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
-    present.copy_(torch.where(where, proposal, present))
+    torch.where(where, proposal.to(present), present, out=present)
 
 
 def _versions(batch: Any) -> list[int]:
