@@ -133,7 +133,7 @@ def report(found: dict[str, list[Found]]) -> str:
 
 def figure(found: dict[str, list[Found]]) -> Figure:
     """The draws of the first seed over the density's contours."""
-    drawn = style.blank(9.6, 3.4)
+    drawn = style.blank(9.6, 3.9)
     shown = [name for name in found if "BAOA" not in name]
     grid = torch.linspace(-4.5, 4.5, 181, dtype=torch.float64)
     well = grid.square() - grid**4 / 10
@@ -144,7 +144,7 @@ def figure(found: dict[str, list[Found]]) -> Figure:
         some = draws[:: max(1, len(draws) // 1500)]
         axes.plot(*some.T, ".", color=style.COLOURS[0], markersize=2.5, alpha=0.6)
         style.dress(axes, "x₁", "x₂" if name == shown[0] else "", name)
-        axes.set_aspect("equal")
+        axes.set_box_aspect(1)
     return drawn
 
 
