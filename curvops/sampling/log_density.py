@@ -141,6 +141,13 @@ class LogPosterior:
                 f"params must name {list(names)}, got {given}: start from log_posterior.params, or select other "
                 "parameters when it is built."
             )
+        theta = self.model.theta
+        for name, value in params.items():
+            if (value.dtype, value.device) != (theta.dtype, theta.device):
+                raise ValueError(
+                    f"params[{name!r}] is {value.dtype} on {value.device}, the model was {theta.dtype} on "
+                    f"{theta.device} when this was built: start from log_posterior.params, or build it anew."
+                )
         return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
 
     def _fitting(self, inputs: Inputs, targets: Tensor) -> Likelihood:

@@ -189,3 +189,6 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for params in ({"0.weight": f.params["0.weight"]}, [1], {**f.params, "more": X}):
         with pytest.raises(ValueError, match="params must name"):
             f(params, (X, y))
+    single = {name: value.float() for name, value in f.params.items()}
+    with pytest.raises(ValueError, match=r"params\['0.weight'\] is torch.float32"):
+        f(single, (X, y))
