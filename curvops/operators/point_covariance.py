@@ -22,7 +22,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, Inverse
+from curvops.linalg import Damped, Diagonal, Inverse, LowRank
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.dense import OfDense
 from curvops.linalg.operators.diagonal_matrix import OfDiagonal
@@ -74,7 +74,7 @@ def point_covariances(
     diagonals: bool = False,
     rows: JacobianRows | None = None,
 ) -> Target | None:
-    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G.
+    """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G, or such a P⁻¹.
 
     With `diagonals` their diagonals alone. A forward pass, C backward passes (of a last layer none) and, for each
     layer, two rotations (none for a diagonal P); where it is applied at one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at
@@ -83,11 +83,13 @@ def point_covariances(
     too many digits. `rows` with a graph take the place of those of the Jacobian's walk, and give the result one.
     """
     precision = inverse.base if isinstance(inverse, Inverse) else None
-    if not isinstance(precision, Damped) or not isinstance(jacobian, Jacobian):
+    if not isinstance(jacobian, Jacobian):
         return None
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
+        if not isinstance(precision, Damped):
+            return None if jacobian.passes.engines.plan.others else _of_covariance(walk, inverse, shape)
         form = precision._closed_form()
         if isinstance(form, OfDense):
             return _of_dense(walk, form, shape)
@@ -186,6 +188,23 @@ def _of_low_rank(walk: JacobianRows, form: OfLowRank, shape: tuple[int, ...]) ->
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
     return found if bool(enough.all()) else None
+
+
+def _of_covariance(walk: JacobianRows, covariance: LinearOperator, shape: tuple[int, ...]) -> Target | None:
+    """J Σ Jᵀ for a Σ that is itself a diagonal, or low rank plus a diagonal: a sum, in which nothing cancels."""
+    if isinstance(covariance, Diagonal):
+        return _summed(walk, Elementwise(walk.model, covariance.entries), shape)
+    if not isinstance(covariance, Damped) or not isinstance(covariance.base, LowRank):
+        return None
+    root = covariance.base.root
+    pushed = walk.model.theta.new_zeros(root.shape[1], shape[0] * shape[1])
+    metric = Elementwise(walk.model, covariance.shift.expand(len(root)))
+    total = _summed(walk, metric, shape, walk.model.selection.split(root), pushed)
+    if total is None:
+        return None
+    found, added = total.clone(), pushed.mT.unflatten(0, (-1, shape[1]))
+    _add_products(found, added, added)
+    return found
 
 
 def _whitening(form: OfLowRank) -> Float[Tensor, "K r"]:

@@ -78,6 +78,23 @@ def test_draws_have_the_covariance(form) -> None:
     assert abs(float(found.value) - float((sigma.to_dense() * M).sum())) < 4 * float(found.stderr)
 
 
+@pytest.mark.parametrize("form", ["diagonal", "low_rank_diagonal"])
+def test_structured_covariances_form_no_row_of_the_jacobian(form, monkeypatch) -> None:
+    _, lin, _ = setting()
+    post = co.GaussianPosterior.of(lin, forms(51)[form])
+
+    def refuse(*args):
+        raise AssertionError("rows of J were formed")
+
+    monkeypatch.setattr("curvops.posterior.covariance.PointCovariance._solve_points", refuse)
+    assert bool((post.predict(POINTS).variance > 0).all())
+    x = POINTS[:2].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(post.predict(x).variance.sum(), x)
+    h = 1e-6 * torch.eye(4).double()[1]
+    ahead, behind = (post.predict(POINTS[:2] + sign * h).variance.sum() for sign in (1, -1))
+    assert float(slope[:, 1].sum()) == pytest.approx(float(ahead - behind) / 2e-6, rel=1e-5)
+
+
 def test_it_is_the_prior_of_further_data_and_never_of_its_own() -> None:
     _, lin, _ = setting()
     post = co.GaussianPosterior.of(lin, forms(51)["dense"])

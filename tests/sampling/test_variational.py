@@ -222,6 +222,34 @@ def test_in_place_and_functional_steps_agree_bit_for_bit_and_share_nothing() -> 
         assert not any(again.spread[n].data_ptr() == kept.spread[n].data_ptr() for n in kept.spread)
 
 
+def interrupted(what, done, total) -> None:
+    if done >= 3:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("annotations_unchecked", "saved_at_each_step")
+@pytest.mark.parametrize("method", ["low_rank_diagonal", "kronecker", "filter"])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(method: str, tmp_path) -> None:
+    _, (x, y), log_posterior, _, _ = linear()
+    if method == "filter":
+        sampler = co.sampling.ekf(log_posterior, "low_rank_diagonal", rank=3)
+    else:
+        sampler = co.sampling.vi(log_posterior, method, lr=1e-2)
+
+    def run(**given):
+        batches, generator = list(zip(x.split(10), y.split(10))), torch.Generator().manual_seed(0)
+        return co.sampling.run(sampler, log_posterior.params, batches, steps=6, generator=generator, **given)
+
+    whole = run(progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=interrupted, checkpoint=tmp_path / "run")
+    resumed = run(progress=False, checkpoint=tmp_path / "run")
+    assert torch.equal(resumed.theta, whole.theta)
+    held = "precision" if method == "filter" else "spread"
+    assert all(torch.equal(t, getattr(whole.state, held)[n]) for n, t in getattr(resumed.state, held).items())
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_the_posterior_of_a_network_is_saved_and_follows_the_linearisation_s_order(tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
