@@ -26,7 +26,7 @@ from curvops.sampling.reprior_conjugate import Conjugate, DataSpace, FeatureSpac
 from curvops.sampling.reprior_gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
 from curvops.sampling.reprior_map import Change, ReadoutMap
 from curvops.sampling.reprior_ntk import TangentMap
-from curvops.sampling.reprior_problem import Problem, log_normal
+from curvops.sampling.reprior_problem import RepriorProblem, log_normal
 from curvops.sampling.reprior_readout import find_readout
 
 Form = Literal["feature", "data", "ntk"]
@@ -54,7 +54,7 @@ class Reprior:
     noise: float | None
     readout: tuple[str, ...]
     data_size: int
-    _problem: Problem
+    _problem: RepriorProblem
     _change: Change
 
     @property
@@ -299,7 +299,7 @@ def reprior(
         raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
     level = (variance if stated is None else stated) if level is None else level
     assert level is not None
-    problem = Problem.of(lin, _diagonal_precision(prior_precision, lin))
+    problem = RepriorProblem.of(lin, _diagonal_precision(prior_precision, lin))
     if form == "ntk":
         change: Change = TangentMap(problem, level, problem.regression_targets(), problem.root)
         return Reprior("ntk", level, variance, (), lin.num_data, problem, change)

@@ -15,19 +15,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Features = Float[Tensor, "n p"]
+ReadoutFeatures = Float[Tensor, "n p"]
 Targets = Float[Tensor, "n k"]
-Weights = Float[Tensor, "p k"]
+ReadoutWeights = Float[Tensor, "p k"]
 
 
 @runtime_checkable
 class Conjugate(Protocol):
     """ω = T(φ) at features Ψ and targets Y, log|det ∂T/∂φ| of all columns, and φ = T⁻¹(ω)."""
 
-    def forward(self, features: Features, targets: Targets, phi: Weights) -> tuple[Weights, Float[Tensor, ""]]:
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """T(φ) and the log-determinant, in float64."""
 
-    def inverse(self, features: Features, targets: Targets, omega: Weights) -> Weights:
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """T⁻¹(ω)."""
 
 
@@ -35,11 +37,13 @@ class Conjugate(Protocol):
 class Identity:
     """λ = ∞: the data change nothing."""
 
-    def forward(self, features: Features, targets: Targets, phi: Weights) -> tuple[Weights, Float[Tensor, ""]]:
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """φ itself."""
         return phi, phi.new_zeros((), dtype=torch.float64)
 
-    def inverse(self, features: Features, targets: Targets, omega: Weights) -> Weights:
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """ω itself."""
         return omega
 
@@ -50,13 +54,15 @@ class FeatureSpace:
 
     level: float
 
-    def forward(self, features: Features, targets: Targets, phi: Weights) -> tuple[Weights, Float[Tensor, ""]]:
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """T(φ) and k Σ_i log(√λ / L_ii)."""
         L = factor(features.mT @ features, self.level)
         inner = solved(L, features.mT @ targets) + math.sqrt(self.level) * phi
         return solved(L.mT, inner, upper=True), log_root(L, self.level, phi.shape[-1])
 
-    def inverse(self, features: Features, targets: Targets, omega: Weights) -> Weights:
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """(Lᵀω − L⁻¹ΨᵀY)/√λ."""
         L = factor(features.mT @ features, self.level)
         return (L.mT @ omega - solved(L, features.mT @ targets)) / math.sqrt(self.level)
@@ -73,14 +79,16 @@ class DataSpace:
 
     level: float
 
-    def forward(self, features: Features, targets: Targets, phi: Weights) -> tuple[Weights, Float[Tensor, ""]]:
+    def forward(
+        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
+    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """φ + ΨᵀL⁻ᵀ(L⁻¹Y − B⁻¹Ψφ), and k Σ_i log(√λ / L_ii)."""
         L = factor(features @ features.mT, self.level)
         change = solved(L, targets) - solved(self._shifted(L), features @ phi)
         omega = phi + features.mT @ solved(L.mT, change, upper=True)
         return omega, log_root(L, self.level, phi.shape[-1])
 
-    def inverse(self, features: Features, targets: Targets, omega: Weights) -> Weights:
+    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """v + ΨᵀB⁻ᵀΨv/√λ of v = ω − ΨᵀS⁻¹Y."""
         L = factor(features @ features.mT, self.level)
         gap = omega - features.mT @ solved(L.mT, solved(L, targets), upper=True)

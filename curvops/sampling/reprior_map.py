@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.network.model.parameters import Blocks
 from curvops.sampling.reprior_conjugate import Conjugate
-from curvops.sampling.reprior_problem import Problem
+from curvops.sampling.reprior_problem import RepriorProblem
 from curvops.sampling.reprior_readout import Readout
 
 
@@ -46,7 +46,7 @@ class ReadoutMap:
     `targets` are those of the regression, `root` the square roots of the points' weights.
     """
 
-    problem: Problem
+    problem: RepriorProblem
     readout: Readout
     conjugate: Conjugate
     targets: Float[Tensor, "N C"]

@@ -17,7 +17,7 @@ from curvops.linalg.core.results import Reason
 from curvops.network.model.parameters import Blocks
 from curvops.sampling.reprior_conjugate import factor, solved
 from curvops.sampling.reprior_map import Moved
-from curvops.sampling.reprior_problem import Problem
+from curvops.sampling.reprior_problem import RepriorProblem
 
 MOST_STEPS = 20
 """Newton steps of the inverse at each λ."""
@@ -71,7 +71,7 @@ class TangentMap:
     derivative takes second derivatives of the network, a gradient of its determinant third ones: reverse mode alone.
     """
 
-    problem: Problem
+    problem: RepriorProblem
     level: float
     targets: Float[Tensor, "N C"]
     root: Float[Tensor, "N 1"] | None

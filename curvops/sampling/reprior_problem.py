@@ -20,7 +20,7 @@ from curvops.operators import Linearization
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class RepriorProblem:
     """A network, all its data, their likelihood and the prior N(0, A⁻¹) of its weights θ = A^-½ v.
 
     `inputs` are those of the batches, `targets` and `weights` those of all points; `scale` is A^-½ by name. Blocks of v
@@ -35,7 +35,7 @@ class Problem:
     scale: Blocks
 
     @classmethod
-    def of(cls, lin: Linearization, precision: Float[Tensor, "*D"]) -> Problem:
+    def of(cls, lin: Linearization, precision: Float[Tensor, "*D"]) -> RepriorProblem:
         """That of a linearisation's model, data and likelihood; the data are copied."""
         batches = list(lin.data)
         weighted = [batch.weights for batch in batches if batch.weights is not None]
