@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from curvops.plots import style
 from curvops.plots.chain_trace import checked_chains
-from curvops.sampling.diagnostics.random_projections import autocorrelation as correlations
-from curvops.sampling.diagnostics.random_projections import effective_size
+from curvops.sampling.diagnostics.projected_chains import autocorrelation as correlations
+from curvops.sampling.diagnostics.projected_chains import effective_size
 
 
 def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags: int = 100) -> Figure:

@@ -21,7 +21,7 @@ from curvops.posterior.network_outputs import network_outputs
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.uncertainty import Uncertainty
 from curvops.sampling.diagnostics.collected import collected
-from curvops.sampling.diagnostics.random_projections import effective_size
+from curvops.sampling.diagnostics.projected_chains import effective_size
 from curvops.sampling.weight_order import in_order
 
 THROUGH = ("network", "linearization")

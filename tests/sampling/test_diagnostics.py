@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.sampling.diagnostics.random_projections import autocorrelation, effective_size, effective_sizes
-from curvops.sampling.diagnostics.stein_discrepancy import u_statistic
+from curvops.sampling.diagnostics.kernel_stein import u_statistic
+from curvops.sampling.diagnostics.projected_chains import autocorrelation, effective_size, effective_sizes
 
 diagnostics = co.sampling.diagnostics
 
@@ -90,8 +90,7 @@ def test_projections_are_those_of_all_weights_in_one_vector() -> None:
 
 
 def test_projections_of_entries_that_come_few_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["curvops.sampling.diagnostics.random_projections"]  # whose name its function has, too
-    monkeypatch.setattr(module, "AT_A_TIME", 120)
+    monkeypatch.setattr("curvops.sampling.diagnostics.projected_chains.AT_A_TIME", 120)
     draws = autoregressive(3, 20, 0.5, 6)
     found = diagnostics.random_projections(draws, 5, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
