@@ -90,8 +90,9 @@ def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "
 def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*p"]:
     """How many independent draws the chains are worth together, fewer where they disagree; at least one.
 
-    k S / (1 + 2 Σ ρ̂_l) up to the first negative ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ counts what
-    lies between the chains (Gelman et al. 2013, eq. 11.7). Chains of one draw each count as independent draws.
+    k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ counts what lies between the chains
+    (Gelman et al. 2013, eq. 11.7), up to the first pair of lags whose sum is negative (Geyer 1992): a chain that swings
+    from side to side has negative correlations at odd lags. Chains of one draw each count as independent draws.
     """
     chains, draws = series.shape[:2]
     if draws == 1:
@@ -108,8 +109,9 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     rho = 1 - (within - covariances) / total
     rho = torch.where(total > 0, rho, 0.0)
     rho[0] = 1.0
-    kept = (rho >= 0).cumprod(0)
-    return (chains * draws / (2 * (kept * rho).sum(0) - 1)).clamp(1.0, float(chains * draws))
+    pairs = rho[: draws - draws % 2].unflatten(0, (-1, 2)).sum(1)
+    kept = (pairs > 0).cumprod(0)
+    return (chains * draws / (2 * (kept * pairs).sum(0) - 1).clamp_min(1.0)).clamp_min(1.0)
 
 
 def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
