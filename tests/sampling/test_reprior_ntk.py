@@ -65,7 +65,7 @@ def test_the_inverse_is_found_where_the_map_does_not_fold():
 
 
 def test_where_no_inverse_is_found_it_says_so():
-    rep = built(width=2, reg=1e-4, n=3)
+    rep = built(width=1, reg=1e-4, n=3)
     far = {name: 3 + block for name, block in one(rep).items()}
     with pytest.raises(ValueError, match="no φ was found whose T"):
         rep.inverse(far)
@@ -108,3 +108,12 @@ def test_of_a_linear_model_it_is_the_mean_and_twice_the_shrinkage():
     torch.testing.assert_close(rep.map(phi)["weight"].mT, expected, rtol=1e-10, atol=1e-10)
     J = jacobian(rep, phi)
     assert float(torch.linalg.slogdet(J)[1]) == pytest.approx(float(2 * torch.linalg.slogdet(sigma)[1]), abs=1e-9)
+
+
+def test_a_function_needs_no_readout():
+    x, y = regression(4, outputs=1)
+    params = {"u": torch.ones(3, 2).double(), "v": torch.ones(2, 1).double()}
+    rep = co.sampling.reprior((lambda p, at: (at @ p["u"]).tanh() @ p["v"], params), (x, y), NOISE, 1.0, "ntk")
+    phi = one(rep)
+    torch.testing.assert_close(rep.logdet(phi), torch.linalg.slogdet(jacobian(rep, phi))[1], rtol=1e-10, atol=1e-10)
+    assert rep.readout == () and rep.gradient_gap(rep.normal(2)).readout is None

@@ -1,0 +1,486 @@
+"""Sampling wide networks on digits with and without repriorisation: after Hron et al. 2022, at a scale that runs here.
+
+    python -m benchmarks.wide_networks --json wide.json                     # measure: a file that grows cell by cell
+    python -m benchmarks.wide_networks --json wide.json --page docs/wide_networks.md --output docs/figures --report
+
+Three hidden layers of GELU, targets one-hot less .1, noise .1² (a variance of .01), weights N(0, 2/fan-in), biases N(0,
+.1²); float32. A cell is one width and one number of points, with T ("readout") and without ("none"): underdamped
+Langevin with a Metropolis correction, the step size tuned to the same acceptance for both, the share of momentum
+refreshed a step 1 − e^−2ε, both started at the same draw T(φ), φ ~ N(0, I). Seconds are of the process, so that other
+jobs on the machine do not count. A cell that is in the file is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import curvops as co
+from benchmarks.figures import save_small
+from benchmarks.machine import facts
+from benchmarks.report import fill
+from benchmarks.tables import machine_line, table
+from curvops.cli.demo.digits import load_digits
+from curvops.plots import style
+from curvops.sampling.diagnostics import random_projections
+from curvops.sampling.diagnostics.projected_chains import effective_size
+from curvops.sampling.reprior_gap import divergence
+
+NOISE, WEIGHT_STD, BIAS_STD = 0.01, 2**0.5, 0.1
+TARGET, LEAST, MOST = 0.99, 0.98, 0.995
+"""Acceptance that step sizes are tuned to; a cell outside the others is run again, with another step, twice at most."""
+TANGENT_REG = 0.3
+"""λ of the tangent-kernel form, which folds at σ²."""
+PROJECTIONS, TEST = 32, 32
+"""Random projections of θ; held-out points whose outputs are followed."""
+
+Draw = dict[str, Tensor]
+
+
+def mlp(width: int) -> nn.Module:
+    """64 pixels, three hidden layers, ten outputs."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs in (64, width, width):
+        layers += [nn.Linear(inputs, width), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+class Residual(nn.Module):
+    """h + a layer of h, both divided by √2."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.GELU(), nn.Conv2d(channels, channels, 3, padding=1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (h + self.inner(h)) / 2**0.5
+
+
+def resnet(channels: int) -> nn.Module:
+    """Two residual blocks without normalisation on 8 × 8 pixels; the readout takes 16 · channels features."""
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1),
+        Residual(channels),
+        nn.AvgPool2d(2),
+        Residual(channels),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(16 * channels, 10),
+    )
+
+
+def curve(width: int) -> nn.Module:
+    """One hidden layer between two numbers, small enough for the tangent-kernel form; in float64."""
+    return nn.Sequential(nn.Linear(1, width), nn.GELU(), nn.Linear(width, 1)).double()
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {"mlp": mlp, "resnet": resnet, "curve": curve}
+CHANGES = {"readout": None, "none": math.inf, "ntk": TANGENT_REG}
+"""λ of each change of variables; None is σ²."""
+
+
+def digits(points: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and targets, and held-out inputs; pixels with mean 0 and variance 1."""
+    split = load_digits()
+    mean, spread = split.train.x.mean(), split.train.x.std()
+    x, y = split.train.x[:points], split.train.y[:points]
+    targets = nn.functional.one_hot(y, 10).float() - 0.1
+    return ((x - mean) / spread).float(), targets, ((split.test.x[:TEST] - mean) / spread).float()
+
+
+def sine(points: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One number from another, and inputs beyond them."""
+    x = torch.linspace(-2, 2, points, dtype=torch.float64).unsqueeze(1)
+    return x, (2 * x).sin(), torch.linspace(-2.5, 2.5, TEST, dtype=torch.float64).unsqueeze(1)
+
+
+def target(network: str, width: int, points: int, change: str) -> tuple[Any, Tensor]:
+    """The log posterior in φ, or in white weights without T; and held-out inputs."""
+    torch.manual_seed(0)
+    model = NETWORKS[network](width)
+    x, y, held_out = sine(points) if network == "curve" else digits(points)
+    prior = co.sampling.ntk_precision(model, WEIGHT_STD, BIAS_STD)
+    form: Any = "ntk" if change == "ntk" else None
+    return co.sampling.reprior(model, (x, y), NOISE, CHANGES[change], form, prior_precision=prior), held_out
+
+
+def first(draws: Draw) -> Draw:
+    """The first of stacked draws."""
+    return {name: block[0] for name, block in draws.items()}
+
+
+def langevin(rep: Any, epsilon: float) -> Any:
+    """With momenta of mass 1: step sizes in the units of the prior, stable below 2/√λ of −∇² log p̃."""
+    return co.sampling.lmc(rep, epsilon, refreshment=1 - math.exp(-2 * epsilon), sigma=rep.data_size**-0.5)
+
+
+def tuned(rep: Any, start: Draw, guess: float, steps: int, seed: int) -> tuple[float, Any]:
+    """The step size of `TARGET` acceptance, and a state from which to go on."""
+    epsilon, state = guess, start
+    for share in (0.6, 0.4):
+        sampler = langevin(rep, epsilon)
+        chain = co.sampling.run(
+            sampler,
+            getattr(state, "params", state),
+            steps=1,
+            warmup=max(2, int(share * steps)),
+            target_acceptance=TARGET,
+            generator=torch.Generator().manual_seed(seed),
+            progress=False,
+        )
+        epsilon, state = chain.sampler.step_size(0), chain.state
+    return epsilon, state
+
+
+def chain(rep: Any, held_out: Tensor, start: Draw, epsilon: float, steps: int, thin: int, seed: int) -> dict[str, Any]:
+    """Projections of θ and outputs at held-out inputs every `thin` steps, acceptance, and seconds a step."""
+    sampler = langevin(rep, epsilon)
+    state = sampler.init(start, torch.Generator().manual_seed(seed))
+    model, drawn = rep._problem.model.module, torch.Generator().manual_seed(0)
+    onto = {
+        name: torch.randn(PROJECTIONS, p.numel(), generator=drawn).to(p.dtype) for name, p in model.named_parameters()
+    }
+    weights, outputs, acceptance, seconds = [], [], 0.0, 0.0
+    for step in range(steps):
+        begun = time.process_time()
+        state, info = sampler.update(state, inplace=True)
+        seconds += time.process_time() - begun
+        acceptance += float(info.acceptance) / steps
+        if (step + 1) % thin == 0:
+            with torch.no_grad():
+                theta = rep.map(state.params)
+                weights.append(sum(onto[name] @ theta[name].flatten() for name in onto))
+                outputs.append(functional_call(model, theta, (held_out,)))
+    return {
+        "weights": torch.stack(weights),
+        "outputs": torch.stack(outputs),
+        "acceptance": acceptance,
+        "seconds": seconds / steps,
+        "last": {name: block.clone() for name, block in state.params.items()},
+    }
+
+
+def cell(
+    network: str, width: int, points: int, change: str, options: argparse.Namespace, steps: int | None = None
+) -> dict[str, Any]:
+    """Effective samples a thousand steps and a second, R̂², acceptance, step size; with T the gaps, too."""
+    rep, held_out = target(network, width, points, change)
+    exact, _ = target(network, width, points, "readout")
+    drawn = exact.normal(options.chains, torch.Generator().manual_seed(1))
+    starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
+    if change == "none":
+        starts = [rep.inverse(exact.map(phi)) for phi in starts]
+    if change == "ntk":  # where its T is inverted, the same φ: far from no draw of its own
+        starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
+    guess = options.guess_without if change == "none" else options.guess_with
+    begun = time.process_time()
+    epsilon, _ = tuned(rep, starts[0], guess, options.warmup, 0)
+    if steps is None:  # as many as fit, and in the cell beside it as many as in this
+        once = (time.process_time() - begun) / options.warmup
+        steps = max(options.least, min(options.steps, int(options.seconds / once / options.chains)))
+    thin = max(1, steps // 400)
+    for _ in range(3):  # the first run may still be on its way from the prior to where it is stiffer
+        runs = [chain(rep, held_out, start, epsilon, steps, thin, 10 + i) for i, start in enumerate(starts)]
+        rejected = max(1e-6, 1 - sum(each["acceptance"] for each in runs) / len(runs))
+        if 1 - MOST <= rejected <= 1 - LEAST:
+            break
+        epsilon *= min(2.0, ((1 - TARGET) / rejected) ** (1 / 3))  # the energy's error is of third order
+        starts = [each["last"] for each in runs]
+    found: dict[str, Any] = {
+        "network": network, "width": width, "points": points, "change": change, "epsilon": epsilon,
+        "chains": options.chains, "steps": steps,
+        "acceptance": sum(each["acceptance"] for each in runs) / len(runs),
+        "seconds": sum(each["seconds"] for each in runs) / len(runs),
+        "parameters": sum(block.numel() for block in starts[0].values()),
+    }  # fmt: skip
+    for what in ("weights", "outputs"):
+        series = torch.stack([each[what] for each in runs])
+        looked = random_projections(series, 100, torch.Generator().manual_seed(2))
+        found[what] = {
+            "ess": float(looked.ess.mean(1).median()) * 1000 / steps,
+            "together": float(effective_size(looked.series).median()) * 1000 / steps / options.chains,
+            "r_squared": None if looked.r_squared is None else float(looked.r_squared.mean()),
+        }
+    if change == "readout":
+        found |= gaps(rep, options)
+    return found
+
+
+def gaps(rep: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """KL(prior ‖ p̃), the standard deviation of h, and the gradient gap at draws of the prior, a weight."""
+    gap = rep.gradient_gap(rep.normal(max(2, options.draws // 8), torch.Generator().manual_seed(4)))
+    seeds = (torch.Generator().manual_seed(1000 + i) for i in range(options.draws))  # one draw at a time in memory
+    h = torch.stack([rep.log_ratio(first(rep.normal(1, seed))) for seed in seeds])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", co.sampling.FewEffectiveDraws)
+        kl = divergence(h)
+    return {
+        "kl": [float(kl.value), float(kl.stderr)],
+        "spread": float(h.std()),
+        "gap": [float(gap.total.value), float(gap.total.stderr)],
+        "gap_readout": float(gap.readout.value),
+    }
+
+
+def plan(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """(network, width, points) of all cells."""
+    cells = [("mlp", width, options.points) for width in options.widths]
+    cells += [("mlp", options.width, points) for points in options.sizes]
+    cells += [("resnet", options.channels, points) for points in options.residual]
+    cells += [("curve", width, 12) for width in options.curves]
+    return list(dict.fromkeys(cells))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """All cells of the plan that the file lacks, one after another."""
+    result = read(options.json)
+    result.setdefault("machine", facts(torch.get_num_threads()))
+    for network, width, points in plan(options):
+        for change in CHANGES if network == "curve" else ("readout", "none"):
+            known = {(c["network"], c["width"], c["points"], c["change"]): c for c in result["cells"]}
+            if (network, width, points, change) in known:
+                continue
+            beside = known.get((network, width, points, "readout"))
+            steps = None if beside is None else beside["steps"]
+            result["cells"].append(cell(network, width, points, change, options, steps))
+            options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+            print(json.dumps(result["cells"][-1]), flush=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The cells measured so far."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cells": []}
+    return found
+
+
+def pairs(result: dict[str, Any], network: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Cells with T beside the same without."""
+    with_t = [c for c in result["cells"] if c["network"] == network and c["change"] == "readout"]
+    without = {
+        (c["width"], c["points"]): c for c in result["cells"] if c["network"] == network and c["change"] == "none"
+    }
+    found = [(c, without[key]) for c in with_t if (key := (c["width"], c["points"])) in without]
+    return sorted(found, key=lambda pair: (pair[0]["points"], pair[0]["width"]))
+
+
+def gain(pair: tuple[dict[str, Any], dict[str, Any]], what: str, by: str = "step") -> float:
+    """How many times the effective samples, a step or a second."""
+    ratio: float = pair[0][what]["together"] / pair[1][what]["together"]
+    return ratio if by == "step" else ratio * pair[1]["seconds"] / pair[0]["seconds"]
+
+
+def mixing_table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """A row a cell."""
+
+    def both(pair: tuple[dict[str, Any], dict[str, Any]], of: Callable[[dict[str, Any]], str]) -> str:
+        return f"{of(pair[0])} / {of(pair[1])}"
+
+    rows = [
+        [
+            f"{pair[0]['width']:,}",
+            f"{pair[0]['points']:,}",
+            both(pair, lambda c: f"{c['epsilon']:.3g}"),
+            both(pair, lambda c: f"{c['acceptance']:.3f}"),
+            both(pair, lambda c: f"{c['weights']['together']:.2g}"),
+            both(pair, lambda c: f"{c['outputs']['together']:.2g}"),
+            both(pair, lambda c: f"{c['outputs']['r_squared']:.2f}"),
+            f"{gain(pair, 'weights'):.1f}",
+            f"{gain(pair, 'outputs'):.1f}",
+            f"{gain(pair, 'outputs', 'second'):.1f}",
+            f"{pair[0]['seconds'] / pair[1]['seconds']:.2f}",
+        ]
+        for pair in found
+    ]
+    header = ["width", "points", "step size", "acceptance", "ESS of θ", "ESS of f", "R̂² of f", "gain θ", "gain f"]
+    return table([*header, "a second", "time a step"], rows)
+
+
+def curves_table(result: dict[str, Any]) -> str:
+    """The three changes of variables side by side."""
+    cells = sorted((c for c in result["cells"] if c["network"] == "curve"), key=lambda c: c["width"])
+    rows = [
+        [
+            {"readout": "readout", "none": "none", "ntk": f"tangent kernel, λ = {TANGENT_REG}"}[c["change"]],
+            f"{c['width']:,}",
+            f"{c['epsilon']:.3g}",
+            f"{c['acceptance']:.3f}",
+            f"{c['weights']['together']:.3g}",
+            f"{c['outputs']['together']:.3g}",
+            f"{c['outputs']['r_squared']:.2f}",
+            f"{1e3 * c['seconds']:.1f}",
+        ]
+        for c in cells
+    ]
+    return table(["change", "width", "step size", "acceptance", "ESS of θ", "ESS of f", "R̂² of f", "ms a step"], rows)
+
+
+def gaps_table(result: dict[str, Any]) -> str:
+    """What the theory says of each cell, without a chain."""
+    cells = [c for c in result["cells"] if c["change"] == "readout" and c["network"] != "curve"]
+    rows = [
+        [
+            c["network"],
+            f"{c['width']:,}",
+            f"{c['points']:,}",
+            f"{c['parameters']:,}",
+            f"{c['spread']:.2f}",
+            f"{c['kl'][0]:.2f} ± {c['kl'][1]:.2f}",
+            f"{c['gap'][0]:.3g} ± {c['gap'][1]:.1g}",
+            f"{c['gap_readout']:.1g}",
+        ]
+        for c in sorted(cells, key=lambda c: (c["network"], c["points"], c["width"]))
+    ]
+    gap = "E‖∇h‖²"
+    return table(["network", "width", "points", "weights", "sd of h", "KL, nats", gap, f"{gap}, readout"], rows)
+
+
+def slices(reach: float = 3.0, count: int = 25) -> dict[str, Tensor]:
+    """log densities on a plane through a posterior draw, spanned by two random directions, before and after T.
+
+    Directions are of the readout's and of all other weights, each of length 1: of N(0, I) the contours are circles.
+    """
+    found = {}
+    grid = torch.linspace(-reach, reach, count, dtype=torch.float64)
+    for width in (8, 256):
+        torch.manual_seed(0)
+        model, (x, y, _) = mlp(width).double(), digits(64)
+        prior = co.sampling.ntk_precision(model, WEIGHT_STD, BIAS_STD)
+        maps = {
+            change: co.sampling.reprior(
+                model, (x, y), NOISE, math.inf if change == "before" else None, prior_precision=prior
+            )
+            for change in ("before", "after")
+        }
+        centre, first_way, second_way = (
+            first(maps["after"].normal(1, torch.Generator().manual_seed(seed))) for seed in (0, 1, 2)
+        )
+        centre = tuned(maps["after"], centre, 0.02, 200, 0)[1].params  # a narrow network's φ are not those of the prior
+        readout = maps["after"].readout
+        for change, rep in maps.items():
+            origin = centre if change == "after" else rep.inverse(maps["after"].map(centre))
+
+            parts = ({n: b for n, b in first_way.items() if n in readout},
+                     {n: b for n, b in second_way.items() if n not in readout})  # fmt: skip
+            sizes = (torch.stack([b.square().sum() for b in part.values()]).sum().sqrt() for part in parts)
+            way = {n: b / size for part, size in zip(parts, sizes) for n, b in part.items()}
+            found[f"width {width}, {change} T"] = plane(rep, origin, way, grid)
+    return found
+
+
+@torch.no_grad()
+def plane(rep: Any, origin: Draw, way: Draw, grid: Tensor) -> Tensor:
+    """log densities at the origin plus a of the readout's way plus b of that of all other weights, (a, b)."""
+
+    def value(a: Tensor, b: Tensor) -> Tensor:
+        return -rep.energy({n: o + (a if n in rep.readout else b) * way[n] for n, o in origin.items()})
+
+    return torch.stack([torch.stack([value(a, b) for b in grid]) for a in grid])
+
+
+def density_figure(planes: dict[str, Tensor], reach: float = 3.0) -> Figure:
+    """Contours of the log densities below their maxima."""
+    drawn = style.blank(9.6, 2.7)
+    for axes, (name, plane) in zip(drawn.subplots(1, len(planes)), planes.items()):
+        depth = (plane.max() - plane).numpy()
+        levels = [0.5, 2, 4.5, 8, 32, 128, 512]  # the first four are one to four standard deviations of N(0, I)
+        grid = torch.linspace(-reach, reach, len(depth)).numpy()
+        shown = axes.contour(grid, grid, depth, levels=levels, colors=style.COLOURS[0], linewidths=1.0)
+        axes.clabel(shown, fontsize=6, fmt=lambda level: f"{level:g}")
+        style.dress(axes, "other weights", "readout", name)
+    return drawn
+
+
+def mixing_figure(result: dict[str, Any], points: int, width: int) -> Figure:
+    """Gains against width and number of points, and the gaps against the width."""
+    drawn = style.blank(9.6, 3.2)
+    left, middle, right = drawn.subplots(1, 3)
+    found = pairs(result, "mlp")
+    by_width = [pair for pair in found if pair[0]["points"] == points]
+    by_points = [pair for pair in found if pair[0]["width"] == width]
+    for axes, rows, key in ((left, by_width, "width"), (middle, by_points, "points")):
+        for look, (what, label) in enumerate((("weights", "θ, a step"), ("outputs", "f, a step"))):
+            line(axes, look, [p[0][key] for p in rows], [gain(p, what) for p in rows], label)
+        line(axes, 2, [p[0][key] for p in rows], [gain(p, "outputs", "second") for p in rows], "f, a second")
+        axes.axhline(1.0, color=style.GREY, linewidth=1, linestyle=":")
+    line(right, 0, [p[0]["width"] for p in by_width], [p[0]["spread"] ** 2 / 2 for p in by_width], "½ Var h, nats")
+    line(right, 1, [p[0]["width"] for p in by_width], [p[0]["kl"][0] for p in by_width], "KL, from below")
+    line(right, 2, [p[0]["width"] for p in by_width], [p[0]["gap"][0] for p in by_width], "E‖∇h‖²")
+    style.dress(left, f"width, {points} points", "gain in effective samples")
+    style.dress(middle, f"points, width {width}", "gain in effective samples")
+    style.dress(right, f"width, {points} points", "distance from the prior")
+    for axes in (left, middle, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.legend(fontsize=style.SMALL, frameon=False)
+    return drawn
+
+
+def line(axes: Any, look: int, x: list[float], y: list[float], label: str) -> None:
+    """One curve in the house style."""
+    axes.plot(x, y, color=style.COLOURS[look], marker=style.MARKERS[look], linestyle=style.DASHES[look], label=label)
+
+
+def report(options: argparse.Namespace) -> None:
+    """The tables into the page, the figures into the folder; printed without these."""
+    result = read(options.json)
+    machine = machine_line(result)
+    tables = {
+        "mixing": f"{mixing_table(pairs(result, 'mlp'))}\n\n{machine}",
+        "residual": mixing_table(pairs(result, "resnet")),
+        "gaps": gaps_table(result),
+        "curves": curves_table(result),
+    }
+    measured = {c["network"] for c in result["cells"]}
+    shown = {"mixing", "gaps"} | {name for name, of in (("residual", "resnet"), ("curves", "curve")) if of in measured}
+    for name in sorted(shown):
+        if options.page is None:
+            print(tables[name], end="\n\n")
+        else:
+            fill(options.page, name, tables[name])
+    if options.output is not None:
+        save_small(mixing_figure(result, options.points, options.width), options.output / "wide_networks.png")
+        save_small(density_figure(slices()), options.output / "wide_networks_density.png")
+
+
+def main() -> None:
+    """Measure what is missing, or write what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wide_networks", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cells measured, and to be added")
+    parser.add_argument("--report", action="store_true", help="measure nothing: write what the file holds")
+    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for the figures")
+    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
+    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--points", type=int, default=128, help="at these widths")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512, 1024], help="numbers of points")
+    parser.add_argument("--width", type=int, default=128, help="at these numbers of points")
+    parser.add_argument("--residual", type=int, nargs="*", default=[64, 1024], help="points of the residual network")
+    parser.add_argument("--channels", type=int, default=16, help="of the residual network")
+    parser.add_argument("--curves", type=int, nargs="*", default=[8, 32], help="widths of the curve, three changes")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--warmup", type=int, default=600, help="steps in which a step size is found")
+    parser.add_argument("--least", type=int, default=400, help="steps of a chain, however long they take")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of a cell's chains, less where steps are enough")
+    parser.add_argument("--chains", type=int, default=3)
+    parser.add_argument("--draws", type=int, default=400, help="of the prior, for the gaps")
+    parser.add_argument("--guess-with", type=float, default=0.02, help="first step size with T")
+    parser.add_argument("--guess-without", type=float, default=0.002, help="first step size without")
+    options = parser.parse_args()
+    if options.report:
+        report(options)
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()
