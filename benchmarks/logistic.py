@@ -85,10 +85,13 @@ def mode(density: PyroDensity, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor],
     return {"b": theta[0], "w": theta[1:]}, hessian.inverse() / len(x)
 
 
-def samplers(density: PyroDensity, covariance: Tensor, largest: float) -> dict[str, tuple[Any, bool]]:
+def samplers(
+    density: PyroDensity, mean: dict[str, Tensor], covariance: Tensor, largest: float
+) -> dict[str, tuple[Any, bool]]:
     """The samplers by name, and whether they take minibatches; `largest` is the greatest curvature of −log_posterior.
 
-    Steps are shares of the limit of stability; preconditioned by the covariance times N, the curvature is 1.
+    Steps are shares of the limit of stability; preconditioned by the covariance times N, the curvature is 1. The
+    Gaussian of pCN is the Laplace approximation.
     """
     D = co.linalg.Dense(covariance * density.data_size, psd=True)
     s = co.sampling
@@ -96,7 +99,7 @@ def samplers(density: PyroDensity, covariance: Tensor, largest: float) -> dict[s
     return {
         "HMC": (s.hmc(density, 1.0, leapfrog_steps=5, preconditioner=D), False),
         "LMC": (s.lmc(density, 0.7, refreshment=0.5, preconditioner=D), False),
-        "pCN": (s.pcn(density, 0.3, covariance=co.linalg.Dense(covariance, psd=True), mean=None), False),
+        "pCN": (s.pcn(density, 0.9, covariance=co.linalg.Dense(covariance, psd=True), mean=mean), False),
         "SGLD": (s.sgld(density, 0.2 / largest), False),
         "SGLD, preconditioned": (s.sgld(density, 0.1, preconditioner=D), False),
         "SGHMC": (s.sghmc(density, 0.2 * second, alpha=second**-1), False),
@@ -125,7 +128,7 @@ def main() -> None:
     largest = float(torch.linalg.eigvalsh(covariance.inverse() / len(x)).max())
     rows = [row("NUTS (Pyro)", reference.unsqueeze(0), reference, seconds, density, (x, y))]
     generator = torch.Generator().manual_seed(0)
-    for name, (sampler, batched) in samplers(density, covariance, largest).items():
+    for name, (sampler, batched) in samplers(density, start, covariance, largest).items():
         loader = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(x, y),
             batch_size=BATCH if batched else len(x),
