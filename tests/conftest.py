@@ -15,9 +15,6 @@ import jaxtyping
 import pytest
 import torch
 
-from curvops.network.walks import passes
-from tests.linalg.interrupted import Killed
-
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # two test processes share the two cores
@@ -101,6 +98,10 @@ def saved_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Ends a run after so much work with batches, `left`; counts it, `made`: pulls of J, and rows of some points."""
+    # Here, since the process that hands out the tests reads this file, too, and needs none of curvops.
+    from curvops.network.walks import passes
+    from tests.linalg.interrupted import Killed
+
     state = {"left": float("inf"), "made": 0}
 
     def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
