@@ -26,10 +26,14 @@ def lmc(
     with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection, without which the law would be another.
 
     Args:
-        log_posterior, sigma, temperature, data_size, preconditioner: as `hmc` takes them; batches must be all data.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
         step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.9)` finds one. Stable iff
             ε√(s h) < 2.
         refreshment: ρ in (0, 1], the share of new momentum at each step.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
+        temperature: τ > 0, a number or a schedule.
+        data_size: N, where log_posterior does not carry it.
+        preconditioner: D, as `hmc` takes it. Batches must be all data.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range.

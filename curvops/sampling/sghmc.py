@@ -184,9 +184,14 @@ def sgnht(
     `sghmc`; here it must be positive definite.
 
     Args:
-        log_posterior, step_size, sigma, data_size, beta, preconditioner: as `sghmc` takes them.
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
+        step_size: ε, a number or a schedule.
         alpha: α, of the noise, and the mean of the first friction.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
         temperature: τ > 0, a number or a schedule.
+        data_size: N, where log_posterior does not carry it.
+        beta: β, as `sghmc` takes it.
+        preconditioner: D, as `sghmc` takes it.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, τ = 0 among them, where it would diverge.
