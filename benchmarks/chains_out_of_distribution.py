@@ -8,11 +8,9 @@ and figure go into the page (`--page`) and beside it.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +19,9 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
 import curvops as co
+from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks.tables import table
 from curvops.cli.demo.digits import all_digits, rotate
 from curvops.cli.demo.network import perceptron
 from curvops.plots import style
@@ -205,15 +201,7 @@ def curves(found: Mapping[str, Mapping[str, Tensor]], spacings: Sequence[int] = 
 
 def main() -> None:
     """Run all splits, fill the page's section and draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chains_out_of_distribution", description=__doc__)
-    parser.add_argument("--page", type=Path, default=Path("docs/samplers_measured.md"), help="page with the section")
-    parser.add_argument("--seeds", type=int, default=5, help="splits and networks")
-    arguments = parser.parse_args()
-    machine = facts(torch.get_num_threads())
-    found = study(arguments.seeds)
-    text = f"{results_table(found)}\n\n{claims(found)}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.page, "chains_out_of_distribution", text)
-    save_small(curves(found), arguments.page.parent / "figures" / "chains_out_of_distribution.png")
+    study_page.run("chains_out_of_distribution", __doc__, "splits and networks", study, (results_table, claims), curves)
 
 
 if __name__ == "__main__":

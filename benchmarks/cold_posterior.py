@@ -7,11 +7,9 @@ is the log loss of test sequences. Table and figure go into the page (`--page`) 
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +18,9 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
 import curvops as co
+from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks.tables import table
 from curvops.plots import style
 from curvops.posterior import metrics
 
@@ -286,15 +282,7 @@ def curves(found: Losses) -> Figure:
 
 def main() -> None:
     """Run all methods, fill the page's section and draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_posterior", description=__doc__)
-    parser.add_argument("--page", type=Path, default=Path("docs/samplers_measured.md"), help="page with the section")
-    parser.add_argument("--seeds", type=int, default=5, help="networks a method")
-    arguments = parser.parse_args()
-    machine = facts(torch.get_num_threads())
-    found = study(arguments.seeds)
-    text = f"{results_table(found)}\n\n{claims(found)}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.page, "cold_posterior", text)
-    save_small(curves(found), arguments.page.parent / "figures" / "cold_posterior.png")
+    study_page.run("cold_posterior", __doc__, "networks a method", study, (results_table, claims), curves)
 
 
 if __name__ == "__main__":

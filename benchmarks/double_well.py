@@ -23,8 +23,9 @@ from scipy.integrate import quad
 from torch import Tensor
 
 import curvops as co
+from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.tables import machine_line, table
 from curvops.plots import style
 
@@ -154,14 +155,11 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
     parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for double_well.png")
     arguments = parser.parse_args()
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
     found = {name: [method(seed) for seed in range(SEEDS)] for name, method in METHODS.items()}
-    text = report(found) + "\n\n" + machine_line({"machine": facts(torch.get_num_threads())})
-    if arguments.page is None:
-        print(text)
-    else:
-        fill(arguments.page, "double_well", text)
+    publish(arguments.page, "double_well", f"{report(found)}\n\n{machine}")
     if arguments.output is not None:
-        style.save(figure(found), arguments.output / "double_well.png")
+        save_small(figure(found), arguments.output / "double_well.png")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import curvops as co
 from benchmarks.machine import facts, of_its_own
 from benchmarks.networks import resnet
 from benchmarks.peak import load_code, peak_bytes
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.scale import fit
 from benchmarks.tables import MIB, machine_line, table
 
@@ -210,22 +209,15 @@ def main() -> None:
     elif arguments.stages:
         inference(arguments.images)
     else:
+        machine = machine_line({"machine": facts(torch.get_num_threads())})
         both = arguments.growth == arguments.inference
-        texts = {}
         if both or arguments.growth:
             rows = [of_its_own("benchmarks.large_network", "--points", n)[-1] for n in POINTS]
-            texts["growth"] = growth_report(rows)
+            publish(arguments.page, "growth", f"{growth_report(rows)}\n\n{machine}")
         if both or arguments.inference:
-            texts["inference"] = inference_report(
-                of_its_own("benchmarks.large_network", "--stages", "--images", arguments.images)
-            )
-        machine = machine_line({"machine": facts(torch.get_num_threads())})
-        for name, text in texts.items():
-            if arguments.page is None:
-                print(text, machine, sep="\n\n")
-            else:
-                fill(arguments.page, name, f"{text}\n\n{machine}")
+            stages = of_its_own("benchmarks.large_network", "--stages", "--images", arguments.images)
+            publish(arguments.page, "inference", f"{inference_report(stages)}\n\n{machine}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import curvops as co
 from benchmarks.machine import facts
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.tables import machine_line, table
 
 FEATURES, BATCH, CHAINS = 8, 64, 4
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--reference", type=int, default=REFERENCE, help="draws of NUTS")
     parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
     arguments = parser.parse_args()
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
     warnings.simplefilter("ignore", co.sampling.NotVectorized)
     pyro.enable_validation(False)
     x, y = data()
@@ -156,11 +157,7 @@ def main() -> None:
         "least ESS",
         "seconds",
     ]
-    text = table(heads, rows) + "\n\n" + machine_line({"machine": facts(torch.get_num_threads())})
-    if arguments.page is None:
-        print(text)
-    else:
-        fill(arguments.page, "logistic", text)
+    publish(arguments.page, "logistic", f"{table(heads, rows)}\n\n{machine}")
 
 
 def row(

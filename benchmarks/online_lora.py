@@ -9,12 +9,10 @@ beside it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import peft
 import torch
@@ -23,11 +21,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import curvops as co
+from benchmarks import study_page
 from benchmarks.claims import claims_table, spread
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks.tables import table
 from curvops.plots import style
 
 EPISODES, WORDS, OWN, LENGTH = 4, 24, 6, 16
@@ -311,15 +307,7 @@ def curves(found: dict[str, Tensor]) -> Figure:
 
 def main() -> None:
     """Run all methods, fill the page's section and draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.online_lora", description=__doc__)
-    parser.add_argument("--page", type=Path, default=Path("docs/samplers_measured.md"), help="page with the section")
-    parser.add_argument("--seeds", type=int, default=5, help="languages, networks and adapters")
-    arguments = parser.parse_args()
-    machine = facts(torch.get_num_threads())
-    found = study(arguments.seeds)
-    text = f"{results_table(found)}\n\n{claims(found)}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.page, "online_lora", text)
-    save_small(curves(found), arguments.page.parent / "figures" / "online_lora.png")
+    study_page.run("online_lora", __doc__, "languages, networks and adapters", study, (results_table, claims), curves)
 
 
 if __name__ == "__main__":

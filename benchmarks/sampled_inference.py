@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.tables import machine_line, table
 from curvops.cli.demo.digits import Images, load_digits
 from curvops.cli.demo.network import fit
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
     given = setting(arguments.seed)
     found = paths(given, arguments.seed)
     tuned = given.post.with_prior(float(found[f"mackay, {DRAWS} draws"].prior_precision))
@@ -259,12 +260,8 @@ def main() -> None:
             ],
         ),
     }
-    machine = machine_line({"machine": facts(torch.get_num_threads())})
     for name, text in tables.items():
-        if arguments.page is None:
-            print(text, end="\n\n")
-        else:
-            fill(arguments.page, name, f"{text}\n\n{machine}")
+        publish(arguments.page, name, f"{text}\n\n{machine}")
     if arguments.output is not None:
         save_small(figure(found, run, noise), arguments.output / "sampled.png")
 

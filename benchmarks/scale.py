@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from benchmarks.machine import facts
+from benchmarks.machine import facts, of_its_own
 from benchmarks.peak import load_code, peak_bytes
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.tables import MIB, machine_line, table
 from curvops.cli.demo.network import perceptron
 
@@ -118,14 +116,9 @@ def main() -> None:
     if arguments.points is not None:
         print(json.dumps(measure(arguments.points)))
         return
-    command = [sys.executable, "-m", "benchmarks.scale", "--points"]
-    found = [subprocess.run([*command, str(n)], check=True, capture_output=True, text=True).stdout for n in POINTS]
-    text = report([json.loads(each.splitlines()[-1]) for each in found])
-    text += "\n\n" + machine_line({"machine": facts(torch.get_num_threads())})
-    if arguments.page is None:
-        print(text)
-    else:
-        fill(arguments.page, "scale", text)
+    machine = machine_line({"machine": facts(torch.get_num_threads())})
+    rows = [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]
+    publish(arguments.page, "scale", f"{report(rows)}\n\n{machine}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.func import functional_call
 import curvops as co
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import fill
+from benchmarks.report import publish
 from benchmarks.tables import machine_line, table
 from curvops.cli.demo.digits import load_digits
 from curvops.plots import style
@@ -444,10 +444,7 @@ def report(options: argparse.Namespace) -> None:
     measured = {c["network"] for c in result["cells"]}
     shown = {"mixing", "gaps"} | {name for name, of in (("residual", "resnet"), ("curves", "curve")) if of in measured}
     for name in sorted(shown):
-        if options.page is None:
-            print(tables[name], end="\n\n")
-        else:
-            fill(options.page, name, tables[name])
+        publish(options.page, name, tables[name])
     if options.output is not None:
         save_small(mixing_figure(result, options.points, options.width), options.output / "wide_networks.png")
         save_small(density_figure(slices()), options.output / "wide_networks_density.png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from curvops.evidence.ascent import Ascent
 from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
 from curvops.evidence.precision_groups import OVER, precision_groups
+from curvops.linalg.core.limits import checked_whole
 from curvops.posterior.arguments import check_accuracy
 from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 
@@ -70,10 +70,7 @@ def maximize(
     check_accuracy(rtol, generator)
     check_accuracy(xtol, name="xtol")
     for name, number in (("probes", probes), ("steps", steps)):
-        if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-            raise TypeError(f"{name} must be a whole number, got {number!r}.")
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
+        checked_whole(name, number, 1)
     groups, noise = _read(over)
     at = checked_mode(mode, post.lin)
     present = post.prior.diagonal

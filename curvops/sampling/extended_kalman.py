@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
-from curvops.linalg.core.limits import check_choice
+from curvops.linalg.core.limits import check_choice, checked_whole
 from curvops.operators import GGN, DiagonalGGN, EmpiricalFisher, Linearization
 from curvops.operators.curvature_root import root_of
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior
+from curvops.sampling.families import RANK
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import checked
@@ -28,8 +28,6 @@ from curvops.sampling.weight_order import order_at_mean
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
-RANK = 10
-"""Of the low rank plus a diagonal, where none is given."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -213,16 +211,12 @@ def ekf(
         )
     if rank is not None and form != "low_rank_diagonal":
         raise ValueError(f"rank={rank!r} is of form='low_rank_diagonal'; {form!r} has none.")
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, numbers.Integral)):
-        raise TypeError(f"rank must be a whole number, got {rank!r}.")
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,
         fisher=fisher,
         transition_noise=checked("transition_noise", transition_noise, zero=True),
-        rank=RANK if rank is None else int(rank),
+        rank=RANK if rank is None else checked_whole("rank", rank, 1),
     )
 
 

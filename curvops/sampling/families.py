@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
+from curvops.linalg.core.limits import checked_whole
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.structure import Structure
 
@@ -29,9 +30,9 @@ class GaussianFamily(ABC):
     def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         """The tensors of N(0, scale² I), or of what the family has near it."""
 
-    @abstractmethod
     def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
-        """The standard normal numbers that k draws are made of."""
+        """The standard normal numbers that k draws are made of, one a weight."""
+        return source.normal(like.new_empty(k * len(like))).view(k, -1)
 
     @abstractmethod
     def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
@@ -52,9 +53,6 @@ class DiagonalFamily(GaussianFamily):
     def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"log_scale": torch.full_like(like, math.log(scale))}
 
-    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
-        return source.normal(like.new_empty(k * len(like))).view(k, -1)
-
     def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return noise * tensors["log_scale"].exp()
 
@@ -72,8 +70,6 @@ class DenseFamily(GaussianFamily):
 
     def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
-
-    noise = DiagonalFamily.noise
 
     def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return noise @ triangle(tensors["factor"]).mT
@@ -134,8 +130,6 @@ class KroneckerFamily(GaussianFamily):
                 found[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
         return found
 
-    noise = DiagonalFamily.noise
-
     def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return self._each(
             tensors,
@@ -172,9 +166,10 @@ class KroneckerFamily(GaussianFamily):
             start += p * q
         return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
 
-    def _each(self, tensors: Tensors, structure: Structure, rows: Tensor, apply: object) -> Float[Tensor, "k d"]:
+    def _each(
+        self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+    ) -> Float[Tensor, "k d"]:
         """L applied from the left, R from the right, tensor by tensor."""
-        assert callable(apply)
         found, start = [], 0
         for i, (p, q) in enumerate(sizes(structure)):
             block = apply(tensors[f"left.{i}"], rows[:, start : start + p * q].unflatten(1, (p, q)))
@@ -185,7 +180,24 @@ class KroneckerFamily(GaussianFamily):
         return torch.cat(found, 1)
 
 
-FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
+FAMILIES: dict[str, type[GaussianFamily]] = {
+    "diagonal": DiagonalFamily,
+    "dense": DenseFamily,
+    "low_rank_diagonal": LowRankDiagonalFamily,
+    "kronecker": KroneckerFamily,
+}
+RANK = 10
+"""Of a low rank plus a diagonal, where none is given."""
+
+
+def family_of(name: str, rank: object) -> GaussianFamily:
+    """The family of that name; ValueError for a rank where it has none."""
+    kind = FAMILIES[name]
+    if kind is LowRankDiagonalFamily:
+        return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
+    if rank is not None:
+        raise ValueError(f"rank={rank!r} is of family='low_rank_diagonal'; {name!r} has none.")
+    return kind()
 
 
 def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
-from curvops.linalg.core.limits import check_generator
+from curvops.linalg.core.limits import check_generator, checked_whole
 from curvops.progress import Progress, check_progress, shown
 from curvops.sampling.chain import Chain
 from curvops.sampling.divergence import Watch
@@ -69,7 +69,11 @@ def run(
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
-    steps, warmup, thin = _count("steps", steps, 1), _count("warmup", warmup, 0), _count("thin", thin, 1)
+    steps, warmup, thin = (
+        checked_whole("steps", steps, 1),
+        checked_whole("warmup", warmup, 0),
+        checked_whole("thin", thin, 1),
+    )
     if thin > steps:
         raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
     check_generator(generator)
@@ -249,11 +253,3 @@ def _placed(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return {key: _placed(each, device) for key, each in value.items()} if isinstance(value, dict) else value
-
-
-def _count(name: str, given: Any, least: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, got {given!r}.")
-    if given < least:
-        raise ValueError(f"{name} must be at least {least}, got {given}.")
-    return int(given)

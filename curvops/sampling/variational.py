@@ -10,28 +10,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice, check_flag
+from curvops.linalg.core.limits import check_choice, check_flag, checked_whole
 from curvops.operators import Linearization
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior
-from curvops.sampling.families import (
-    FAMILIES,
-    DenseFamily,
-    DiagonalFamily,
-    GaussianFamily,
-    KroneckerFamily,
-    LowRankDiagonalFamily,
-)
+from curvops.sampling.families import FAMILIES, GaussianFamily, family_of
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import at, checked
 from curvops.sampling.sghmc import fields_of
 from curvops.sampling.state import Info, State
-from curvops.sampling.torch_optimizer import Optimizer, OptimizerState, optimizer
+from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
+from curvops.sampling.torch_optimizer import optimizer as in_torch
 from curvops.sampling.transition import common_arguments
 from curvops.sampling.weight_order import order_at_mean
-
-RANK = 10
-"""Of the low rank plus a diagonal, where none is given."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -170,33 +161,11 @@ def vi(
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     if isinstance(temperature, numbers.Real) and temperature == 0:
         raise ValueError("temperature=0: the best distribution is then a point; use co.sampling.optimizer for it.")
-    inner = _made(optimizer, log_posterior, shared["data_size"], options)
+    inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(
         **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
-        family=_family(family, rank),
-        draws=_whole("draws", draws),
+        family=family_of(family, rank),
+        draws=checked_whole("draws", draws, 1),
         stick_the_landing=stick_the_landing,
         initial_scale=checked("initial_scale", initial_scale),
     )
-
-
-def _made(make: Any, log_posterior: Any, data_size: int, options: dict[str, Any]) -> Optimizer:
-    return optimizer(make, log_posterior, data_size=data_size, **options)
-
-
-def _family(name: str, rank: Any) -> GaussianFamily:
-    if name == "low_rank_diagonal":
-        return LowRankDiagonalFamily(RANK if rank is None else _whole("rank", rank))
-    if rank is not None:
-        raise ValueError(f"rank={rank!r} is of family='low_rank_diagonal'; {name!r} has none.")
-    if name == "dense":
-        return DenseFamily()
-    return KroneckerFamily() if name == "kronecker" else DiagonalFamily()
-
-
-def _whole(name: str, given: Any) -> int:
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, got {given!r}.")
-    if given < 1:
-        raise ValueError(f"{name} must be at least 1, got {given}.")
-    return int(given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 
@@ -52,13 +52,22 @@ def check_within(name: str, given: object, interval: str) -> None:
         raise ValueError(f"{name} must lie in {interval}, got {given!r}.")
 
 
+def checked_whole(name: str, given: object, least: int) -> int:
+    """TypeError for what is no whole number, ValueError below the least."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {given!r}.")
+    if given < least:
+        raise ValueError(f"{name} must be at least {least}, got {given}.")
+    return int(given)
+
+
 def check_flag(name: str, given: object) -> None:
     """TypeError unless ``given`` is True or False."""
     if not isinstance(given, bool):
         raise TypeError(f"{name} must be True or False, got {given!r}.")
 
 
-def check_choice(name: str, given: object, known: Sequence[str]) -> None:
+def check_choice(name: str, given: object, known: Collection[str]) -> None:
     """ValueError, naming what there is, unless ``given`` is one of them."""
     if given not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")
