@@ -10,6 +10,9 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --constraint const
 # The build back end is installed beforehand, so that it too is the pinned one.
 EDITABLE := $(INSTALL) --no-build-isolation --editable
 
+# Whatever the environment says: the two test processes, and those that tests start, compile each module once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test bench docs lint clean
 .DELETE_ON_ERROR:
 

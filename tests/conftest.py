@@ -1,8 +1,9 @@
 """What every test runs under.
 
-Shapes are checked by jaxtyping's own pytest option, set in pyproject.toml, in the first case of every test function:
-the checks take two to four times the library's own time on small matrices, and other cases run the same code. Of a
-suite of tests that many classes inherit, one test of every class and every test of one class count as first cases.
+Shapes are checked by jaxtyping's own pytest option, set in pyproject.toml, in the first case of every test function,
+there in the first calls of each function of the library (`shape_checks`): the checks take two to four times the
+library's own time on small matrices, and other cases run the same code. Of a suite of tests that many classes inherit,
+one test of every class and every test of one class count as first cases.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import jaxtyping
 import pytest
 import torch
+
+from tests import shape_checks
+
+shape_checks.install()  # before any module of the library is imported
 
 
 def pytest_configure() -> None:
@@ -45,6 +49,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+    shape_checks.restart()
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +66,7 @@ def _torch_left_as_found() -> Iterator[None]:
 @pytest.fixture
 def annotations_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user: without the shape checks of the test run, whose errors would come before the function's own."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    # Functions inside functions are decorated whenever the outer one runs.
-    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)
+    monkeypatch.setattr(shape_checks, "CALLS", 0)
 
 
 FOREIGN_SOLVERS = (

@@ -94,19 +94,12 @@ BATCHINGS = [(5,), (3, 2), (1, 1, 1, 1, 1)]
 
 def covering(*factors: list[Any]) -> list[tuple[Any, ...]]:
     """Rows such that every pair of values of two factors stands in one of them (greedy)."""
-    wanted = {
-        (i, a, j, b)
-        for (i, first), (j, second) in itertools.combinations(enumerate(factors), 2)
-        for a in range(len(first))
-        for b in range(len(second))
-    }
-    rows = []
+    indices = itertools.product(*(range(len(factor)) for factor in factors))
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in indices}
+    wanted, rows = set().union(*pairs.values()), []
     while wanted:
-        row = max(
-            itertools.product(*(range(len(factor)) for factor in factors)),
-            key=lambda r: sum((i, r[i], j, r[j]) in wanted for i, j in itertools.combinations(range(len(r)), 2)),
-        )
-        wanted -= {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+        row = max(pairs, key=lambda r: len(pairs[r] & wanted))
+        wanted -= pairs[row]
         rows.append(tuple(factor[i] for factor, i in zip(factors, row)))
     return rows
 
