@@ -6,8 +6,9 @@
 Three hidden layers of GELU, targets one-hot less .1, noise .1² (a variance of .01), weights N(0, 2/fan-in), biases N(0,
 .1²); float32. A cell is one width and one number of points, with T ("readout") and without ("none"): underdamped
 Langevin with a Metropolis correction, the step size tuned to the same acceptance for both, the share of momentum
-refreshed a step 1 − e^−2ε, both started at the same draw T(φ), φ ~ N(0, I). Seconds are of the process, so that other
-jobs on the machine do not count. A cell that is in the file is not measured again.
+refreshed a step 1 − e^−2ε, both started at the same draws T(φ), φ ~ N(0, I), and left to settle down for two fifths of
+the steps that follow. Seconds are of the process, so that other jobs on the machine do not count. A cell that is in the
+file is not measured again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from curvops.sampling.reprior_gap import divergence
 
 NOISE, WEIGHT_STD, BIAS_STD = 0.01, 2**0.5, 0.1
 TARGET, LEAST, MOST = 0.99, 0.98, 0.995
-"""Acceptance that step sizes are tuned to; a cell outside the others is run again, with another step, twice at most."""
+"""Acceptance that step sizes are tuned to; chains outside the others are run again, with another step, once at most."""
 TANGENT_REG = 0.3
 """λ of the tangent-kernel form, which folds at σ²."""
 PROJECTIONS, TEST = 32, 32
@@ -171,9 +172,7 @@ def chain(rep: Any, held_out: Tensor, start: Draw, epsilon: float, steps: int, t
     }
 
 
-def cell(
-    network: str, width: int, points: int, change: str, options: argparse.Namespace, steps: int | None = None
-) -> dict[str, Any]:
+def cell(network: str, width: int, points: int, change: str, options: argparse.Namespace) -> dict[str, Any]:
     """Effective samples a thousand steps and a second, R̂², acceptance, step size; with T the gaps, too."""
     rep, held_out = target(network, width, points, change)
     exact, _ = target(network, width, points, "readout")
@@ -185,21 +184,25 @@ def cell(
         starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
     guess = options.guess_without if change == "none" else options.guess_with
     begun = time.process_time()
-    epsilon, _ = tuned(rep, starts[0], guess, options.warmup, 0)
-    if steps is None:  # as many as fit, and in the cell beside it as many as in this
-        once = (time.process_time() - begun) / options.warmup
-        steps = max(options.least, min(options.steps, int(options.seconds / once / options.chains)))
-    thin = max(1, steps // 400)
-    for _ in range(3):  # the first run may still be on its way from the prior to where it is stiffer
-        runs = [chain(rep, held_out, start, epsilon, steps, thin, 10 + i) for i, start in enumerate(starts)]
-        rejected = max(1e-6, 1 - sum(each["acceptance"] for each in runs) / len(runs))
-        if 1 - MOST <= rejected <= 1 - LEAST:
-            break
-        epsilon *= min(2.0, ((1 - TARGET) / rejected) ** (1 / 3))  # the energy's error is of third order
+    epsilon, state = tuned(rep, starts[0], guess, options.warmup, 0)
+    once = (time.process_time() - begun) / options.warmup
+    seconds = options.seconds * (1.0 if change == "none" else options.share)
+    steps = max(options.least, min(options.steps, int(seconds / once / options.chains)))
+    starts[0] = state.params
+    for part, length in enumerate((steps // 5, steps // 5, steps, steps)):  # the first two are for settling down
+        thin = max(1, length // 300)
+        seeds = range(100 * part, 100 * part + options.chains)
+        runs = [chain(rep, held_out, start, epsilon, length, thin, seed) for start, seed in zip(starts, seeds)]
         starts = [each["last"] for each in runs]
+        rejected = max(1e-6, 1 - sum(each["acceptance"] for each in runs) / len(runs))
+        fits = 1 - MOST <= rejected <= 1 - LEAST
+        if fits and length == steps:
+            break
+        if not fits and part < 3:
+            epsilon *= min(2.0, ((1 - TARGET) / rejected) ** (1 / 3))  # the energy's error is of third order
     found: dict[str, Any] = {
         "network": network, "width": width, "points": points, "change": change, "epsilon": epsilon,
-        "chains": options.chains, "steps": steps,
+        "chains": options.chains, "steps": steps, "settling": 2 * (steps // 5),
         "acceptance": sum(each["acceptance"] for each in runs) / len(runs),
         "seconds": sum(each["seconds"] for each in runs) / len(runs),
         "parameters": sum(block.numel() for block in starts[0].values()),
@@ -248,12 +251,10 @@ def measure(options: argparse.Namespace) -> None:
     result.setdefault("machine", facts(torch.get_num_threads()))
     for network, width, points in plan(options):
         for change in CHANGES if network == "curve" else ("readout", "none"):
-            known = {(c["network"], c["width"], c["points"], c["change"]): c for c in result["cells"]}
+            known = {(c["network"], c["width"], c["points"], c["change"]) for c in result["cells"]}
             if (network, width, points, change) in known:
                 continue
-            beside = known.get((network, width, points, "readout"))
-            steps = None if beside is None else beside["steps"]
-            result["cells"].append(cell(network, width, points, change, options, steps))
+            result["cells"].append(cell(network, width, points, change, options))
             options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
             print(json.dumps(result["cells"][-1]), flush=True)
 
@@ -467,7 +468,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--warmup", type=int, default=600, help="steps in which a step size is found")
     parser.add_argument("--least", type=int, default=400, help="steps of a chain, however long they take")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of a cell's chains, less where steps are enough")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of chains without T, less where steps are enough")
+    parser.add_argument("--share", type=float, default=0.4, help="of these seconds for chains with T, which need fewer")
     parser.add_argument("--chains", type=int, default=3)
     parser.add_argument("--draws", type=int, default=400, help="of the prior, for the gaps")
     parser.add_argument("--guess-with", type=float, default=0.02, help="first step size with T")

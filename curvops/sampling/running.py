@@ -20,7 +20,7 @@ from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.metric import OperatorMetric
 from curvops.sampling.schedules import Constant
 from curvops.sampling.state import Info, State
-from curvops.sampling.step_size import DualAveraging
+from curvops.sampling.step_size import StepSizeSearch
 from curvops.sampling.transition import Transition
 
 TRACES = ("log_posterior", "acceptance", "energy_error")
@@ -50,7 +50,8 @@ def run(
         warmup: steps before, of which nothing is kept.
         thin: steps between two draws: `steps // thin` are kept.
         target_acceptance: with a warm-up of a Metropolis sampler, the mean acceptance probability that its step size
-            is set to by dual averaging (Hoffman & Gelman 2014); .57 suits LMC, .65–.8 HMC.
+            is set to, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. Some hundred steps
+            of a chain that is where its law is; one still on its way there has other step sizes.
         generator: source of the state's generators where `start` are parameters.
         progress: as everywhere: None, a flag or a function (what, done, total).
         checkpoint: a folder for what is reached, also when the run is interrupted. The same call goes on from there
@@ -113,12 +114,12 @@ class _Reached:
     state: Any
     draws: Tensor
     traces: dict[str, Tensor]
-    adaptation: DualAveraging | None
+    adaptation: StepSizeSearch | None
     position: Any = None
 
     @classmethod
     def begun(
-        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: DualAveraging | None
+        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
     ) -> _Reached:
         """Nothing yet."""
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
@@ -161,7 +162,7 @@ class _Reached:
             name: _placed(value, device) if name not in ("step", "random") else value.cpu()
             for name, value in record["state"].items()
         }
-        adaptation = None if record["adaptation"] is None else DualAveraging(*record["adaptation"])
+        adaptation = None if record["adaptation"] is None else StepSizeSearch(*record["adaptation"])
         traces = {name: trace.to(device) for name, trace in record["traces"].items()}
         state, draws = replace(self.state, **held), record["draws"].to(device)
         return _Reached(record["done"], state, draws, traces, adaptation, record["position"])
@@ -209,7 +210,7 @@ def _taken(
     return reached
 
 
-def _adaptation(sampler: Transition, target: float | None, warmup: int) -> DualAveraging | None:
+def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
     if target is None:
         return None
     if not sampler.metropolis:
@@ -222,10 +223,10 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> DualA
         raise ValueError("target_acceptance is reached in a warm-up: give warmup=, some hundred steps.")
     if not isinstance(sampler.step_size, Constant):
         raise ValueError("target_acceptance sets the step size, which follows a schedule here: give it as a number.")
-    return DualAveraging.begun(sampler.step_size.value, float(target), sampler.largest_step)
+    return StepSizeSearch.begun(sampler.step_size.value, float(target), sampler.largest_step)
 
 
-def _adapted(sampler: Transition, adaptation: DualAveraging | None, warming_up: bool) -> Transition:
+def _adapted(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
     """The sampler with the step size that this stage of the adaptation has."""
     if adaptation is None:
         return sampler

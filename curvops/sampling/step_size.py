@@ -1,34 +1,40 @@
-"""The step size of a Metropolis sampler, by its acceptance: dual averaging."""
+"""The step size of a Metropolis sampler, by its acceptance: stochastic approximation with averaged trials."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-GAMMA, T0, KAPPA = 0.05, 10.0, 0.75
-"""How fast trials move, how many first ones count little, how fast old ones are forgotten: the authors' values."""
+DECAY = 0.75
+"""Moves and the shares of new trials in the mean fall as t^−.75 (Hoffman & Gelman 2014 forget old trials so, too)."""
+LARGEST_MOVE = 1.0
+"""A step of warm-up changes log ε by no more, however few proposals the target lets be rejected."""
 
 
 @dataclass(frozen=True)
-class DualAveraging:
-    """log ε follows the mean error of the acceptance probability so far (Hoffman & Gelman 2014, section 3.2).
+class StepSizeSearch:
+    """log ε follows the error of the acceptance probability, counted in the rarer outcome's probability at the target.
 
-    centre: log of the step size that trials are drawn to. most: no step is larger (1 for pCN).
+        log ε ← log ε − t^−¾ (a* − a)/min(a*, 1 − a*),    the result being the mean of trials, later ones counting more
+
+    Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is proportional
+    to ε³ of one leapfrog step and to ε of pCN, so that in these units the mean error has a slope of 1 to 3 in log ε at
+    any target (Garthwaite, Fan & Sisson 2016 divide by the slope likewise). That of plain a* − a is .06 at .98.
+
+    target: a*. most: log of the largest step size (1 for pCN).
     """
 
     target: float
-    centre: float
     most: float
     steps: int = 0
-    error: float = 0.0
     log_trial: float = 0.0
     log_mean: float = 0.0
 
     @classmethod
-    def begun(cls, step_size: float, target: float, most: float) -> DualAveraging:
+    def begun(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
         """From this step size on."""
         start = math.log(min(step_size, most))
-        return cls(target, math.log(10) + start, math.log(most) if most < math.inf else 1e300, 0, 0.0, start, start)
+        return cls(target, math.log(most) if most < math.inf else 1e300, 0, start, start)
 
     @property
     def trial(self) -> float:
@@ -40,12 +46,11 @@ class DualAveraging:
         """The step size after warm-up, the mean of trials with the later ones counting more."""
         return math.exp(self.log_mean)
 
-    def updated(self, acceptance: float) -> DualAveraging:
+    def updated(self, acceptance: float) -> StepSizeSearch:
         """After a step with this acceptance probability; NaN counts as 0."""
-        t = self.steps + 1
+        share = (self.steps + 1) ** -DECAY
         missed = self.target - (acceptance if acceptance == acceptance else 0.0)
-        error = self.error + (missed - self.error) / (t + T0)
-        trial = min(self.centre - math.sqrt(t) / GAMMA * error, self.most)
-        share = t**-KAPPA
+        move = share * missed / min(self.target, 1 - self.target)
+        trial = min(self.log_trial - max(-LARGEST_MOVE, min(LARGEST_MOVE, move)), self.most)
         mean = share * trial + (1 - share) * self.log_mean
-        return replace(self, steps=t, error=error, log_trial=trial, log_mean=mean)
+        return replace(self, steps=self.steps + 1, log_trial=trial, log_mean=mean)

@@ -138,3 +138,24 @@ def test_warm_up_reaches_the_acceptance_asked_for(name: str, target: float) -> N
     chain = S.run(S.chains(made[name], 8), start, target_acceptance=target, **options)
     assert chain.acceptance is not None and abs(float(chain.acceptance.mean()) - target) < 0.1
     assert chain.sampler.step_size.value != made[name].step_size.value
+
+
+@pytest.mark.parametrize("target", [0.9, 0.98])
+def test_the_share_of_rejections_is_the_one_asked_for(target: float) -> None:
+    """A stiff Gaussian, first steps far too small and too large; what is found is judged by 150 other chains.
+
+    The log of the ratio of rejections to those asked for has a standard deviation of .25 over seeds and a mean of −.06:
+    one of four is beyond ln 2 for one choice of seeds in 50, their mean beyond .35 in 60.
+    """
+    h = torch.logspace(0, 3, 20, dtype=torch.float64)
+    ratios = []
+    for seed, first in enumerate((1e-4, 1.0, 1e-2, 0.1)):
+        g = seeded(seed)
+        starts = list(torch.randn(151, 20, dtype=torch.float64, generator=g) * h**-0.5)
+        sampler = S.lmc(log_density(torch.diag(h)), first, refreshment=0.3, data_size=1)
+        found = S.run(sampler, starts[0], steps=1, warmup=100, target_acceptance=target, generator=g).sampler
+        judged = S.run(S.chains(found, 150), starts[1:], steps=8, generator=g).acceptance
+        assert judged is not None
+        ratios.append((1 - judged.mean()) / (1 - target))
+    errors = torch.stack(ratios).log()
+    assert float(errors.abs().max()) < math.log(2) and abs(float(errors.mean())) < 0.35, errors
