@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg import Diagonal, Inverse
-from curvops.sampling.log_density import LogPosterior
+from curvops.posterior.priors import Prior
 from curvops.sampling.metric import as_metric
 from curvops.sampling.metropolis import Metropolis, MetropolisState, choice, kept
 from curvops.sampling.noise_source import NoiseSource
@@ -86,7 +86,7 @@ def pcn(
         step_size: ε in (0, 1], a number or a schedule; 1 proposes draws of the Gaussian itself. `run(..., warmup=,
             target_acceptance=0.3)` finds one.
         covariance: C, a number, a vector (d,) or an operator; None takes the prior's where `co.sampling.log_posterior`
-            made log_posterior.
+            made log_posterior, and I of a `co.sampling.reprior`.
         mean: c, a number, a vector or a tree like the parameters; None takes the prior's, or 0.
         temperature: τ > 0, a number or a schedule; 1 is the posterior.
         data_size: N, where log_posterior does not carry it.
@@ -96,14 +96,14 @@ def pcn(
 
     Cost: a value of log_posterior, a draw by the root of C and a solve with C.
     """
-    prior = log_posterior.prior if isinstance(log_posterior, LogPosterior) else None
-    if covariance is None and prior is None:
+    prior = getattr(log_posterior, "prior", None)
+    if covariance is None and not isinstance(prior, Prior):
         raise ValueError(
             "covariance is missing: pcn proposes from a Gaussian N(mean, covariance), the prior where there is one. "
             "Give a number, a vector (d,) or an operator."
         )
     if covariance is None:
-        assert prior is not None
+        assert isinstance(prior, Prior)
         A = prior.precision
         covariance = Inverse(A) if not isinstance(A, Tensor) else float(1 / A) if A.ndim == 0 else Diagonal(1 / A)
         mean = prior.mean if mean is None else mean

@@ -21,7 +21,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.model.parameters import Blocks
 from curvops.operators import Linearization, linearize
 from curvops.posterior.arguments import checked_count
-from curvops.posterior.priors import read_prior
+from curvops.posterior.priors import Prior, read_prior
 from curvops.sampling.reprior_conjugate import Conjugate, DataSpace, FeatureSpace, Identity, condition
 from curvops.sampling.reprior_gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
 from curvops.sampling.reprior_map import Change, ReadoutMap
@@ -61,6 +61,12 @@ class Reprior:
     def params(self) -> Blocks:
         """φ of the weights that the network had, to start a sampler from."""
         return self.inverse(self._problem.model.values)
+
+    @property
+    def prior(self) -> Prior:
+        """N(0, I) of φ, from which `pcn` proposes."""
+        one = torch.ones_like(self._problem.model.theta[0])
+        return Prior(one, torch.zeros_like(one))
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
         """log p̃(φ)/N in nats, as samplers take it.

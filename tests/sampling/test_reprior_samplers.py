@@ -68,7 +68,7 @@ def integrals(noise=0.5):
 CHAINS, RUN = 250, {"steps": 36, "thin": 4, "warmup": 24}
 SAMPLERS = {
     "lmc": (lambda rep: co.sampling.lmc(rep, 0.9, refreshment=0.5, sigma=rep.data_size**-0.5), None),
-    "pcn": (lambda rep: co.sampling.pcn(rep, 0.9, covariance=1.0), None),
+    "pcn": (lambda rep: co.sampling.pcn(rep, 0.9), None),
     "lmc, λ = 2": (lambda rep: co.sampling.lmc(rep, 0.6, refreshment=0.5, sigma=rep.data_size**-0.5), 2.0),
     "baoa, no correction": (lambda rep: co.sampling.baoa(rep, 0.3, alpha=1.0, sigma=rep.data_size**-0.5), None),
 }
@@ -84,6 +84,22 @@ def test_the_law_of_the_weights_is_the_posterior_whatever_samples_them(name):
     found = moments(chain, rep).unflatten(1, (CHAINS, -1)).mean(2)  # of each chain
     mean, stderr = found.mean(1), found.std(1) / CHAINS**0.5
     assert bool(((mean - integrals()).abs() < 4.5 * stderr).all()) and bool((stderr < 0.05).all())
+
+
+def test_crank_nicolson_proposes_from_the_prior_of_phi():
+    """N(0, I), so that the log ratio of its acceptance is the change of h = log p̃ − log N(φ; 0, I)."""
+    rep = curve()
+    sampler = co.sampling.pcn(rep, 0.3)
+    state = sampler.init(one(rep), torch.Generator().manual_seed(0))
+    moved = 0
+    for _ in range(6):
+        after, info = sampler.update(state)
+        if not torch.equal(after.theta, state.theta):
+            moved += 1
+            change = float(rep.log_ratio(after.params) - rep.log_ratio(state.params))
+            assert float(info.energy_error) == pytest.approx(-change, abs=1e-10)
+        state = after
+    assert moved > 2
 
 
 def test_classes_have_the_moments_of_the_integral():
