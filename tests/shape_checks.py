@@ -34,7 +34,7 @@ def _in_first_calls(function: FunctionType, typechecker: Any) -> Callable[..., A
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal checked
-        if _calls[code] >= CALLS:
+        if _calls.get(code, 0) >= CALLS:
             return function(*args, **kwargs)
         _calls[code] += 1
         checked = checked or _jaxtyped(function, typechecker=typechecker)
