@@ -23,9 +23,9 @@ class Hessian(OfLinearization, NetworkOperator):
     `co.Hessian(lin)`; choose it for sharpness and saddle points, the GGN for posteriors, and solve shifted systems with
     `minres`, not CG. Cost to build: one product of a few points. A product is a forward and a backward pass with its
     graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one vector, 2 more for each
-    further one. Memory: that graph for one batch; nothing is kept between products. It has no gradient for the
-    likelihood's hyperparameters. Raises RuntimeError where the model has no second derivatives, or wrong ones (torch's
-    fused weight_norm is not symmetric).
+    further one. Memory: that graph for one batch; nothing is kept between products. Of the
+    likelihood's hyperparameters the single noise of a Gaussian alone has a gradient. Raises RuntimeError where the
+    model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
     """
 
     STORED = "lin"

@@ -33,7 +33,7 @@ from curvops.operators.hessian import Hessian
 from curvops.operators.kfac import EKFAC, KFAC, LayerBlocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.network_operator import NetworkOperator
-from curvops.operators.reading import OfLinearization
+from curvops.operators.reading import OfLinearization, ScaledByNoise
 from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
 
 MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
@@ -52,6 +52,7 @@ DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, S
 
 def record_of_operator(operator: LinearOperator, lin: Linearization, what: str = "the curvature") -> dict[str, Any]:
     """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
+    operator = operator.settled() if isinstance(operator, ScaledByNoise) else operator
     record = _record(operator, lin, what)
     if isinstance(operator, OfLinearization) and operator.asked is not None:
         record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.asked.items()}

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Diagonal, Inverse, LowRank
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.operators.algebra import OfScaled
 from curvops.linalg.operators.dense import OfDense
 from curvops.linalg.operators.diagonal_matrix import OfDiagonal
 from curvops.linalg.operators.direct_sum import OfDirectSum
@@ -93,6 +94,10 @@ def point_covariances(
         form = precision._closed_form()
         if isinstance(form, OfDense):
             return _of_dense(walk, form, shape)
+        if isinstance(form, OfScaled):
+            unscaled = Damped(form.base.base, form.shift / form.factor).inverse()
+            found = point_covariances(jacobian, unscaled, outputs, diagonals, rows)
+            return None if found is None else found / form.factor
         if jacobian.passes.engines.plan.others:
             return None
         if isinstance(form, OfLowRank):

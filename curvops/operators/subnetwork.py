@@ -20,7 +20,7 @@ from curvops.network.model.parameters import matching
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import mirrored
-from curvops.operators.reading import OfLinearization, Stored, made_of, require_no_gradient
+from curvops.operators.reading import OfLinearization, ScaledByNoise, Stored, made_of, require_no_gradient
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -66,7 +66,7 @@ class Subnetwork(Dense):
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
-            if isinstance(source, Curvature):
+            if isinstance(source, Curvature | ScaledByNoise):
                 require_no_gradient(source.likelihood, "Subnetwork")
             source, rest = in_parts(principal_block(source, indices), source.dtype)
         LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)

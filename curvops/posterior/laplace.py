@@ -22,7 +22,7 @@ from curvops.linalg import Estimate
 from curvops.linalg.core.limits import check_flag
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.operators.algebra import is_psd
-from curvops.network.likelihoods import Gaussian, Sequences
+from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
 from curvops.posterior import continual
 from curvops.posterior.arguments import (
@@ -145,14 +145,13 @@ class Laplace(GaussianWeights):
     @property
     def observation_noise(self) -> float:
         """The observation noise, the variance of a Gaussian likelihood; ValueError where there is not one number."""
-        likelihood = self.lin.likelihood
-        each = likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
-        if not isinstance(each, Gaussian) or each.noise.numel() > 1:
+        noise = single_noise(self.lin.likelihood)
+        if noise is None:
             raise ValueError(
-                f"{each!r} has no noise that is one number; co.likelihoods.Gaussian(noise=variance) has. Several "
-                "variances are learned by the gradient of log_evidence in a tensor that requires one."
+                f"{self.lin.likelihood!r} has no noise that is one number; co.likelihoods.Gaussian(noise=variance) "
+                "has. Several variances are learned by the gradient of log_evidence in a tensor that requires one."
             )
-        return float(each.noise.detach())
+        return float(noise.detach())
 
     def deviations(
         self,
@@ -314,8 +313,9 @@ class Laplace(GaussianWeights):
         The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
         the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
         of `lin`. The value carries gradients for the prior precision, and for the likelihood's hyperparameters where
-        the curvature does (GGN, EmpiricalFisher), with θ* held fixed. (θ̄ moves with them, which to first order
-        changes nothing: it maximises likelihood and prior.)
+        the curvature does (GGN, EmpiricalFisher; for the one noise of a Gaussian likelihood also KFAC, EKFAC,
+        diagonals, blocks and the Hessian, made while gradients are on), with θ* held fixed. (θ̄ moves with them, which
+        to first order changes nothing: it maximises likelihood and prior.)
 
         Args:
             rtol: relative accuracy of an estimated log-determinant, which at most 4,000 products are spent on; the

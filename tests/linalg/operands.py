@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg import Dense, Diagonal, DirectSum, EigenKronecker, Kronecker, LowRank, Operator
+from curvops.linalg import Dense, Diagonal, DirectSum, EigenKronecker, Kronecker, LowRank, Operator, Scaled
 
 Case = tuple[Operator, Tensor, Tensor]  # operator, dense matrix, a vector shift that its closed form takes
 
@@ -76,6 +76,12 @@ def blocks(parts: list[Case], permuted: bool) -> Case:
     return operator, matrix, torch.cat([shift for _, _, shift in parts])[back]
 
 
+def scaled(case: Case, factor: float = 1.7) -> Case:
+    """By the class of any operand: most have multiples of their own kind."""
+    operator, matrix, shift = case
+    return Scaled(operator, torch.tensor(factor, dtype=torch.float64)), factor * matrix, shift
+
+
 ones = torch.ones(2, 3, dtype=torch.float64)
 OPERANDS: dict[str, Callable[[], Case]] = {
     "diagonal": diagonal,
@@ -94,5 +100,7 @@ OPERANDS: dict[str, Callable[[], Case]] = {
     "blocks": lambda: blocks([kronecker(positive(2, 3), positive(2, 4)), low_rank(9, 2), diagonal(5)], False),
     "blocks permuted": lambda: blocks([kronecker(positive(1, 3), positive(1, 4)), dense(7), diagonal(5)], True),
     "blocks large": lambda: blocks([kronecker(positive(2, 9), positive(2, 17)), dense(20)], True),
+    "scaled kronecker": lambda: scaled(kronecker(positive(2, 3), positive(2, 4, seed=1))),
+    "scaled blocks": lambda: scaled(OPERANDS["blocks"]()),
 }
-SINGULAR = {"low rank", "blocks"}
+SINGULAR = {"low rank", "blocks", "scaled blocks"}

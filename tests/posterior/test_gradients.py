@@ -23,6 +23,10 @@ def linearised(network, noise):
     return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
 
 
+def linearised_at(lin, noise):
+    return lin.with_likelihood(co.likelihoods.Gaussian(torch.tensor(noise, dtype=DOUBLE)))
+
+
 def seed():
     return torch.Generator().manual_seed(0)
 
@@ -43,7 +47,13 @@ CURVATURES = {
     "BlockDiagonal": co.BlockDiagonal,
     "low rank": lambda lin: co.low_rank(co.GGN(lin), rank=5, generator=seed()),
 }
-WITH_NOISE = ("GGN", "EmpiricalFisher")
+WITH_NOISE = CURVATURES.keys() - {"low rank"} | {"EKFAC", "Hessian", "mc", "empirical"}
+MADE = CURVATURES | {
+    "EKFAC": co.EKFAC,
+    "Hessian": co.Hessian,
+    "mc": lambda lin: co.KFAC(lin, fisher="mc", sharing="reduce", generator=seed()),
+    "empirical": lambda lin: co.DiagonalGGN(lin, fisher="empirical"),
+}
 
 
 def weighted(value):
@@ -75,13 +85,73 @@ def test_gradients_in_the_prior_precision(network, curvature, quantity):
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("curvature", WITH_NOISE)
+@pytest.mark.parametrize("curvature", sorted(WITH_NOISE))
 def test_gradients_in_the_noise(network, curvature, quantity):
     def value(noise):
-        post = co.laplace(linearised(network, noise), CURVATURES[curvature], 1.3, check_mode=False)
-        return weighted(QUANTITIES[quantity](post))
+        lin = linearised(network, noise)
+        return weighted(QUANTITIES[quantity](co.laplace(lin, MADE[curvature](lin), 30.0, check_mode=False)))
 
     agrees(value, torch.tensor(0.5, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("curvature", sorted(WITH_NOISE))
+def test_the_evidence_follows_its_noise_as_the_dense_formula_does(network, curvature):
+    """Its value and both gradients, at the noise that the curvature was made at and after changes in place."""
+    noise, prior = (torch.tensor(v, dtype=DOUBLE, requires_grad=True) for v in (0.5, 100.0))
+    lin, fixed = linearised(network, noise), linearised(network, 0.5)
+    post, G = co.laplace(lin, MADE[curvature](lin), prior, check_mode=False), MADE[curvature](fixed).to_dense()
+    power, eye = 2 if curvature in ("EmpiricalFisher", "empirical") else 1, torch.eye(len(G), dtype=DOUBLE)
+    f, y = network[0](network[1]).detach(), network[2]
+
+    def dense():
+        log_likelihood = torch.distributions.Normal(f, noise.sqrt()).log_prob(y).sum()
+        P = (0.5 / noise) ** power * G + prior * eye
+        return log_likelihood - 0.5 * (prior * lin.theta @ lin.theta + P.logdet() - len(G) * prior.log())
+
+    for change in (lambda: None, lambda: noise.mul_(1.6), lambda: noise.data.mul_(0.4)):
+        with torch.no_grad():
+            change()
+            torch.testing.assert_close(post.log_evidence().value, dense(), rtol=1e-10, atol=0)
+        for _ in range(2):  # no graph outlives its use
+            found, expected = (torch.autograd.grad(v, (noise, prior)) for v in (post.log_evidence().value, dense()))
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_noise_may_be_a_function_of_a_tensor_have_one_entry_and_be_that_of_a_sequence(network):
+    def slope(at, noise, lin):
+        return torch.autograd.grad(co.laplace(lin(noise), co.KFAC, 30.0, check_mode=False).log_evidence().value, at)[0]
+
+    noise = torch.tensor(0.5, dtype=DOUBLE, requires_grad=True)
+    log = noise.detach().log().requires_grad_()
+    one = noise.detach().reshape(1).requires_grad_()
+    expected = slope(noise, noise, lambda noise: linearised(network, noise))
+    close = {"rtol": 1e-10, "atol": 0}
+    torch.testing.assert_close(slope(log, log.exp(), lambda noise: linearised(network, noise)), 0.5 * expected, **close)
+    torch.testing.assert_close(slope(one, one, lambda noise: linearised(network, noise))[0], expected, **close)
+
+    _, x, y = network
+    points, sequence = (x, y), (x.reshape(3, 4, 3), y.reshape(3, 4, 2))
+    layer = nn.Linear(3, 2).double()
+    slopes = [
+        slope(noise, noise, lambda noise, data=data: co.linearize(layer, data, co.likelihoods.Gaussian(noise)))
+        for data in (points, sequence)
+    ]
+    torch.testing.assert_close(*slopes, **close)
+
+
+def test_a_posterior_that_follows_its_noise_is_saved_and_tuned_at_its_present_one(network, tmp_path):
+    noise = torch.tensor(0.5, dtype=DOUBLE, requires_grad=True)
+    post = co.laplace(linearised(network, noise), co.KFAC, 3.0, check_mode=False)
+    expected = co.evidence.maximize(co.laplace(linearised(network, 0.5), co.KFAC, 3.0, check_mode=False), "noise")
+    assert co.evidence.maximize(post, "noise").observation_noise == pytest.approx(expected.observation_noise, rel=1e-8)
+    post.save(tmp_path / "kept")
+    kept = co.load(tmp_path / "kept", network[0], (network[1], network[2]))
+    with torch.no_grad():
+        torch.testing.assert_close(kept.log_evidence().value, post.log_evidence().value, rtol=1e-10, atol=0)
+        torch.testing.assert_close(kept.predict(X).variance, post.predict(X).variance, rtol=1e-10, atol=0)
+        noise.mul_(2.0)
+    with pytest.raises(ValueError, match="changed from 0.5 to 1 since the curvature was made"):
+        post.save(tmp_path / "changed")
 
 
 @pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
@@ -157,8 +227,8 @@ def test_a_gradient_in_the_inputs_that_is_not_asked_for_is_refused_by_name(netwo
         lambda lin: co.Subnetwork(co.GGN(lin), [0, 1]),
     ],
 )
-def test_a_curvature_that_would_lose_the_gradient_in_the_noise_is_refused(network, build):
-    lin = linearised(network, torch.tensor(0.5, dtype=DOUBLE, requires_grad=True))
+def test_a_curvature_that_would_lose_the_gradient_in_several_variances_is_refused(network, build):
+    lin = linearised(network, torch.tensor([0.5, 0.7], dtype=DOUBLE, requires_grad=True))
     with pytest.raises(ValueError, match=r"no gradient for the hyperparameters.*detach"):
         build(lin)
     with torch.no_grad():
@@ -170,6 +240,21 @@ def test_a_curvature_that_would_lose_the_gradient_in_the_noise_is_refused(networ
                 use()
         with torch.no_grad():
             assert post.predict(X).variance.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lin: co.GGN(lin, mc_samples=2),
+        lambda lin: co.Subnetwork(co.GGN(lin), [0, 1]),
+        lambda lin: co.Subnetwork(co.KFAC(lin), [0, 1]),
+        lambda lin: co.low_rank(co.KFAC(lin), 3),
+        lambda lin: co.laplace(lin, co.KFAC(linearised_at(lin, 0.5)), check_mode=False).log_evidence(),
+    ],
+)
+def test_what_would_lose_the_gradient_in_one_noise_is_refused(network, use):
+    with pytest.raises(ValueError, match=r"no gradient for the.*detach"):
+        use(linearised(network, torch.tensor(0.5, dtype=DOUBLE, requires_grad=True)))
 
 
 def test_a_gradient_of_the_effective_number_that_cannot_come_is_refused(network):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -13,6 +15,7 @@ from torch import Tensor
 from curvops.linalg.core.sources import Sources, scaled, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.operators.base import Operator
+from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
 from curvops.linalg.operators.draws import draw_together, normal
 
 
@@ -117,8 +120,64 @@ class Sum(Operator):
         return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
 
 
+class OfScaled(ClosedForm):
+    """c A + diag(d) = c (A + diag(d / c)): by A's own closed form, for c > 0. What A has factorised serves every c."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        of_class = getattr(base.base, "_damped_form", None)
+        if of_class is None or base.factor.ndim or not bool(base.factor > 0):
+            return False
+        return bool(of_class.fits(base.base, shift / base.factor))
+
+    @cached_property
+    def inner(self) -> ClosedForm:
+        """The closed form of A + diag(d / c)."""
+        form: ClosedForm = self.base.base._damped_form(self.base.base, self.shift / self.factor)
+        return form
+
+    @property
+    def factor(self) -> Tensor:
+        """c."""
+        factor: Tensor = self.base.factor
+        return factor
+
+    def require_fit(self) -> None:
+        self.inner.require_fit()
+
+    def require_definite(self) -> None:
+        self.inner.require_definite()
+
+    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
+        return self.inner.solve(block, rtol) / self.factor
+
+    def logdet(self) -> Tensor:
+        return self.inner.logdet() + self.base.shape[-1] * self.factor.log()
+
+    def logdet_error(self) -> float:
+        return self.inner.logdet_error()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.inner.inverse_diagonal() / self.factor
+
+    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
+        return self.inner.draw(k, generator) * self.factor.sqrt()
+
+    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
+        return self.inner.draw_inverse(k, generator, rtol) * self.factor.rsqrt()
+
+    def inverse_root(self, block: Tensor) -> Tensor:
+        return self.inner.inverse_root(block) * self.factor.rsqrt()
+
+    def eigenbasis(self) -> Eigenbasis | None:
+        found = self.inner.eigenbasis()
+        return None if found is None else replace(found, values=found.values * self.factor)
+
+
 class Scaled(OfOne):
     """c A for a number c (a 0-d tensor, which may carry a gradient)."""
+
+    _damped_form: ClassVar[type[ClosedForm] | None] = OfScaled
 
     def __init__(self, base: LinearOperator, factor: Tensor) -> None:
         super().__init__(base, factor)

@@ -222,8 +222,9 @@ class Damped(OfOne):
         require_precision(self.dtype)
         base, shift = self.base, self.shift  # what the cache keeps must not refer back to it
         tensors = (*base.representation(), shift)
+        watched = [tensor for tensor in tensors if tensor is shift or tensor.ndim == 0]
         return self._cache.kept(
-            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, (shift,)
+            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, watched
         )
 
     def promises(self) -> Promises:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.layout import misplaced
+from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
@@ -121,3 +122,9 @@ class Sequences(Likelihood):
         if w is None:
             return None
         return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten()
+
+
+def single_noise(likelihood: Likelihood) -> Tensor | None:
+    """The noise of a Gaussian likelihood, of points or of positions, where it is one number; else None."""
+    each = likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
+    return each.noise if isinstance(each, Gaussian) and each.noise.numel() == 1 else None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, draw
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Scaled, draw
 from tests.linalg.operands import OPERANDS, positive, random, uniform
 
 
@@ -24,10 +24,11 @@ def made_of(name):
             lambda t: DirectSum(Diagonal(t), Dense(positive(1, 3)[0]), positions=[range(3, 6), range(3)]),
             uniform(3),
         ),
+        "scaled": (lambda t: Scaled(Kronecker(torch.ones(1, 2, 2).double(), positive(1, 3)), t), uniform(1)[0]),
     }[name]
 
 
-INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kronecker right", "blocks"]
+INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kronecker right", "blocks", "scaled"]
 
 
 @pytest.mark.parametrize("size", [0, 256], ids=["closed form", "dense"])

@@ -263,10 +263,13 @@ def test_a_damped_operator_plus_another_keeps_its_shift():
 def test_every_structured_class_names_its_closed_form_and_no_other_has_one():
     classes = [cls for cls in vars(linalg).values() if isinstance(cls, type) and issubclass(cls, linalg.Operator)]
     assert {cls.__name__ for cls in classes if cls._damped_form is not None} == {
-        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum",
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum", "Scaled",
     }  # fmt: skip
     assert all(issubclass(cls._damped_form, ClosedForm) for cls in classes if cls._damped_form is not None)
     assert linalg.Sum(_diagonal, _diagonal).add_diagonal(1.0)._closed_form() is None
+    for factor, A in ((-0.5, _diagonal), (0.0, _diagonal), (2.0, linalg.Sum(_diagonal, _diagonal))):
+        scaled = linalg.Scaled(A, torch.tensor(factor, dtype=torch.float64))
+        assert scaled.add_diagonal(1.0)._closed_form() is None
 
 
 @pytest.mark.parametrize("name", OPERANDS)
