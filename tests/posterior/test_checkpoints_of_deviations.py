@@ -68,20 +68,22 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_kill_9_loses_nothing(tmp_path, saved_at_each_step):
-    """At moments over the whole of a run, and without a seed: the noise is the folder's."""
-    begin = time.monotonic()
-    whole = draws(tmp_path / "whole")
-    whole_time, ended = time.monotonic() - begin, 0
-    for turn in range(3):
+    """At moments over the whole of a run."""
+    whole, folder, ended = draws(tmp_path / "whole"), tmp_path / "killed", 0
+    folder.mkdir()
+    for changes in (2, 4, 8):  # of a folder that a whole run changes some thirty times
         child = os.fork()
         if not child:
-            draws(tmp_path / "killed")
+            draws(folder)
             os._exit(0)
-        time.sleep(whole_time * (0.2 + 0.2 * turn))
+        seen = {folder.stat().st_mtime_ns}
+        while len(seen) <= changes and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            seen.add(folder.stat().st_mtime_ns)
+            time.sleep(0.0005)
         os.kill(child, signal.SIGKILL)
         ended += os.WIFSIGNALED(os.waitpid(child, 0)[1])
     assert ended
-    assert equal(draws(tmp_path / "killed"), whole)
+    assert equal(draws(folder), whole)
 
 
 def test_the_noise_of_a_run_without_a_seed_is_kept(after, tmp_path, saved_at_each_step):
