@@ -96,7 +96,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, layer: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.rnn, self.head = layer(4, 4, batch_first=True), nn.Linear(4, 2)
+        self.rnn, self.head = layer(4, 3, batch_first=True), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])
