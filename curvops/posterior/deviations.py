@@ -75,6 +75,8 @@ class Systems:
     preconditioner: Callable[..., tuple[Any, int]]
     memories: Memories
     """The budgets that the draws come out of, which a structured P does not know."""
+    formed: bool
+    """Whether the matrix of function space is worth forming for so many draws."""
 
     @property
     def count(self) -> int:
@@ -135,7 +137,7 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
         if carried or systems.precision.promises().small:
             return "cg"
         few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2] and systems.prior.diagonal is not None
-        return "dual" if few and systems.at_a_time[0] < systems.count else "cg"
+        return "dual" if systems.formed or (few and systems.at_a_time[0] < systems.count) else "cg"
     if method not in METHODS:
         raise ValueError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
     kind = type(systems.curvature).__name__

@@ -42,6 +42,7 @@ from curvops.posterior.deviations import (
     tempered,
 )
 from curvops.posterior.evidence_parts import Evidence
+from curvops.posterior.function_space import GRADIENTS_A_SOLVE
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
@@ -178,7 +179,8 @@ class Laplace(GaussianWeights):
                 and Fishers, a prior that is a number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with
                 options, to few digits; "closed form", for structured curvatures, has draws of its own, which the others
                 do not find for the same noise. None takes the closed form where there is one, else "cg", or "dual"
-                where it has far shorter vectors and memory has no room for those of "cg".
+                where outputs are so few that J Jᵀ is formed for less than k solves, or where it has far shorter
+                vectors and memory has no room for those of "cg".
             x0: initial guess (k, D), such as the draws of a neighbouring prior precision.
             rtol: relative residual of each solve, far below the sampling error of k draws.
             generator: source of the noise.
@@ -233,8 +235,9 @@ class Laplace(GaussianWeights):
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
+        formed = self.spectrum.function_space(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
         systems = Systems(
-            precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories
+            precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories, formed
         )
         found = raise_if_failed(deviations(systems, method, start, float(rtol), kept), float(rtol))
         found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
@@ -277,6 +280,8 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
+        if (functions := self.spectrum.function_space(self.prior.diagonal)) is not None and len(lins) == 1:
+            start = functions.mode(float(self.prior.precision), self.prior_mean, float(rtol))
         return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
 
     def _require_gradients(self) -> None:

@@ -43,6 +43,7 @@ from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.formed import Formed
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms
+from curvops.posterior.function_space import MOST_GRADIENTS, FunctionSpace, fits
 from curvops.posterior.priors import Prior
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
@@ -73,6 +74,7 @@ class Findings:
     lowest: tuple[float, Tensor] | None = None
     formed: Formed | None = None
     solved: tuple[LinearOperator, LinearOperator] | None = None
+    functions: FunctionSpace | None = None
     rows: int = 0
     sketches: dict[str, tuple[Tensor, int, Any]] = field(default_factory=dict)
 
@@ -85,6 +87,7 @@ class Spectrum:
     - the closed form of G + A, where there is one (as `(G + A).logdet()` does);
     - all eigenvalues and eigenvectors of G, up to `WHOLE` weights (for a scalar A up to `MOST_MATVECS` where probes did
       not reach the tolerance with half as many products as there are weights), kept for every further A;
+    - for a scalar A those that are not zero, in function space, where outputs are few in all (`FunctionSpace`);
     - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
     - probes at this A alone, preconditioned: the cheapest for one.
 
@@ -231,6 +234,18 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
+    def function_space(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FunctionSpace | None:
+        """That of the training points, where the prior is scalar and it costs no more than so many gradients.
+
+        It does not depend on what was asked before, so that equal seeds go on to make equal draws.
+        """
+        if prior is None or prior.ndim or not fits(self._curvature, self._lin, most_gradients):
+            return None
+        with self._lock:
+            found = self._found
+            found.functions = found.functions or FunctionSpace(self._lin)
+            return found.functions
+
     def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
         """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
@@ -270,10 +285,13 @@ class Spectrum:
 
         A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
         a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
-        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart. With a `checkpoint` it is the one of that
-        folder, whatever was sketched before. A new one is drawn from `generator`.
+        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. With
+        a `checkpoint` it is the one of that folder, whatever was sketched before. A new one is drawn from `generator`.
         """
         generator = generator or self._generator
+        if (functions := self.function_space(prior)) is not None:
+            assert prior is not None
+            return functions.inverse(float(prior)), 0
         if checkpoint is not None:
             made = precision.preconditioner(columns, generator, checkpoint=checkpoint)
             return made, 0 if made is None else made.matvecs
@@ -332,8 +350,11 @@ class Spectrum:
                 return self._beside_whole(spectrum, prior, precision, rtol)
             if spectrum is not None:
                 return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
-            if not recorded(precision.representation()) and (known := self._prepared(prior, rtol)) is not None:
-                return known.logdet(float(prior.detach()))
+            if not recorded(precision.representation()):
+                if (functions := self.function_space(prior)) is not None:
+                    return functions.log_ratio(float(prior), rtol)
+                if (known := self._prepared(prior, rtol)) is not None:
+                    return known.logdet(float(prior))
         found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
         if self._may_be_whole(found, prior):
             return self._from_whole(self._decomposed(), prior, precision, rtol) + (-reference)
@@ -425,6 +446,8 @@ class Spectrum:
             return dataclasses.replace(found, value=shares.sum())
         if spectrum is not None:
             return spectrum.effective_dimension(float(prior.detach()), rtol)
+        if (functions := self.function_space(prior)) is not None:
+            return functions.spectrum.effective_dimension(float(prior.detach()), rtol)
         if (known := self._prepared(prior, rtol)) is not None:
             return known.effective_dimension(float(prior.detach()))
         found = effective_dimension(
@@ -446,6 +469,8 @@ class Spectrum:
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
         """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
         prior = self._lin.theta.new_tensor(smallest)
+        if self.function_space(prior) is not None:
+            return
         if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
             return
         with self._lock, self._naming_the_ggn():

@@ -122,6 +122,21 @@ class Group:
         return self.parts[0].delta if self.parts else next(iter(self.given.values()))
 
     @property
+    def nbytes(self) -> int:
+        """What these rows hold in memory as they are."""
+        held = [tensor for part in self.parts for tensor in (part.kept, part.delta)] + list(self.given.values())
+        return sum(tensor.nbytes for tensor in held)
+
+    def is_like(self, other: Group) -> bool:
+        """Whether rows of other points are of the same layers and sizes."""
+        return self._sizes == other._sizes
+
+    @property
+    def _sizes(self) -> tuple[Any, ...]:
+        parts = [(part.layer.path, part.kept.shape[1:], part.delta.shape[1:]) for part in self.parts]
+        return self.names, parts, {name: rows.shape[1:] for name, rows in self.given.items()}
+
+    @property
     def layer(self) -> Layer | None:
         """The one layer that these rows belong to, if there is just one with an outer-product structure."""
         paths = {part.layer.path for part in self.parts}
@@ -159,6 +174,17 @@ class Group:
         step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
+
+
+def joined(groups: Sequence[Group]) -> Group:
+    """The rows of points that follow upon one another as one group; all must be like the first."""
+    first = groups[0]
+    if len(groups) == 1:
+        return first
+    alike = zip(*(group.parts for group in groups))
+    parts = [Part(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
+    given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
+    return Group(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
 
 def groups_of(features: Features) -> list[Group]:

@@ -1,0 +1,217 @@
+"""The Gram matrix J(x) A⁻¹ J(x')ᵀ of the rows of two Jacobians, layer by layer and points by points.
+
+A weight that meets inputs a_t and sensitivities δ_t at positions t has the rows Σ_t δ_t ⊗ a_t, and two of them the
+inner product Σ_tu (δ_t·δ'_u)(a_t·a'_u): cheaper than by the rows where positions are few and the layer is large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.plan import Plan
+from curvops.network.walks.layer_roots import Group, joined
+from curvops.operators.jacobian import Jacobian
+from curvops.operators.layer_matrix import height_of
+from curvops.operators.moments import mirrored
+
+BLOCK_BYTES = 16 * 2**20
+"""Of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
+PASSES = 8
+"""What these passes cost an entry of the block, in multiply-adds."""
+
+Piece = tuple[int, Group]
+"""The first row among all, and the rows of one layer from there on."""
+
+
+@torch.no_grad()
+def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
+    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for all of x that fits half of the budget."""
+    passes = left.passes
+    scales, most_bytes = _scales(passes.model.selection.positions(), prior), max(0, passes.memory.room())
+    result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
+    same = passes is right.passes
+
+    def add(piece: Piece, other: Piece) -> None:
+        (row, group), (column, partner) = piece, other
+        if group.names == partner.names and (not same or row <= column):
+            target = result[row : row + group.num_rows, column : column + partner.num_rows]
+            _add(target, group, partner, scales, most_bytes // 8)
+
+    with passes.memory.holding(most_bytes):
+        for end, panel in _panels(passes.jacobian_rows(), most_bytes // 2):
+            for piece, other in product(panel, panel if same else ()):
+                add(piece, other)
+            for start, _, groups in right.passes.jacobian_rows(end if same else 0):
+                for piece, partner in product(panel, groups):
+                    add(piece, (start + partner.first_row, partner))
+    return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
+
+
+def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
+    """(the row after them, pieces that fit into so many bytes together), at least those of some points."""
+    panel: list[Piece] = []
+    held = end = 0
+    for start, count, groups in walk:
+        size = sum(group.nbytes for group in groups)
+        if panel and held + size > most_bytes:
+            yield end, _joined(panel)
+            held = 0
+        panel += [(start + group.first_row, group) for group in groups]
+        held, end = held + size, start + count
+    if panel:
+        yield end, _joined(panel)
+
+
+def _joined(panel: list[Piece]) -> list[Piece]:
+    """Empty the panel; what follows upon one another as one, which makes larger matrix products."""
+    runs: list[list[Piece]] = []
+    for row, group in panel:
+        before = [run for run in runs if run[-1][0] + run[-1][1].num_rows == row and run[-1][1].is_like(group)]
+        if before:
+            before[0].append((row, group))
+        else:
+            runs.append([(row, group)])
+    panel.clear()
+    found = []
+    while runs:
+        run = runs.pop()  # and its parts are freed
+        found.append((run[0][0], joined([group for _, group in run])))
+    return found
+
+
+def _scales(positions: dict[str, Tensor], prior: Tensor) -> dict[str, Tensor]:
+    """A⁻¹ by name: 0-d where it is constant on all of a tensor, else of its shape, zero outside the selection."""
+    found = {}
+    for name, index in positions.items():
+        inside = index >= 0
+        if prior.ndim == 0 and bool(inside.all()):
+            found[name] = 1 / prior
+            continue
+        values = prior.expand(int(index.max()) + 1) if prior.ndim == 0 else prior
+        scale = torch.where(inside.to(prior.device), 1 / values[index.clamp_min(0).to(prior.device)], 0)
+        constant = bool((scale == scale.flatten()[0]).all())
+        found[name] = scale.flatten()[0] if constant else scale
+    return found
+
+
+def _add(target: Tensor, group: Group, partner: Group, scales: Mapping[str, Tensor], most_bytes: int) -> None:
+    """Add the inner products of rows of one layer; of one group with itself, at least those above the diagonal."""
+    scale, half = [scales[name] for name in group.names], group is partner
+    constant = all(s.ndim == 0 for s in scale) and bool((torch.stack(scale) == scale[0]).all())
+    if constant and _pays(group, partner):
+        _add_by_positions(target, _sides(group), _sides(partner), scale[0], most_bytes, half)
+    else:
+        _add_by_rows(target, group, partner, scales, most_bytes, half)
+
+
+def _pays(group: Group, partner: Group) -> bool:
+    """Whether inner products by pairs of positions are known, and less work than those of rows."""
+    left, other = _left(group), _left(partner)
+    if left is None or other is None:
+        return False
+    (_, r, _, t, p), (_, s, _, u, _) = left.shape, other.shape
+    q = group.parts[0].layer.size // (left.shape[2] * p)
+    return t * u == 1 or _by_positions(t, u, p, q, r * s) < _by_rows(p, q, r * s)
+
+
+def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
+    """Multiply-adds for a pair of points by pairs of positions."""
+    return t * u * (q + columns * (p + PASSES))
+
+
+def _by_rows(p: int, q: int, columns: int) -> int:
+    """The same by rows."""
+    return columns * p * q
+
+
+def gram_cost(plan: Plan, points: int) -> float:
+    """Gradients of the data, about, that J Jᵀ takes under a constant prior; ∞ where a parameter has no layer rule."""
+    if plan.others or not plan.forward:
+        return math.inf
+    columns = plan.num_outputs
+    pairs = sum(_least(layer, columns**2) for layer in plan.layers)
+    return (1 + 2 * columns) / 3 + points * pairs / (6 * plan.forward)
+
+
+def _least(layer: Layer, columns: int) -> int:
+    """Multiply-adds for a pair of points at one layer."""
+    by_rows = _by_rows(layer.size, 1, columns)
+    positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
+    if not positions:
+        return by_rows
+    height = height_of(layer)
+    return min(by_rows, _by_positions(positions, positions, height, layer.size // height, columns))
+
+
+def _left(group: Group) -> Tensor | None:
+    """δ (n, r, g, t, p) of a layer that is applied once, to numbers."""
+    if len(group.parts) != 1 or not group.parts[0].kept.is_floating_point():
+        return None
+    return group.parts[0].left()
+
+
+def _sides(group: Group) -> tuple[Tensor, Tensor]:
+    """The same with its inputs (n, g, t, q)."""
+    left = _left(group)
+    assert left is not None
+    return left, group.parts[0].right()
+
+
+def _add_by_rows(
+    target: Float[Tensor, "nr ms"],
+    group: Group,
+    partner: Group,
+    scales: Mapping[str, Tensor],
+    most_bytes: int,
+    half: bool,
+) -> None:
+    start = 0
+    for rows in group.pieces(most_bytes):
+        weighted = {name: _flat(row * scales[name]) for name, row in rows.items()}
+        height, column = len(next(iter(weighted.values()))), start if half else 0
+        for others in partner.pieces(most_bytes, column // partner.num_columns):
+            for name, row in weighted.items():
+                against = _flat(others[name])
+                target[start : start + height, column : column + len(against)].addmm_(row, against.mT)
+            column += len(against)
+        start += height
+
+
+def _flat(rows: Tensor) -> Float[Tensor, "nr p"]:
+    return rows.reshape(rows.shape[0] * rows.shape[1], -1)
+
+
+def _add_by_positions(
+    target: Float[Tensor, "nr ms"],
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+    scale: Tensor,
+    most_bytes: int,
+    half: bool,
+) -> None:
+    """target += Σ over pairs of positions of (a a'ᵀ) ∘ (δ δ'ᵀ), group by group and some points at a time."""
+    for (left, a), (other, b) in zip(_by_group(*first), _by_group(*second)):
+        (n, r, t, _), (m, s, u, _) = left.shape, other.shape
+        single = t * u == 1
+        size = r * t * m * s * u * left.element_size()
+        step = max(1, (most_bytes if single else min(most_bytes, BLOCK_BYTES)) // size)
+        for start in range(0, n, step):
+            points, kept = slice(start, start + step), slice(start if half else 0, None)
+            outer = left[points].flatten(0, 2) @ other[kept].flatten(0, 2).mT
+            inner = (scale * a[points]).flatten(0, 1) @ b[kept].flatten(0, 1).mT
+            outer = outer.view(-1, r, t, m - kept.start, s, u)
+            outer.mul_(inner.view(len(outer), 1, t, m - kept.start, 1, u))
+            summed = outer.view(-1, (m - kept.start) * s) if single else outer.sum((2, 5)).flatten(2).flatten(0, 1)
+            target[start * r : start * r + len(summed), kept.start * s :] += summed
+
+
+def _by_group(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """δ (n, r, t, p) and a (n, t, q) of each group."""
+    return zip(left.unbind(2), right.unbind(1))

@@ -1,0 +1,166 @@
+"""Few outputs in all beside many weights: J Jᵀ of the training points formed once, for every scalar prior precision α.
+
+With K = J Jᵀ and G = S Sᵀ, S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the eigenvalues of G that are not zero; (I + SᵀS/α)⁻¹
+solves in function space; and the linear model's mode is m + Jᵀu/α, u of as many numbers as there are outputs
+(Rasmussen & Williams 2006, section 3.4). All that is of the size of the weights are the vectors Jᵀu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg import Estimate
+from curvops.linalg.core.memory import keep
+from curvops.linalg.estimators.brackets import single
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
+from curvops.network.data.batches import Batch
+from curvops.network.likelihoods.output_fisher import Exact
+from curvops.operators import GGN, Linearization, TangentKernel
+from curvops.operators.displaced_ggn import pushed
+from curvops.operators.gram_matrix import gram_cost
+
+MOST_OUTPUTS = 6144
+"""So many outputs in all are decomposed in minutes, in four matrices of 300 MB."""
+FEWER = 4
+"""So many times fewer outputs than weights: else neither space is the smaller one."""
+COPIES = 4
+"""Matrices (N·C, N·C) in float64: K, SᵀS with its eigenvectors, and work."""
+MOST_GRADIENTS = 200.0
+"""What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
+GRADIENTS_A_SOLVE = 16.0
+"""What solving for one draw takes at least."""
+MOST_STEPS, MOST_HALVINGS, SUFFICIENT = 50, 30, 1e-4
+
+
+def fits(curvature: Any, lin: Linearization, most_gradients: float) -> bool:
+    """Whether the curvature is the GGN of these data, and K of few enough outputs and cheap enough beside products."""
+    if not isinstance(curvature, GGN) or curvature.asked != {} or curvature.lin is not lin:
+        return False
+    outputs = lin.num_data * lin.num_outputs
+    if outputs > MOST_OUTPUTS or FEWER * outputs > lin.num_parameters:
+        return False
+    if COPIES * 8 * outputs**2 > lin.memory_budget // 2:
+        return False
+    return gram_cost(lin.plan, lin.num_data) <= most_gradients
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionSpace:
+    """K of one linearisation, in float64, and what follows from it under its likelihood."""
+
+    lin: Linearization
+
+    @cached_property
+    def kernel(self) -> Float[Tensor, "NC NC"]:
+        """K = J Jᵀ, formed once."""
+        K = TangentKernel(self.lin).to_dense().double()
+        keep(self.lin.jacobian(), K, COPIES * K.nbytes)
+        return K
+
+    @cached_property
+    def _batches(self) -> list[tuple[Batch, Tensor]]:
+        """The labels and the outputs f* of each batch, float64. One pass over the data."""
+        return [(batch, J.outputs.detach().double()) for batch, J in self.lin.passes.each(0)]
+
+    @property
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """f* of all points."""
+        return torch.cat([own for _, own in self._batches])
+
+    def _by_batch(self, f: Float[Tensor, "N C"], function: Callable[[Tensor, Batch], Tensor]) -> list[Tensor]:
+        return [
+            function(part, batch)
+            for part, (batch, _) in zip(f.split([len(own) for _, own in self._batches]), self._batches)
+        ]
+
+    def _root(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "N C R"]:
+        """L of each point at these outputs."""
+        fisher = Exact(self.lin.likelihood)
+        columns = fisher.num_columns(self.lin.num_outputs)
+        parts = self._by_batch(f, lambda at, batch: fisher.columns(at, batch, 0, columns))
+        return torch.cat(parts, 1).permute(1, 2, 0)
+
+    def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
+        """Lᵀ K L."""
+        n, c, _ = L.shape
+        half = torch.einsum("ncr,ncj->nrj", L, self.kernel.view(n, c, -1)).flatten(0, 1)
+        return torch.einsum("inc,ncr->inr", half.view(-1, n, c), L).flatten(1)
+
+    @cached_property
+    def spectrum(self) -> DenseSpectrum:
+        """Eigenvalues and eigenvectors of SᵀS."""
+        dual = self._dual(self._root(self.outputs))
+        values, vectors = torch.linalg.eigh((dual + dual.mT) / 2)
+        return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
+
+    def log_ratio(self, prior: float, rtol: float) -> Estimate:
+        """log det(G + α) − log det α = log det(I + SᵀS/α)."""
+        spectrum = self.spectrum
+        return single(spectrum.logdet([prior], rtol)) + spectrum.values.new_tensor(
+            -len(spectrum.values) * math.log(prior)
+        )
+
+    def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
+        """(I + SᵀS/α)⁻¹ on blocks (N·R, k)."""
+        spectrum = self.spectrum
+        weights = 1 / (1 + spectrum.values.clamp_min(0) / prior)
+
+        def apply(block: Tensor) -> Tensor:
+            return (spectrum.vectors @ (weights[:, None] * (spectrum.vectors.mT @ block.double()))).to(block)
+
+        return apply
+
+    def mode(self, prior: float, mean: Float[Tensor, " D"], rtol: float) -> Float[Tensor, " D"]:
+        """About the linear model's mode m + Jᵀu/α: Newton's method for u, to K's rounding at best.
+
+        The gradient there is Jᵀ(u + r), r the residuals at f = f* + J(m − θ*) + Ku/α. Cost: a push and a pull of J, and
+        a factorisation a step.
+        """
+        lin, K = self.lin, self.kernel
+        mean = mean.expand_as(lin.theta)
+        start = self.outputs + pushed(lin, mean - lin.theta).double()
+        u, (loss, r) = torch.zeros_like(start).flatten(), self._loss(start)
+        for _ in range(MOST_STEPS):
+            f = start + (K @ u / prior).view_as(start)
+            gap = u + r
+            if float(gap.norm()) <= rtol * float(r.norm()):
+                break
+            step = self._newton(f, gap, prior)
+            slope = float(gap @ (K @ step)) / prior
+            length = 1.0
+            for _ in range(MOST_HALVINGS):
+                moved = u + length * step
+                image = K @ moved / prior
+                new, r_new = self._loss(start + image.view_as(start))
+                new = new + 0.5 * moved @ image
+                if float(new - loss) <= SUFFICIENT * length * slope:
+                    break
+                length /= 2
+            else:
+                break
+            u, loss, r = moved, new, r_new
+        return mean + (lin.jacobian()._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
+
+    def _loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
+        """−log p(y | f) and its gradient, float64."""
+        likelihood = self.lin.likelihood
+        logs = self._by_batch(f, lambda at, b: likelihood.log_prob(at, b.targets, b.weights).sum())
+        gradients = self._by_batch(f, lambda at, b: likelihood.residual(at, b.targets, b.weights))
+        return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
+
+    def _newton(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], prior: float) -> Float[Tensor, " NC"]:
+        """−(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
+        L = self._root(f)
+        n, _, r = L.shape
+        dual = (self._dual(L) / prior).add_(torch.eye(n * r, dtype=L.dtype, device=L.device))
+        image = torch.einsum("ncr,nc->nr", L, (self.kernel @ gap / prior).view(n, -1)).reshape(-1, 1)
+        solved = torch.cholesky_solve(image, torch.linalg.cholesky(dual)).view(n, r)
+        return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
