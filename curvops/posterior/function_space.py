@@ -37,7 +37,7 @@ MOST_GRADIENTS = 200.0
 """What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
 GRADIENTS_A_SOLVE = 16.0
 """What solving for one draw takes at least."""
-MOST_STEPS, MOST_HALVINGS, SUFFICIENT = 50, 30, 1e-4
+MOST_STEPS, MOST_HALVINGS, SUFFICIENT, ROUNDINGS = 50, 30, 1e-4, 10
 
 
 def fits(curvature: Any, lin: Linearization, most_gradients: float) -> bool:
@@ -118,36 +118,41 @@ class FunctionSpace:
 
         return apply
 
-    def mode(self, prior: float, mean: Float[Tensor, " D"], rtol: float) -> Float[Tensor, " D"]:
-        """About the linear model's mode m + Jᵀu/α: Newton's method for u, to K's rounding at best.
+    def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
+        """About the linear model's mode m + Jᵀu/α, and the products with J Jᵀ: Newton's method for u.
 
-        The gradient there is Jᵀ(u + r), r the residuals at f = f* + J(m − θ*) + Ku/α. Cost: a push and a pull of J, and
-        a factorisation a step.
+        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). K only makes the steps: outputs
+        are J's own, so that K's rounding is not the mode's. Cost: a product and a factorisation a step.
         """
-        lin, K = self.lin, self.kernel
-        mean = mean.expand_as(lin.theta)
-        start = self.outputs + pushed(lin, mean - lin.theta).double()
-        u, (loss, r) = torch.zeros_like(start).flatten(), self._loss(start)
+        mean = mean.expand_as(self.lin.theta)
+        u = torch.zeros(len(self.kernel), dtype=torch.float64, device=self.kernel.device)
+        start = f = self._at(mean)
+        loss, r = self._loss(f)
+        theta, products, rounding = mean, 1, ROUNDINGS * torch.finfo(mean.dtype).eps
         for _ in range(MOST_STEPS):
-            f = start + (K @ u / prior).view_as(start)
             gap = u + r
             if float(gap.norm()) <= rtol * float(r.norm()):
                 break
             step = self._newton(f, gap, prior)
-            slope = float(gap @ (K @ step)) / prior
+            slope = float(gap @ (self.kernel @ step)) / prior
             length = 1.0
             for _ in range(MOST_HALVINGS):
                 moved = u + length * step
-                image = K @ moved / prior
-                new, r_new = self._loss(start + image.view_as(start))
-                new = new + 0.5 * moved @ image
-                if float(new - loss) <= SUFFICIENT * length * slope:
+                there = mean + (self.lin.jacobian()._t_matmul(moved.to(mean).unsqueeze(1)) / prior).squeeze(1)
+                f_there, products = self._at(there), products + 1
+                new, r_there = self._loss(f_there)
+                new = new + 0.5 * moved @ (f_there - start).flatten()
+                if float(new - loss) <= SUFFICIENT * length * slope + rounding * abs(float(loss)):
                     break
                 length /= 2
-            else:
+            if float((moved + r_there).norm()) >= float(gap.norm()) and slope > -rounding * abs(float(loss)):
                 break
-            u, loss, r = moved, new, r_new
-        return mean + (lin.jacobian()._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
+            u, theta, f, loss, r = moved, there, f_there, new, r_there
+        return theta, products
+
+    def _at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
+        """The linear model's outputs."""
+        return self.outputs + pushed(self.lin, theta - self.lin.theta).double()
 
     def _loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """−log p(y | f) and its gradient, float64."""

@@ -280,9 +280,12 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        if (functions := self.spectrum.function_space(self.prior.diagonal)) is not None and len(lins) == 1:
-            start = functions.mode(float(self.prior.precision), self.prior_mean, float(rtol))
-        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
+        functions = self.spectrum.function_space(self.prior.diagonal) if len(lins) == 1 else None
+        spent = 0
+        if functions is not None:
+            start, spent = functions.mode(float(self.prior.precision), self.prior_mean, 0.1 * rtol)
+        found = linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
+        return dataclasses.replace(found, matvecs=found.matvecs + spent)
 
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()

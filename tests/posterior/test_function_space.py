@@ -39,3 +39,112 @@ def test_dual_descent_finds_the_weights_that_cg_finds(setting):
     found = co.linalg.dual_descent(kernel, r, noise=NOISE, batch_size=12, rtol=1e-11, maxiter=20_000)
     assert found.converged.all()
     torch.testing.assert_close(J.mT @ found.x / prior, expected, rtol=1e-8, atol=1e-8)
+
+
+WIDE = 1923
+ALPHA = 0.7
+
+
+def wide(likelihood):
+    """Twenty points, three outputs, and four times as many weights as outputs in all and more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    x = torch.randn(20, 3, dtype=DOUBLE)
+    y = torch.arange(20) % 3 if likelihood == "classification" else 3 * (2 * x).sin()
+    batches = [(x[:12], y[:12]), (x[12:], y[12:])]
+    return co.linearize(model, batches, co.likelihoods.Gaussian(0.05) if likelihood == "gaussian" else likelihood)
+
+
+@pytest.fixture(scope="module", params=["classification", "gaussian"])
+def formed(request):
+    """A posterior that function space serves, its GGN as a matrix, and P."""
+    lin = wide(request.param)
+    post = co.laplace(lin, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
+    assert post.spectrum.function_space(post.prior.diagonal) is not None
+    G = co.GGN(lin).to_dense()
+    return post, G, G + ALPHA * torch.eye(WIDE, dtype=DOUBLE)
+
+
+def test_the_evidence_is_exact(formed):
+    """log det(I + SᵀS/α) and tr G P⁻¹, for this prior and, from the same decomposition, for another."""
+    post, G, P = formed
+    unit = torch.eye(WIDE, dtype=DOUBLE)
+    ratio = post.log_evidence(1e-9).log_determinant_ratio
+    assert ratio.reason.name == "CONVERGED" and ratio.stderr == 0
+    assert float(ratio.value) == pytest.approx(float(torch.logdet(G / ALPHA + unit)), rel=1e-10)
+    assert float(post.effective_parameters(1e-9).value) == pytest.approx(
+        float(torch.linalg.solve(P, G).trace()), rel=1e-10
+    )
+    other = post.with_prior(20.0)
+    expected = torch.logdet(G / 20.0 + unit)
+    assert float(other.log_evidence(1e-9).log_determinant_ratio.value) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_draws_are_those_of_weight_space(formed):
+    post, *_ = formed
+    found = post.deviations(3, generator=torch.Generator().manual_seed(0), rtol=1e-9)
+    expected = post.deviations(3, noise=found.noise, method="cg", rtol=1e-12)
+    assert found.method == "dual" and found.matvecs <= 18  # what setting up takes, and two iterations with a check
+    torch.testing.assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-8)
+
+
+def test_the_mode_is_that_of_weight_space(formed, monkeypatch):
+    post, *_ = formed
+    found = post.linear_mode(rtol=1e-9)
+    assert found.converged and found.steps == 0
+    monkeypatch.setattr("curvops.posterior.spectrum.fits", lambda *_: False)
+    expected = post.linear_mode(rtol=1e-11)
+    assert expected.steps > 0
+    torch.testing.assert_close(found.theta, expected.theta, rtol=1e-8, atol=1e-8)
+
+
+def test_one_precision_by_exact_counts():
+    """MacKay's fixed point: α‖θ̄ − m‖² = γ."""
+    lin = wide("gaussian")
+    post, G = co.laplace(lin, prior_precision=ALPHA, check_mode=False), co.GGN(lin).to_dense()
+    tuned = co.evidence.mackay(post, samples=None, steps=60, xtol=1e-5)
+    assert tuned.tuning.ending.name == "CONVERGED"
+    alpha = float(tuned.prior_precision)
+    gamma = torch.linalg.solve(G + alpha * torch.eye(WIDE, dtype=DOUBLE), G).trace()
+    scatter = (tuned.linear_mode(rtol=1e-10).theta - post.prior_mean).square().sum()
+    assert alpha * float(scatter) == pytest.approx(float(gamma), rel=1e-4)
+
+
+def test_the_noise_may_change():
+    """What was formed is forgotten where a likelihood's hyperparameter changes in place."""
+    lin = wide("gaussian")
+    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    before = float(post.log_evidence(1e-9).log_determinant_ratio.value)
+    lin.likelihood.noise.fill_(0.1)
+    G, unit = co.GGN(lin).to_dense(), torch.eye(WIDE, dtype=DOUBLE)
+    after = float(post.log_evidence(1e-9).log_determinant_ratio.value)
+    assert after == pytest.approx(float(torch.logdet(G / ALPHA + unit)), rel=1e-9) and after < 0.95 * before
+
+
+@pytest.mark.parametrize(
+    "curvature",
+    [
+        co.EmpiricalFisher,
+        lambda lin: co.GGN(lin, mc_samples=1, generator=torch.Generator().manual_seed(0)),
+        lambda lin: 0.5 * co.GGN(lin),
+        lambda lin: co.GGN(lin) + co.GGN(wide("classification")),
+    ],
+)
+def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
+    lin = wide("classification")
+    post = co.laplace(lin, curvature(lin), prior_precision=ALPHA, check_mode=False)
+    assert post.spectrum.function_space(post.prior.diagonal) is None
+
+
+def test_where_it_does_not_pay(monkeypatch):
+    """A prior of its own for each weight, many outputs in all, little memory, and one draw of a costly kernel."""
+    lin = wide("classification")
+    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    scalar = post.prior.diagonal
+    assert post.spectrum.function_space(scalar.expand(WIDE)) is None
+    assert post.spectrum.function_space(scalar, most_gradients=1.0) is None
+    for name, least in (("MOST_OUTPUTS", 59), ("FEWER", 33), ("COPIES", 2**20)):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"curvops.posterior.function_space.{name}", least)
+            assert post.spectrum.function_space(scalar) is None
+    assert post.spectrum.function_space(scalar) is not None
