@@ -33,8 +33,8 @@ from benchmarks.tables import MIB, machine_line, table
 POINTS = (64, 256, 1_024, 4_096)
 BATCH, BUDGET = 64, 4096 * MIB
 TEST, EPOCHS = 64, 12
-DRAWS, START = 8, 10.0
-"""Draws, and the prior precision that tuning starts from: a large one, whose solves are short."""
+DRAWS, START, STEPS, XTOL = 8, 10.0, 15, 0.01
+"""Draws; the prior precision that tuning starts from, its most steps and its relative accuracy."""
 MISLABELLED = 0.1
 
 
@@ -172,7 +172,7 @@ def growth_report(rows: list[dict[str, Any]]) -> str:
 
 def inference_report(rows: list[dict[str, Any]]) -> str:
     """A row a stage, and what was found."""
-    trained, tuned, _, mode, tested = rows
+    trained, first, tuned, _, mode, tested = rows
     cells = [
         [
             row["stage"],
@@ -187,9 +187,9 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             table(["stage", "products", "time", "in gradients of all data", "peak over training"], cells),
-            f"{trained['images']} images; prior precisions {path} ({tuned['ending']}); {tuned['gamma']:.0f} ± "
-            f"{tuned['stderr']:.0f} effective parameters; the mode: {mode['reason']}; median variance of an output at "
-            f"{TEST} other images {tested['median']:.3g}. Memory budget: {BUDGET / MIB:,.0f} MiB.",
+            f"{trained['images']} images; prior precisions {path} ({tuned['ending']}), {first['gamma']:.1f} effective "
+            f"parameters at the first and {tuned['gamma']:.1f} at the last; the mode: {mode['reason']}; median "
+            f"variance of an output at {TEST} other images {tested['median']:.3g}. Memory budget: {BUDGET / MIB:,.0f} MiB.",
         ]
     )
 

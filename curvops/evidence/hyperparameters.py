@@ -93,11 +93,14 @@ class Hyperparameters:
         exact = post.spectrum.shares(post.prior, rtol, generator)
         if exact is None:
             return None
+        counts = groups.counts
         if exact.value.ndim:
-            gamma, spread = groups.totals(exact.value), torch.zeros_like(groups.counts)
-        else:
-            gamma, spread = exact.value.reshape(1).to(groups.counts), exact.stderr.reshape(1).to(groups.counts)
-        rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * groups.counts
+            gamma, spread = groups.totals(exact.value), torch.zeros_like(counts)
+        else:  # a sum over as many directions at most as there are outputs
+            gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
+            lins = post.spectrum.known_data("the log evidence")
+            counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
+        rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
     def moved(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:

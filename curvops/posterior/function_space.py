@@ -24,6 +24,7 @@ from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Exact
 from curvops.operators import GGN, Linearization, TangentKernel
+from curvops.operators.curvature_root import CurvatureRoot
 from curvops.operators.displaced_ggn import pushed
 from curvops.operators.gram_matrix import gram_cost
 
@@ -118,41 +119,77 @@ class FunctionSpace:
 
         return apply
 
-    def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
-        """About the linear model's mode m + Jᵀu/α, and the products with J Jᵀ: Newton's method for u.
+    def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
+        """P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α on blocks (D, k), to K's rounding (Woodbury). Cost: a product."""
+        root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
-        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). K only makes the steps: outputs
-        are J's own, so that K's rounding is not the mode's. Cost: a product and a factorisation a step.
+        def apply(block: Tensor) -> Tensor:
+            return (block - root._matmul(inner(root._t_matmul(block))) / prior) / prior
+
+        return apply
+
+    def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
+        """About the linear model's mode m + Jᵀu/α, and the products with J Jᵀ that it took: Newton's method for u.
+
+        The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs are those of K first, and
+        then J's own, so that K's rounding is not the mode's. Cost: a factorisation a step, in the end a product.
         """
         mean = mean.expand_as(self.lin.theta)
+        products = 1
+        start = self._outputs_at(mean)
         u = torch.zeros(len(self.kernel), dtype=torch.float64, device=self.kernel.device)
-        start = f = self._at(mean)
-        loss, r = self._loss(f)
-        theta, products, rounding = mean, 1, ROUNDINGS * torch.finfo(mean.dtype).eps
-        for _ in range(MOST_STEPS):
-            gap = u + r
-            if float(gap.norm()) <= rtol * float(r.norm()):
-                break
-            step = self._newton(f, gap, prior)
-            slope = float(gap @ (self.kernel @ step)) / prior
-            length = 1.0
-            for _ in range(MOST_HALVINGS):
-                moved = u + length * step
-                there = mean + (self.lin.jacobian()._t_matmul(moved.to(mean).unsqueeze(1)) / prior).squeeze(1)
-                f_there, products = self._at(there), products + 1
-                new, r_there = self._loss(f_there)
-                new = new + 0.5 * moved @ (f_there - start).flatten()
-                if float(new - loss) <= SUFFICIENT * length * slope + rounding * abs(float(loss)):
-                    break
-                length /= 2
-            if float((moved + r_there).norm()) >= float(gap.norm()) and slope > -rounding * abs(float(loss)):
-                break
-            u, theta, f, loss, r = moved, there, f_there, new, r_there
-        return theta, products
 
-    def _at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
+        def by_kernel(u: Tensor) -> Tensor:
+            return start + (self.kernel @ u / prior).view_as(start)
+
+        def weights(u: Tensor) -> Tensor:
+            return mean + (self.lin.jacobian()._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
+
+        def by_passes(u: Tensor) -> Tensor:
+            nonlocal products
+            products += 1
+            return self._outputs_at(weights(u))
+
+        for outputs in (by_kernel, by_passes):
+            u = self._newton(u, start, outputs, prior, rtol)
+        return weights(u), products
+
+    def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """The linear model's outputs."""
         return self.outputs + pushed(self.lin, theta - self.lin.theta).double()
+
+    def _newton(
+        self,
+        u: Float[Tensor, " NC"],
+        start: Float[Tensor, "N C"],
+        outputs: Callable[[Tensor], Tensor],
+        prior: float,
+        rtol: float,
+    ) -> Float[Tensor, " NC"]:
+        """The minimiser of −log p(y | f(u)) + ½uᵀ(f(u) − f(0)), to rtol or to the rounding of the outputs."""
+
+        def at(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            f = outputs(u)
+            loss, residual = self._loss(f)
+            return f, loss + 0.5 * u @ (f - start).flatten(), u + residual
+
+        f, loss, gap = at(u)
+        for _ in range(MOST_STEPS):
+            if float(gap.norm()) <= rtol * float((gap - u).norm()):
+                break
+            step = self._step(f, gap, prior)
+            slope, length = float(gap @ (self.kernel @ step)) / prior, 1.0
+            rounding = ROUNDINGS * torch.finfo(self.lin.theta.dtype).eps * abs(float(loss))
+            for _ in range(MOST_HALVINGS):
+                moved = at(u + length * step)
+                if float(moved[1] - loss) <= SUFFICIENT * length * slope + rounding:
+                    break
+                length /= 2
+            if float(moved[2].norm()) > 0.5 * float(gap.norm()) and slope > -rounding:
+                break
+            u = u + length * step
+            f, loss, gap = moved
+        return u
 
     def _loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """−log p(y | f) and its gradient, float64."""
@@ -161,7 +198,7 @@ class FunctionSpace:
         gradients = self._by_batch(f, lambda at, b: likelihood.residual(at, b.targets, b.weights))
         return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
 
-    def _newton(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], prior: float) -> Float[Tensor, " NC"]:
+    def _step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], prior: float) -> Float[Tensor, " NC"]:
         """−(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
         L = self._root(f)
         n, _, r = L.shape

@@ -279,11 +279,16 @@ class Laplace(GaussianWeights):
         lins = self.spectrum.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
-        sketch = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        functions = self.spectrum.function_space(self.prior.diagonal) if len(lins) == 1 else None
-        spent = 0
+        sketch: Any = partial(self.spectrum.preconditioner, self.precision) if ours else None
+        spent, functions = 0, self.spectrum.function_space(self.prior.diagonal)
         if functions is not None:
-            start, spent = functions.mode(float(self.prior.precision), self.prior_mean, 0.1 * rtol)
+            alpha = float(self.prior.precision)
+            start, spent = functions.mode(alpha, self.prior_mean, 0.01 * rtol)
+            inverse = functions.inverse_of_weights(alpha)  # for what rounding has left
+
+            def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
+                return inverse, 0
+
         found = linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
         return dataclasses.replace(found, matvecs=found.matvecs + spent)
 
