@@ -189,7 +189,8 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
             table(["stage", "products", "time", "in gradients of all data", "peak over training"], cells),
             f"{trained['images']} images; prior precisions {path} ({tuned['ending']}), {first['gamma']:.1f} effective "
             f"parameters at the first and {tuned['gamma']:.1f} at the last; the mode: {mode['reason']}; median "
-            f"variance of an output at {TEST} other images {tested['median']:.3g}. Memory budget: {BUDGET / MIB:,.0f} MiB.",
+            f"variance of an output at {TEST} other images {tested['median']:.3g}. "
+            f"Memory budget: {BUDGET / MIB:,.0f} MiB.",
         ]
     )
 
