@@ -98,8 +98,9 @@ class FunctionSpace:
     @cached_property
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
-        dual = self._dual(self._root(self.outputs))
-        values, vectors = torch.linalg.eigh((dual + dual.mT) / 2)
+        with torch.no_grad():
+            dual = self._dual(self._root(self.outputs))
+            values, vectors = torch.linalg.eigh((dual + dual.mT) / 2)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
     def log_ratio(self, prior: float, rtol: float) -> Estimate:
@@ -128,6 +129,7 @@ class FunctionSpace:
 
         return apply
 
+    @torch.no_grad()
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
         """About the linear model's mode m + Jᵀu/α, and the products with J Jᵀ that it took: Newton's method for u.
 

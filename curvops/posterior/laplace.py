@@ -282,7 +282,7 @@ class Laplace(GaussianWeights):
         sketch: Any = partial(self.spectrum.preconditioner, self.precision) if ours else None
         spent, functions = 0, self.spectrum.function_space(self.prior.diagonal)
         if functions is not None:
-            alpha = float(self.prior.precision)
+            alpha = float(self.prior.precision.detach())
             start, spent = functions.mode(alpha, self.prior_mean, 0.01 * rtol)
             inverse = functions.inverse_of_weights(alpha)  # for what rounding has left
 
