@@ -22,7 +22,7 @@ from curvops.operators.layer_matrix import height_of
 from curvops.operators.moments import mirrored
 
 BLOCK_BYTES = 16 * 2**20
-"""Of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
+"""On a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
 PASSES = 8
 """What these passes cost an entry of the block, in multiply-adds."""
 
@@ -201,7 +201,7 @@ def _add_by_positions(
         (n, r, t, _), (m, s, u, _) = left.shape, other.shape
         single = t * u == 1
         size = r * t * m * s * u * left.element_size()
-        step = max(1, (most_bytes if single else min(most_bytes, BLOCK_BYTES)) // size)
+        step = max(1, (most_bytes if single or left.is_cuda else min(most_bytes, BLOCK_BYTES)) // size)
         for start in range(0, n, step):
             points, kept = slice(start, start + step), slice(start if half else 0, None)
             outer = left[points].flatten(0, 2) @ other[kept].flatten(0, 2).mT
