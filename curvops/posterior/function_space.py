@@ -38,6 +38,8 @@ MOST_GRADIENTS = 200.0
 """What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
 GRADIENTS_A_SOLVE = 16.0
 """What solving for one draw takes at least."""
+RESOLVED = 1000
+"""Units of K's rounding that a prior precision must be for what is solved for to be right to three digits."""
 MOST_STEPS, MOST_HALVINGS, SUFFICIENT, ROUNDINGS = 50, 30, 1e-4, 10
 
 
@@ -63,6 +65,8 @@ class FunctionSpace:
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed once."""
         K = TangentKernel(self.lin).to_dense().double()
+        if not bool(K.isfinite().all()):
+            raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
         keep(self.lin.jacobian(), K, COPIES * K.nbytes)
         return K
 
@@ -102,6 +106,11 @@ class FunctionSpace:
             dual = self._dual(self._root(self.outputs))
             values, vectors = torch.linalg.eigh((dual + dual.mT) / 2)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
+
+    def resolves(self, prior: float) -> bool:
+        """Whether α is far enough above the rounding of K for what is solved with it."""
+        spectrum = self.spectrum
+        return prior >= RESOLVED * spectrum.eps * float(spectrum.values[-1])
 
     def log_ratio(self, prior: float, rtol: float) -> Estimate:
         """log det(G + α) − log det α = log det(I + SᵀS/α)."""

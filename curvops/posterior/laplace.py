@@ -235,7 +235,7 @@ class Laplace(GaussianWeights):
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        formed = self.spectrum.function_space(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
+        formed = self.spectrum.solving_space(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
         systems = Systems(
             precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories, formed
         )
@@ -280,7 +280,7 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         sketch: Any = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        spent, functions = 0, self.spectrum.function_space(self.prior.diagonal)
+        spent, functions = 0, self.spectrum.solving_space(self.prior.diagonal)
         if functions is not None:
             alpha = float(self.prior.precision.detach())
             start, spent = functions.mode(alpha, self.prior_mean, 0.01 * rtol)

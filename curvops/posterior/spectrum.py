@@ -246,6 +246,11 @@ class Spectrum:
             found.functions = found.functions or FunctionSpace(self._lin)
             return found.functions
 
+    def solving_space(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FunctionSpace | None:
+        """The same where its rounding leaves it fit to solve under this prior."""
+        found = self.function_space(prior, most_gradients)
+        return found if found is not None and prior is not None and found.resolves(float(prior.detach())) else None
+
     def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
         """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
@@ -289,7 +294,7 @@ class Spectrum:
         a `checkpoint` it is the one of that folder, whatever was sketched before. A new one is drawn from `generator`.
         """
         generator = generator or self._generator
-        if (functions := self.function_space(prior)) is not None:
+        if (functions := self.solving_space(prior)) is not None:
             assert prior is not None
             return functions.inverse(float(prior)), 0
         if checkpoint is not None:

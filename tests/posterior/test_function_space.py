@@ -148,3 +148,12 @@ def test_where_it_does_not_pay(monkeypatch):
             changed.setattr(f"curvops.posterior.function_space.{name}", least)
             assert post.spectrum.function_space(scalar) is None
     assert post.spectrum.function_space(scalar) is not None
+
+
+def test_a_prior_within_rounding_is_left_to_weight_space():
+    """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
+    post = co.laplace(wide("classification"), prior_precision=1e-12, check_mode=False)
+    assert post.spectrum.function_space(post.prior.diagonal) is not None
+    assert post.spectrum.solving_space(post.prior.diagonal) is None
+    found = post.deviations(2, generator=torch.Generator().manual_seed(0))
+    assert found.method == "cg" and found.converged
