@@ -42,7 +42,7 @@ from curvops.posterior.deviations import (
     tempered,
 )
 from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.function_space import GRADIENTS_A_SOLVE
+from curvops.posterior.formed_kernel import GRADIENTS_A_SOLVE
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
@@ -235,7 +235,7 @@ class Laplace(GaussianWeights):
             start = start / math.sqrt(self.temperature)
         precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        formed = self.spectrum.solving_space(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
+        formed = self.spectrum.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
         systems = Systems(
             precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories, formed
         )
@@ -280,11 +280,11 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         sketch: Any = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        spent, functions = 0, self.spectrum.solving_space(self.prior.diagonal)
-        if functions is not None:
+        spent, kernel = 0, self.spectrum.solving_kernel(self.prior.diagonal)
+        if kernel is not None:
             alpha = float(self.prior.precision.detach())
-            start, spent = functions.mode(alpha, self.prior_mean, 0.01 * rtol)
-            inverse = functions.inverse_of_weights(alpha)  # for what rounding has left
+            start, spent = kernel.mode(alpha, self.prior_mean, 0.01 * rtol)
+            inverse = kernel.inverse_of_weights(alpha)  # for what rounding has left
 
             def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
                 return inverse, 0

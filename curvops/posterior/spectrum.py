@@ -43,7 +43,7 @@ from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.formed import Formed
 from curvops.operators.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms
-from curvops.posterior.function_space import MOST_GRADIENTS, FunctionSpace, fits
+from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel, fits
 from curvops.posterior.priors import Prior
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
@@ -74,7 +74,7 @@ class Findings:
     lowest: tuple[float, Tensor] | None = None
     formed: Formed | None = None
     solved: tuple[LinearOperator, LinearOperator] | None = None
-    functions: FunctionSpace | None = None
+    kernel: FormedKernel | None = None
     rows: int = 0
     sketches: dict[str, tuple[Tensor, int, Any]] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class Spectrum:
     - the closed form of G + A, where there is one (as `(G + A).logdet()` does);
     - all eigenvalues and eigenvectors of G, up to `WHOLE` weights (for a scalar A up to `MOST_MATVECS` where probes did
       not reach the tolerance with half as many products as there are weights), kept for every further A;
-    - for a scalar A those that are not zero, in function space, where outputs are few in all (`FunctionSpace`);
+    - for a scalar A those that are not zero, in function space, where outputs are few in all (`FormedKernel`);
     - a quadrature that serves every λ from the smallest on, where a whole range was prepared for;
     - probes at this A alone, preconditioned: the cheapest for one.
 
@@ -234,7 +234,7 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
-    def function_space(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FunctionSpace | None:
+    def formed_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
         """That of the training points, where the prior is scalar and it costs no more than so many gradients.
 
         It does not depend on what was asked before, so that equal seeds go on to make equal draws.
@@ -243,12 +243,12 @@ class Spectrum:
             return None
         with self._lock:
             found = self._found
-            found.functions = found.functions or FunctionSpace(self._lin)
-            return found.functions
+            found.kernel = found.kernel or FormedKernel(self._lin)
+            return found.kernel
 
-    def solving_space(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FunctionSpace | None:
+    def solving_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
         """The same where its rounding leaves it fit to solve under this prior."""
-        found = self.function_space(prior, most_gradients)
+        found = self.formed_kernel(prior, most_gradients)
         return found if found is not None and prior is not None and found.resolves(float(prior.detach())) else None
 
     def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
@@ -294,9 +294,9 @@ class Spectrum:
         a `checkpoint` it is the one of that folder, whatever was sketched before. A new one is drawn from `generator`.
         """
         generator = generator or self._generator
-        if (functions := self.solving_space(prior)) is not None:
+        if (kernel := self.solving_kernel(prior)) is not None:
             assert prior is not None
-            return functions.inverse(float(prior)), 0
+            return kernel.inverse(float(prior)), 0
         if checkpoint is not None:
             made = precision.preconditioner(columns, generator, checkpoint=checkpoint)
             return made, 0 if made is None else made.matvecs
@@ -356,8 +356,8 @@ class Spectrum:
             if spectrum is not None:
                 return self._from_whole(spectrum, prior, precision, rtol) + (-reference)
             if not recorded(precision.representation()):
-                if (functions := self.function_space(prior)) is not None:
-                    return functions.log_ratio(float(prior), rtol)
+                if (kernel := self.formed_kernel(prior)) is not None:
+                    return kernel.log_ratio(float(prior), rtol)
                 if (known := self._prepared(prior, rtol)) is not None:
                     return known.logdet(float(prior))
         found = precision._logdet_estimate(rtol=rtol, max_matvecs=self._budget(prior), generator=generator)
@@ -451,8 +451,8 @@ class Spectrum:
             return dataclasses.replace(found, value=shares.sum())
         if spectrum is not None:
             return spectrum.effective_dimension(float(prior.detach()), rtol)
-        if (functions := self.function_space(prior)) is not None:
-            return functions.spectrum.effective_dimension(float(prior.detach()), rtol)
+        if (kernel := self.formed_kernel(prior)) is not None:
+            return kernel.spectrum.effective_dimension(float(prior.detach()), rtol)
         if (known := self._prepared(prior, rtol)) is not None:
             return known.effective_dimension(float(prior.detach()))
         found = effective_dimension(
@@ -474,7 +474,7 @@ class Spectrum:
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
         """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
         prior = self._lin.theta.new_tensor(smallest)
-        if self.function_space(prior) is not None:
+        if self.formed_kernel(prior) is not None:
             return
         if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
             return

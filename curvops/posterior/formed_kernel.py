@@ -56,7 +56,7 @@ def fits(curvature: Any, lin: Linearization, most_gradients: float) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionSpace:
+class FormedKernel:
     """K of one linearisation, in float64, and what follows from it under its likelihood."""
 
     lin: Linearization
