@@ -5,8 +5,9 @@ stride 2: a quarter of the usual multiply-adds with the same weights. Each line 
 `--growth` and `--inference` run one part alone.
 
 Growth: a draw and products from 64 to 4,096 images made anew in every pass, time and peak memory of each. Inference
-from --images: the prior precision by MacKay's update from draws, 8 draws under it, the linear model's mode, and the
-variances of 64 other images from the draws; time, products and peak after each stage.
+from --images: the effective parameters at a first prior precision, for which J Jᵀ is formed; the precision by MacKay's
+update; 8 draws under it, the linear model's mode, and the variances of 64 other images from the draws; time, products
+and peak after each stage.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ def inference(images: int) -> None:
     post = co.laplace(lin, prior_precision=START, check_mode=False)
     generator = torch.Generator().manual_seed(0)
     begin = time.perf_counter()
-    post = co.evidence.mackay(post, samples=4, steps=10, rtol=0.03, generator=generator)
+    first = post.effective_parameters()
+    say(stage="J Jᵀ", seconds=time.perf_counter() - begin, products=0, gamma=float(first.value))
+    begin = time.perf_counter()
+    post = co.evidence.mackay(post, samples=None, steps=STEPS, xtol=XTOL)
     steps = post.tuning.steps
     say(
         stage="prior precision",
@@ -123,7 +127,6 @@ def inference(images: int) -> None:
         products=post.tuning.matvecs,
         path=[float(step.prior_precision) for step in steps] + [float(post.prior_precision)],
         gamma=float(steps[-1].effective_parameters),
-        stderr=float(steps[-1].stderr),
         ending=post.tuning.ending.name,
         engine=str(lin.plan.in_use),
     )
