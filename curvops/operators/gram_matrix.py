@@ -32,7 +32,7 @@ Piece = tuple[int, Group]
 
 @torch.no_grad()
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
-    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for all of x that fits half of the budget."""
+    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x."""
     passes = left.passes
     scales, most_bytes = _scales(passes.model.selection.positions(), prior), max(0, passes.memory.room())
     result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
@@ -45,12 +45,12 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor,
             _add(target, group, partner, scales, most_bytes // 8)
 
     with passes.memory.holding(most_bytes):
-        for end, panel in _panels(passes.jacobian_rows(), most_bytes // 2):
+        for end, panel in _panels(passes.jacobian_rows(), 3 * most_bytes // 8):
             for piece, other in product(panel, panel if same else ()):
                 add(piece, other)
-            for start, _, groups in right.passes.jacobian_rows(end if same else 0):
-                for piece, partner in product(panel, groups):
-                    add(piece, (start + partner.first_row, partner))
+            for _, others in _panels(right.passes.jacobian_rows(end if same else 0), most_bytes // 4):
+                for piece, other in product(panel, others):
+                    add(piece, other)
     return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
 
 

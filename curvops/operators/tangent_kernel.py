@@ -26,8 +26,8 @@ class TangentKernel(OfLinearization, Operator):
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
     are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward passes
     each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions, or a product of its own Jacobian where
-    that is less work or A is not constant on it. Memory: half the budget for rows, and the Gram matrix. Raises
-    ValueError for a prior of another size or that is not positive.
+    that is less work or A is not constant on it. Memory: rows for which the budget has room, and the Gram matrix.
+    Raises ValueError for a prior of another size or that is not positive.
     """
 
     CARRIED = True  # it does not depend on the likelihood

@@ -29,11 +29,11 @@ from curvops.operators.displaced_ggn import pushed
 from curvops.operators.gram_matrix import gram_cost
 
 MOST_OUTPUTS = 6144
-"""So many outputs in all are decomposed in minutes, in four matrices of 300 MB."""
+"""So many outputs in all are decomposed in minutes, in six matrices of 300 MB."""
 FEWER = 4
 """So many times fewer outputs than weights: else neither space is the smaller one."""
-COPIES = 4
-"""Matrices (N·C, N·C) in float64: K, SᵀS with its eigenvectors, and work."""
+COPIES = 6
+"""Matrices (N·C, N·C) in float64: K, eigenvectors, and four in which these or a step of Newton's method are made."""
 MOST_GRADIENTS = 200.0
 """What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
 GRADIENTS_A_SOLVE = 16.0
