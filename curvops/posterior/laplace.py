@@ -279,18 +279,23 @@ class Laplace(GaussianWeights):
         lins = self.spectrum.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
-        sketch: Any = partial(self.spectrum.preconditioner, self.precision) if ours else None
-        spent, kernel = 0, self.spectrum.solving_kernel(self.prior.diagonal)
-        if kernel is not None:
-            alpha = float(self.prior.precision.detach())
-            start, spent = kernel.mode(alpha, self.prior_mean, 0.01 * rtol)
-            inverse = kernel.inverse_of_weights(alpha)  # for what rounding has left
+        # What is formed is asked for when it is needed: not where a checkpoint keeps the result.
+        formed = partial(self.spectrum.solving_kernel, self.prior.diagonal)
 
-            def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
-                return inverse, 0
+        def begun() -> tuple[Tensor, int] | None:
+            kernel = formed()
+            if kernel is None:
+                return None
+            return kernel.mode(float(self.prior.precision.detach()), self.prior_mean, 0.01 * rtol)
 
-        found = linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), sketch, checkpoint)
-        return dataclasses.replace(found, matvecs=found.matvecs + spent)
+        def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
+            kernel = formed()
+            if kernel is None:
+                return self.spectrum.preconditioner(self.precision, columns, checkpoint=checkpoint)
+            return kernel.inverse_of_weights(float(self.prior.precision.detach())), 0
+
+        made = sketch if ours else None
+        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), made, checkpoint, begun)
 
     def _require_gradients(self) -> None:
         self.spectrum.require_gradients()

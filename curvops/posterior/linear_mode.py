@@ -104,8 +104,12 @@ def linear_mode(
     maxiter: int,
     preconditioner: Callable[..., tuple[Any, int]] | None = None,
     checkpoint: Place | None = None,
+    begun: Callable[[], tuple[Tensor, int] | None] = lambda: None,
 ) -> LinearMode:
-    """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one."""
+    """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one.
+
+    `begun` may find weights nearer to it, with the products that it took; it is asked once in a run.
+    """
     theta = lins[0].theta
     for lin in lins if checkpoint is not None else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
@@ -121,7 +125,9 @@ def linear_mode(
         return recorded_result(LinearMode, kept.outcome)
     sketches = kept.source("sketches", None, theta.device)
     if kept.state is None:
-        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": 2}, now=True)
+        if (near := begun()) is not None:
+            model, matvecs = _LinearModel(lins, prior, near[0] - theta), matvecs + near[1] + 2
+        kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = _LinearModel(lins, prior, delta)

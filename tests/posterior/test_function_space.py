@@ -98,6 +98,14 @@ def test_the_mode_is_that_of_weight_space(formed, monkeypatch):
     torch.testing.assert_close(found.theta, expected.theta, rtol=1e-8, atol=1e-8)
 
 
+def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypatch):
+    post, *_ = formed
+    found = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
+    monkeypatch.setattr("curvops.posterior.spectrum.fits", lambda *_: pytest.fail("the kernel was asked for"))
+    again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
+    assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
+
+
 def test_one_precision_by_exact_counts():
     """MacKay's fixed point: α‖θ̄ − m‖² = γ."""
     lin = wide("gaussian")
