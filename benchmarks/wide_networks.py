@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace) -> None:
     result = read(options.json)
     result.setdefault("machine", facts(torch.get_num_threads()))
     for network, width, points in plan(options):
-        for change in CHANGES if network == "curve" else ("readout", "none"):
+        for change in CHANGES if network == "curve" else options.changes:
             known = {(c["network"], c["width"], c["points"], c["change"]) for c in result["cells"]}
             if (network, width, points, change) in known:
                 continue
@@ -502,6 +502,7 @@ def main() -> None:
     parser.add_argument("--residual", type=int, nargs="*", default=[64, 1024], help="points of the residual network")
     parser.add_argument("--channels", type=int, default=16, help="of the residual network")
     parser.add_argument("--curves", type=int, nargs="*", default=[8, 32], help="widths of the curve, three changes")
+    parser.add_argument("--changes", nargs="*", default=["readout", "none"], help="of these, where not all of a cell")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--warmup", type=int, default=600, help="steps in which a step size is found")
     parser.add_argument("--least", type=int, default=400, help="steps of a chain, however long they take")

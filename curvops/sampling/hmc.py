@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.sampling.long_sums import long_dot
 from curvops.sampling.metropolis import Metropolis, MetropolisState, choice, kept
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import checked
@@ -69,7 +70,7 @@ class Leapfrog(Metropolis):
             m.add_(D.product(g), alpha=eps if left else eps / 2)  # two half steps between two steps of θ
 
         # Differences before sums: the energies themselves may be a million times as large.
-        kinetic = ((m - m0) * D.solve(m + m0)).sum(-1, dtype=torch.float64) * (s / 2)
+        kinetic = long_dot(m - m0, D.solve(m + m0)) * (s / 2)
         energy_error = (kinetic - (value.double() - state.value.double())) / T
         probability, accepted = choice(energy_error, noise, theta)
         kept(accepted, theta, state.theta)

@@ -77,6 +77,10 @@ def choice(energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor) 
 
 def kept(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the present values of those chains that accept it."""
+    if accepted.ndim == 0 and accepted.device.type == "cpu":  # nothing to wait for
+        if accepted:
+            present.copy_(proposal)
+        return
     where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
     torch.where(where, proposal.to(present), present, out=present)
 

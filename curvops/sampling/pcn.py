@@ -12,6 +12,7 @@ from torch import Tensor
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.priors import Prior
 from curvops.sampling.metric import as_metric
+from curvops.sampling.long_sums import long_dot
 from curvops.sampling.metropolis import Metropolis, MetropolisState, choice, kept
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Constant
@@ -57,7 +58,7 @@ class CrankNicolson(Metropolis):
         value = self.density.value(theta, state.structure, batch)
 
         # log N(·; c, τC) is taken off log p/𝒯 at both ends, as a difference before it is summed.
-        prior = ((moved - gap) * C.solve(moved + gap)).sum(-1, dtype=torch.float64) / (2 * tau)
+        prior = long_dot(moved - gap, C.solve(moved + gap)) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
         probability, accepted = choice(energy_error, noise, theta)
         kept(accepted, theta, state.theta)

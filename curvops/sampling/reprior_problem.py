@@ -17,6 +17,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.operators import Linearization
+from curvops.sampling.long_sums import long_dot
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,6 @@ class RepriorProblem:
 
 
 def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-    """log N(v; 0, I), summed in float64: of a million weights in float32 it would be known to a tenth of a nat."""
-    squares = torch.stack([block.double().square().sum() for block in white.values()]).sum()
+    """log N(v; 0, I), in float64."""
+    squares = torch.stack([long_dot(block.flatten(), block.flatten()) for block in white.values()]).sum()
     return -0.5 * (squares + math.log(2 * math.pi) * sum(block.numel() for block in white.values()))
