@@ -11,6 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, DirectSum
+from curvops.linalg.core.cache import require_unrecorded
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import Scaled, Sum
@@ -20,7 +21,7 @@ from curvops.network.model.parameters import matching
 from curvops.operators.curvature import Curvature
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import mirrored
-from curvops.operators.reading import OfLinearization, ScaledByNoise, Stored, made_of, require_no_gradient
+from curvops.operators.reading import OfLinearization, Stored, made_of
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -38,7 +39,8 @@ class Subnetwork(Dense):
     many, else by a push of J for each index, and S² N·C operations; for other operators a product for each index. A
     product is S² operations. Memory: some S² numbers in float64, and some points' rows. Choose it for exact
     inference over up to a few thousand weights. `parameters=indices` in `co.linearize` is the same block as an operator
-    that is never formed. Raises ValueError for indices out of range, repeated, or none.
+    that is never formed. Raises ValueError for indices out of range, repeated, or none, and
+    where a tensor that the operator is made of requires a gradient.
     """
 
     def __init__(
@@ -66,8 +68,7 @@ class Subnetwork(Dense):
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
-            if isinstance(source, Curvature | ScaledByNoise):
-                require_no_gradient(source.likelihood, "Subnetwork")
+            require_unrecorded(source.representation(), "Subnetwork")
             source, rest = in_parts(principal_block(source, indices), source.dtype)
         LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)
 

@@ -108,6 +108,30 @@ def test_a_block_of_a_tensor():
     torch.testing.assert_close(co.Subnetwork(matrix, [2, 0]).to_dense(), matrix[[2, 0]][:, [2, 0]], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lin, prior, noisy: co.GGN(noisy),
+        lambda lin, prior, noisy: 2 * co.GGN(noisy),
+        lambda lin, prior, noisy: co.KFAC(noisy).add_diagonal(1.0),
+        lambda lin, prior, noisy: co.GGN(lin).add_diagonal(prior),
+        lambda lin, prior, noisy: co.KFAC(lin).add_diagonal(prior).inverse(),
+        lambda lin, prior, noisy: co.GGN(lin) + prior * co.GGN(lin),
+    ],
+)
+def test_a_block_refuses_a_gradient_that_it_would_drop(make):
+    model, data = nn.Linear(3, 2).double(), (X, X2.mT)
+    prior = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    noise = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    lin, noisy = (co.linearize(model, data, co.likelihoods.Gaussian(sigma)) for sigma in (noise.detach(), noise))
+    A = make(lin, prior, noisy)
+    with pytest.raises(ValueError, match=r"Subnetwork has no gradient.*detach"):
+        co.Subnetwork(A, [0, 1])
+    with torch.no_grad():
+        expected = A.to_dense()[:2, :2]
+        torch.testing.assert_close(co.Subnetwork(A, [0, 1]).to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_damped_takes_a_number():
     G = co.GGN(linearized())
     expected = G.add_diagonal(2.0).to_dense()

@@ -18,6 +18,15 @@ def recorded(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def require_unrecorded(tensors: Sequence[Tensor], what: str) -> None:
+    """ValueError where a gradient is asked for that `what` does not have: it would silently be zero."""
+    if recorded(tensors):
+        raise ValueError(
+            f"{what} has no gradient for the tensors that its matrix is made of, and one of them requires a gradient "
+            "(the likelihood's noise or a prior precision, say): detach it, or build it under torch.no_grad()."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Entry:
     """A value with the tensors it came from: holding them keeps their addresses from being used again."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, seed_of
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import require_unrecorded
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
@@ -92,7 +92,7 @@ def low_rank(
         NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
-    _require_no_gradient(op)
+    require_unrecorded((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
     check_choice("method", method, ("nystrom", "lanczos"))
     if rank is not None and not 1 <= rank <= facts.rows:
         raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
@@ -131,14 +131,6 @@ def low_rank(
     kept.finish({"found": record_of_result(found), "error": record_of_result(error), "limit": limit})
     _warn(found, error, aim, rank, limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
-
-
-def _require_no_gradient(op: Matrix) -> None:
-    if recorded((op,) if isinstance(op, Tensor) else op.representation()):
-        raise ValueError(
-            "low_rank has no gradient for the tensors that the matrix is made of, and one of them requires a gradient "
-            "(the likelihood's noise, say): detach it (noise.detach()), or call low_rank under torch.no_grad()."
-        )
 
 
 @dataclass(frozen=True, eq=False)
