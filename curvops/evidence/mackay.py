@@ -15,7 +15,7 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of, seeded_as
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
-from curvops.linalg.core.limits import check_flag
+from curvops.linalg.core.limits import check_choice, check_flag
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
@@ -114,9 +114,8 @@ def mackay(
         raise ValueError("samples=1 gives no standard error; take two or more.")
     if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
-    for name, given, accepted in (("prior", prior, PRIORS), ("update", update, ("mackay", "em"))):
-        if not isinstance(given, str) or given not in accepted:
-            raise ValueError(f"{name}={given!r}; expected one of {', '.join(map(repr, accepted))}.")
+    check_choice("prior", prior, PRIORS)
+    check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal
     if present is None:
         raise ValueError(

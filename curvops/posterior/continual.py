@@ -12,6 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, low_rank
+from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
@@ -72,8 +73,8 @@ def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.G
 
 def check_form(form: Any, rank: Any) -> str | None:
     """The form in which an earlier posterior is to be kept, "low_rank" where a rank alone is given."""
-    if form is not None and form not in FORMS:
-        raise ValueError(f"form={form!r}; expected one of {', '.join(map(repr, FORMS))}, or None to keep it as it is.")
+    if form is not None:
+        check_choice("form", form, FORMS)
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, numbers.Integral)):
         raise TypeError(f"rank must be a whole number, got {rank!r}.")
     if rank is not None and form == "kronecker":

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
@@ -138,8 +139,7 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
             return "cg"
         few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2] and systems.prior.diagonal is not None
         return "dual" if systems.formed or (few and systems.at_a_time[0] < systems.count) else "cg"
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}; expected one of {', '.join(map(repr, METHODS))}.")
+    check_choice("method", method, METHODS)
     kind = type(systems.curvature).__name__
     if method == "closed form" and not exact:
         raise ValueError(f"{kind} + prior has no closed form; use method='cg'.")

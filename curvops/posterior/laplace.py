@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
 from curvops.linalg import Estimate
-from curvops.linalg.core.limits import check_flag
+from curvops.linalg.core.limits import check_choice, check_flag
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods.sequences import single_noise
@@ -526,8 +526,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior
 
 def checked_mode(mode: Any, lin: Linearization) -> str:
     """ "map" or "linear", as asked for or as the network's layers ask for; ValueError for anything else."""
-    if mode not in ("auto", "map", "linear"):
-        raise ValueError(f"mode={mode!r}; expected 'auto', 'map' or 'linear'.")
+    check_choice("mode", mode, ("auto", "map", "linear"))
     if mode == "auto":
         return "linear" if lin.model.normalises else "map"
     return str(mode)

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from curvops.linalg.core.limits import check_choice
+
 __all__ = [
     "ReliabilityBins",
     "accuracy",
@@ -47,8 +49,7 @@ def nll(
     Infinite where the label has probability exactly 0: form softmax in float64 if that comes from rounding.
     """
     _check(probabilities, labels)
-    if reduction not in ("mean", "none"):
-        raise ValueError(f'reduction must be "mean" or "none", not {reduction!r}')
+    check_choice("reduction", reduction, ("mean", "none"))
     values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
     return values if reduction == "none" else values.mean()
 

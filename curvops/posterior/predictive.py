@@ -18,7 +18,7 @@ from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.linalg import Estimate, LowRank
-from curvops.linalg.core.limits import check_flag, check_generator
+from curvops.linalg.core.limits import check_choice, check_flag, check_generator
 from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -218,8 +218,7 @@ class Predictive(ABC):
         Raises:
             ValueError: another link, one that does not fit the likelihood, or a likelihood without probabilities.
         """
-        if link not in LINKS:
-            raise ValueError(f"link={link!r}; expected one of {', '.join(map(repr, LINKS))}.")
+        check_choice("link", link, LINKS)
         likelihood = self._target()
         if not isinstance(likelihood, LABELS):
             raise ValueError(

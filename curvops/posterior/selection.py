@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, diagonal, trace
-from curvops.linalg.core.limits import check_generator
+from curvops.linalg.core.limits import check_choice, check_generator
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.row_squares import squared_columns
@@ -147,8 +147,7 @@ def select(
     check_generator(generator)
     if isinstance(k, bool) or not isinstance(k, numbers.Integral):
         raise TypeError(f"k must be a whole number of weights, got {k!r}; of a share take int(share * D).")
-    if score not in SCORES:
-        raise ValueError(f"score={score!r}; expected one of {', '.join(map(repr, SCORES))}.")
+    check_choice("score", score, SCORES)
     prior = read_prior(prior_precision, 0.0, lin.model).diagonal
     if prior is None:
         raise ValueError("prior_precision is an operator; scores take a number, a vector or a mapping.")
@@ -220,8 +219,7 @@ def wasserstein(
     """
     check_posterior(post, "wasserstein")
     check_generator(generator)
-    if method not in ("exact", "diagonal"):
-        raise ValueError(f"method={method!r}; expected 'exact' or 'diagonal'.")
+    check_choice("method", method, ("exact", "diagonal"))
     P, T = post.precision, post.temperature
     chosen = checked_indices(indices, P.shape[-1]).to(P.device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Inner products over many weights, exact to a few roundings: a million in float32 are else known to a tenth of a nat."""
+"""Inner products over many weights: of a million in float32 a plain sum would be known to a tenth of a nat."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.priors import Prior
-from curvops.sampling.metric import as_metric
 from curvops.sampling.long_sums import long_dot
+from curvops.sampling.metric import as_metric
 from curvops.sampling.metropolis import Metropolis, MetropolisState, choice, kept
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.schedules import Constant

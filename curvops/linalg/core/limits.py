@@ -69,5 +69,5 @@ def check_flag(name: str, given: object) -> None:
 
 def check_choice(name: str, given: object, known: Collection[str]) -> None:
     """ValueError, naming what there is, unless ``given`` is one of them."""
-    if given not in known:
+    if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")
