@@ -106,7 +106,7 @@ def test_what_scaled_weights_before_a_normalisation_do_to_either_mode():
 def test_another_mode_is_refused(annotations_unchecked):
     post = co.laplace(early(), check_mode=False)
     for wrong in ("mode", None, 1):
-        with pytest.raises(ValueError, match="'auto', 'map' or 'linear'"):
+        with pytest.raises(ValueError, match="one of 'auto', 'map', 'linear'"):
             post.log_evidence(mode=wrong)
 
 

@@ -154,7 +154,7 @@ WRONG = {
     "a linearisation": (lambda lin, post: co.wasserstein(lin, [1]), TypeError, "wasserstein takes a posterior"),
     "out of range": (lambda lin, post: co.wasserstein(post, [51]), ValueError, "out of range"),
     "twice": (lambda lin, post: co.wasserstein(post, [1, 1]), ValueError, "twice"),
-    "a method": (lambda lin, post: co.wasserstein(post, [1], "full"), ValueError, "'exact' or 'diagonal'"),
+    "a method": (lambda lin, post: co.wasserstein(post, [1], "full"), ValueError, "one of 'exact', 'diagonal'"),
 }
 
 
