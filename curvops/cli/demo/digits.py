@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 ANGLES = (15, 30, 45, 60, 75, 90)
@@ -45,10 +45,14 @@ class Images:
         cut = round(len(self) * share)
         return self.first(cut), Images(self.x[cut:], self.y[cut:])
 
+    @property
+    def is_unambiguous(self) -> Bool[Tensor, " N"]:
+        """Which of them no rotation turns into another digit (6 and 9)."""
+        return torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
+
     def unambiguous(self) -> Images:
-        """Without the digits that a rotation turns into another digit (6 and 9)."""
-        keep = torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
-        return Images(self.x[keep], self.y[keep])
+        """Without the digits that a rotation turns into another digit."""
+        return Images(self.x[self.is_unambiguous], self.y[self.is_unambiguous])
 
     def rotated(self, degrees: float | int) -> Images:
         """The same digits, turned."""

@@ -120,7 +120,7 @@ def _network(
         draws = post.mean + found.draws
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
-        predicted, upright = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
+        predicted = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
     with stages.stage("KFAC, diagonal, last layer, subnetwork: all"):
         chosen = inference.subnetwork(start, settings.subnetwork, data.validation.x)
         for name, (curvature, parameters) in CHEAPER.items():
@@ -129,18 +129,17 @@ def _network(
                 inference.posterior(model, second, settings.prior_precision, curvature, selected), generator
             )
             of_other = other.sample(settings.samples, generator)
-            by_angle, alone = _by_angle(test, partial(_predict_alone, name, other, of_other))
-            predicted, upright = predicted | by_angle, upright | alone
-    rows = {name: scores.row(p, upright[name]) for name, p in predicted.items()}
+            predicted |= _by_angle(test, partial(_predict_alone, name, other, of_other))
+    rows = {name: scores.row(p, test.is_unambiguous) for name, p in predicted.items()}
     return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
 
 
 def _by_angle(
     test: digits.Images, predict: Callable[[digits.Images], dict[str, scores.Predicted]]
-) -> tuple[dict[str, dict[int, scores.Predicted]], dict[str, scores.Predicted]]:
-    """Predictions by method and angle, and by method of the unambiguous digits upright."""
+) -> dict[str, dict[int, scores.Predicted]]:
+    """Predictions by method and angle: of all digits upright, of the unambiguous ones turned."""
     found = {angle: predict(test if angle == 0 else test.unambiguous().rotated(angle)) for angle in (0, *digits.ANGLES)}
-    return {name: {angle: p[name] for angle, p in found.items()} for name in found[0]}, predict(test.unambiguous())
+    return {name: {angle: p[name] for angle, p in found.items()} for name in found[0]}
 
 
 def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: float) -> dict[str, scores.Predicted]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from curvops import Uncertainty
@@ -42,16 +42,16 @@ class Row:
         return {**upright, **rotated, "auroc_total": self.auroc_total, "auroc_epistemic": self.auroc_epistemic}
 
 
-def row(predicted: Mapping[int, Predicted], upright: Predicted) -> Row:
+def row(predicted: Mapping[int, Predicted], is_unambiguous: Bool[Tensor, " N"]) -> Row:
     """Scores of one method. `predicted[0]` are all test digits, other angles leave the ambiguous ones out.
 
-    `upright` are the unambiguous digits at 0°: what AUROC compares every rotation with, so that both sides hold the
-    same digits.
+    AUROC compares every rotation with those digits at 0° that are unambiguous, so that both sides hold the same ones.
     """
-    turned = [value for angle, value in predicted.items() if angle]
-    positive = torch.cat([torch.zeros(len(upright.labels)), *(torch.ones(len(p.labels)) for p in turned)]).bool()
-    total = torch.cat([metrics.predictive_entropy(p.probabilities) for p in [upright, *turned]])
-    epistemic = [p.uncertainty.epistemic for p in [upright, *turned] if p.uncertainty is not None]
+    compared = [(predicted[0], is_unambiguous)]
+    compared += [(p, torch.ones_like(p.labels, dtype=torch.bool)) for angle, p in predicted.items() if angle]
+    positive = torch.cat([torch.full_like(kept[kept], i > 0) for i, (_, kept) in enumerate(compared)])
+    total = torch.cat([metrics.predictive_entropy(p.probabilities)[kept] for p, kept in compared])
+    epistemic = [p.uncertainty.epistemic[kept] for p, kept in compared if p.uncertainty is not None]
     return Row(
         {angle: _scores(p) for angle, p in predicted.items()},
         float(metrics.auroc(total, positive)),
