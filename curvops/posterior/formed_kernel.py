@@ -18,7 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.linalg.core.memory import keep
+from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
+from curvops.linalg.core.vectors import describe
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network.data.batches import Batch
@@ -29,17 +30,20 @@ from curvops.operators.displaced_ggn import pushed
 from curvops.operators.gram_matrix import gram_cost
 
 MOST_OUTPUTS = 6144
-"""So many outputs in all are decomposed in minutes, in six matrices of 300 MB."""
+"""So many outputs in all are decomposed in minutes, in five matrices of 300 MB."""
 FEWER = 4
 """So many times fewer outputs than weights: else neither space is the smaller one."""
-COPIES = 6
-"""Matrices (N·C, N·C) in float64: K, eigenvectors, and four in which these or a step of Newton's method are made."""
+COPIES = 5
+"""Matrices (N·C, N·C) in float64: K, SᵀS, its eigenvectors and the two that LAPACK works in; later K and these vectors,
+and two in a step of Newton's method."""
 MOST_GRADIENTS = 200.0
 """What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
 GRADIENTS_A_SOLVE = 16.0
 """What solving for one draw takes at least."""
 RESOLVED = 1000
 """Units of K's rounding that a prior precision must be for what is solved for to be right to three digits."""
+BESIDE = OF_PRODUCT + 2
+"""Vectors of the size of the weights that a mode is found with: a product's, θ and θ − θ*."""
 MOST_STEPS, MOST_HALVINGS, SUFFICIENT, ROUNDINGS = 50, 30, 1e-4, 10
 
 
@@ -94,17 +98,18 @@ class FormedKernel:
         return torch.cat(parts, 1).permute(1, 2, 0)
 
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
-        """Lᵀ K L."""
-        n, c, _ = L.shape
-        half = torch.einsum("ncr,ncj->nrj", L, self.kernel.view(n, c, -1)).flatten(0, 1)
-        return torch.einsum("inc,ncr->inr", half.view(-1, n, c), L).flatten(1)
+        """Lᵀ K L. Memory: itself and Lᵀ K."""
+        n, c, r = L.shape
+        half = torch.bmm(L.mT, self.kernel.view(n, c, -1)).view(n * r, n, c)
+        dual = L.new_empty(n * r, n, r)
+        torch.bmm(half.transpose(0, 1), L, out=dual.transpose(0, 1))
+        return dual.flatten(1)
 
     @cached_property
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
         with torch.no_grad():
-            dual = self._dual(self._root(self.outputs))
-            values, vectors = torch.linalg.eigh((dual + dual.mT) / 2)
+            values, vectors = torch.linalg.eigh(self._dual(self._root(self.outputs)))
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
     def resolves(self, prior: float) -> bool:
@@ -145,7 +150,7 @@ class FormedKernel:
         The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs are those of K first, and
         then J's own, so that K's rounding is not the mode's. Cost: a factorisation a step, in the end a product.
         """
-        mean = mean.expand_as(self.lin.theta)
+        mean, J = mean.expand_as(self.lin.theta), self.lin.jacobian()
         products = 1
         start = self._outputs_at(mean)
         u = torch.zeros(len(self.kernel), dtype=torch.float64, device=self.kernel.device)
@@ -154,16 +159,17 @@ class FormedKernel:
             return start + (self.kernel @ u / prior).view_as(start)
 
         def weights(u: Tensor) -> Tensor:
-            return mean + (self.lin.jacobian()._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
+            return mean + (J._t_matmul(u.to(mean).unsqueeze(1)) / prior).squeeze(1)
 
         def by_passes(u: Tensor) -> Tensor:
             nonlocal products
             products += 1
             return self._outputs_at(weights(u))
 
-        for outputs in (by_kernel, by_passes):
-            u = self._newton(u, start, outputs, prior, rtol)
-        return weights(u), products
+        with holding(J, BESIDE * vector_bytes(describe(J))):
+            for outputs in (by_kernel, by_passes):
+                u = self._newton(u, start, outputs, prior, rtol)
+            return weights(u), products
 
     def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """The linear model's outputs."""
@@ -213,7 +219,8 @@ class FormedKernel:
         """−(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
         L = self._root(f)
         n, _, r = L.shape
-        dual = (self._dual(L) / prior).add_(torch.eye(n * r, dtype=L.dtype, device=L.device))
+        inner = self._dual(L).div_(prior)
+        inner.diagonal().add_(1)
         image = torch.einsum("ncr,nc->nr", L, (self.kernel @ gap / prior).view(n, -1)).reshape(-1, 1)
-        solved = torch.cholesky_solve(image, torch.linalg.cholesky(dual)).view(n, r)
+        solved = torch.cholesky_solve(image, torch.linalg.cholesky(inner, out=inner)).view(n, r)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
