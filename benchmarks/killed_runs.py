@@ -2,7 +2,7 @@
 
 `python -m benchmarks.killed_runs` kills 20 processes in all with SIGKILL: of each run in turn some, one after the
 other, lets a last one end, and compares the bits of its result with those of a run that was not killed. Then it times
-draws with and without a checkpoint, in pairs. Linux.
+the checkpoint's own calls in draws that take some minutes. Linux.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ from curvops import checkpoint
 from curvops.linalg.core.result_record import record_of_result
 
 KILLS = 20
-PAIRS = 5
+LONG = 8192
+"""Points of the run whose checkpoint is timed."""
 
 
 def posterior(points: int = 512, hidden: tuple[int, int] = (128, 64), batches: int = 1, prior: float = 0.01) -> Any:
@@ -126,19 +128,30 @@ def kills_of(name: str, kills: int, root: Path) -> int:
     return count
 
 
-def overhead(root: Path, what: str) -> None:
-    """What a checkpoint costs draws, in pairs of runs side by side."""
-    pairs = []
-    for turn in range(PAIRS):
-        plain = timed(draws, None)[1]
-        pairs.append((plain, timed(draws, root / f"{turn}")[1]))
-    shares = [saved / plain - 1 for plain, saved in pairs]
-    plain = statistics.median(plain for plain, _ in pairs)
-    print(
-        f"draws in {plain:.2f} s, {what}: {statistics.median(shares):+.1%} "
-        f"({min(shares):+.1%} to {max(shares):+.1%} in {PAIRS} pairs)",
-        flush=True,
-    )
+def share_of_a_long_run(folder: Path) -> tuple[float, float]:
+    """Seconds of draws with a checkpoint, and the share of them spent in its own calls: opening, saving, ending."""
+    spent, inside = 0.0, False
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal spent, inside
+            if inside:
+                return function(*args, **options)
+            inside, begin = True, time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                inside, spent = False, spent + time.perf_counter() - begin
+
+        return call
+
+    post = posterior(LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("__init__", "also", "save", "finish", "forget"):
+            patch.setattr(checkpoint.Checkpoint, name, watched(getattr(checkpoint.Checkpoint, name)))
+        run = partial(post.deviations, 8, method="cg", rtol=1e-8, generator=seeded())
+        _, seconds = timed(lambda place: run(checkpoint=place), folder)
+    return seconds, spent / seconds
 
 
 def main() -> None:
@@ -152,10 +165,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             count += kills_of(name, kills, Path(place))
     print(f"{count} of {KILLS} processes killed")
-    for checkpoint.PAUSE, what in ((pause, "with a checkpoint"), (0.0, f"saved as often as {share:.0%} allow")):
-        checkpoint.SHARE = share
-        with tempfile.TemporaryDirectory() as place:
-            overhead(Path(place), what)
+    checkpoint.PAUSE, checkpoint.SHARE = pause, share
+    with tempfile.TemporaryDirectory() as place:
+        seconds, taken = share_of_a_long_run(Path(place) / "long")
+    print(f"draws from {LONG:,} points: {seconds:.0f} s, of which the checkpoint's own calls take {taken:.2%}")
 
 
 if __name__ == "__main__":
