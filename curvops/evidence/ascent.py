@@ -109,7 +109,7 @@ class Ascent:
             self.vectors = random_block(describe(P), self.probes, generator=self.generator)
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
-        sketch, spent = post.spectrum.preconditioner(P, self.probes, generator=self.generator)
+        sketch, spent = post.shared.solving.preconditioner(P, self.probes, generator=self.generator)
         solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess).raise_if_failed(SOLVE_RTOL)
         self.solutions = solved.x
         A = post.prior.diagonal

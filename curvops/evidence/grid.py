@@ -46,7 +46,7 @@ def grid(
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
     smallest = min(float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values)
-    post.spectrum.prepare(smallest, rtol, generator)
+    post.shared.spectrum.prepare(smallest, rtol, generator)
     found: list[Evidence] = []
     for value in values:
         start = found[-1].theta if found else None

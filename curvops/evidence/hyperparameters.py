@@ -67,7 +67,7 @@ class Hyperparameters:
 
         Its relative error, and half that of the scatter, is at most about rtol.
         """
-        at_once = self.posterior.spectrum.normal_mode(self.posterior.prior)
+        at_once = self.posterior.shared.spectrum.normal_mode(self.posterior.prior)
         if at_once is not None:
             return at_once, 0
         found = self.posterior.linear_mode(start, rtol)
@@ -89,8 +89,8 @@ class Hyperparameters:
         A = post.prior.diagonal
         assert A is not None
         if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
-            post.spectrum.prepare(float(A) / WINDOW, rtol, generator)
-        exact = post.spectrum.shares(post.prior, rtol, generator)
+            post.shared.spectrum.prepare(float(A) / WINDOW, rtol, generator)
+        exact = post.shared.spectrum.shares(post.prior, rtol, generator)
         if exact is None:
             return None
         counts = groups.counts
@@ -98,7 +98,7 @@ class Hyperparameters:
             gamma, spread = groups.totals(exact.value), torch.zeros_like(counts)
         else:  # a sum over as many directions at most as there are outputs
             gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
-            lins = post.spectrum.known_data("the log evidence")
+            lins = post.shared.terms.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
         return torch.where(gamma > rounding, gamma, 0.0), spread

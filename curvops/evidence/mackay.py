@@ -23,7 +23,7 @@ from curvops.posterior.arguments import check_accuracy, checked_count
 from curvops.posterior.deviations import Deviations
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.noise import Noise
-from curvops.posterior.spectrum import Spectrum
+from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
@@ -125,7 +125,7 @@ def mackay(
         raise ValueError("samples=None counts exactly, without draws: leave noise and method out.")
     if tune_noise:
         check_noise_scales(post)
-    post.spectrum.known_data("the log evidence")
+    post.shared.terms.known_data("the log evidence")
     seed = None if checkpoint is None else seed_of(generator)
 
     def problem() -> dict[str, Any]:
@@ -149,8 +149,8 @@ def mackay(
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever was asked of this posterior before
             sketches = kept.source("sketches", seeded_as(generator, post.mean.device), post.mean.device)
-            post = replace(post, spectrum=Spectrum(post.lin, post.curvature, sketches))
-            for lin in post.spectrum.known_data("the log evidence"):
+            post = replace(post, shared=Shared.of(post.lin, post.curvature, sketches))
+            for lin in post.shared.terms.known_data("the log evidence"):
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
@@ -197,7 +197,7 @@ class _FixedPoint:
         self.past = [recorded_result(Solved, each) for each in state["past"]]
         self.changes, self.targets, self.halved = state["changes"], state["targets"], state["halved"]
         self.ending = Ending[state["ending"]]
-        self.now.origin.spectrum.recall(state["spectrum"])
+        self.now.origin.shared.recall(state["spectrum"])
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on, as plain values and tensors."""
@@ -211,7 +211,7 @@ class _FixedPoint:
             "targets": self.targets,
             "halved": self.halved,
             "ending": self.ending.name,
-            "spectrum": self.now.origin.spectrum.state(),
+            "spectrum": self.now.origin.shared.state(),
         }
 
     def finished(self) -> Laplace:

@@ -85,7 +85,7 @@ def maximize(
         return _searched(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
-    post.spectrum.log_likelihood()  # refuses data that are not known
+    post.shared.terms.log_likelihood()  # refuses data that are not known
     with torch.no_grad():
         base = present.detach() if present.ndim and groups is None else None  # the whole of it is held
         chosen = precision_groups(post.lin, groups or "scalar", base)
@@ -122,7 +122,7 @@ def _searched(
 
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:
-        post.spectrum.prepare(low, rtol, generator)
+        post.shared.spectrum.prepare(low, rtol, generator)
         span = math.log(low), math.log(high)
         found = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
         if found - span[0] < 2 * xtol:

@@ -48,7 +48,7 @@ from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
-from curvops.posterior.spectrum import Spectrum
+from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
 
@@ -67,7 +67,7 @@ class Laplace(GaussianWeights):
     lin: Linearization
     curvature: LinearOperator
     prior: Prior
-    spectrum: Spectrum = field(repr=False)
+    shared: Shared = field(repr=False)
     temperature: float = 1.0
     prior_error: Estimate | None = field(default=None, repr=False)
     tuning: Tuning | Validation | None = field(default=None, repr=False)
@@ -104,7 +104,7 @@ class Laplace(GaussianWeights):
 
         NaN where it is not known which data the curvature is of (see `log_evidence`).
         """
-        prior, data = self.prior.gradient(self.mean), self.spectrum.gradient()
+        prior, data = self.prior.gradient(self.mean), self.shared.terms.gradient()
         if data is None:
             return math.nan
         gradient = (data + prior).norm()
@@ -120,7 +120,7 @@ class Laplace(GaussianWeights):
         if prior_mean is None:
             prior_mean = 0.0 if isinstance(prior_precision, GaussianWeights) else self.prior_mean
         prior = as_prior(prior_precision, prior_mean, self.lin)
-        self.spectrum.require_usable(prior)
+        self.shared.spectrum.require_usable(prior)
         return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
@@ -140,7 +140,7 @@ class Laplace(GaussianWeights):
         likelihood = self.lin.likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))])
         lin = self.lin.with_likelihood(likelihood)
         curvature = continual.made_alike(self.curvature, lin, generator)
-        changed = {"lin": lin, "curvature": curvature, "spectrum": Spectrum(lin, curvature), "tuning": None}
+        changed = {"lin": lin, "curvature": curvature, "shared": Shared.of(lin, curvature), "tuning": None}
         return dataclasses.replace(self, **changed)
 
     @property
@@ -203,7 +203,7 @@ class Laplace(GaussianWeights):
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
-        self.spectrum.require_gradients()
+        self.shared.terms.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         given = noise
         seed = None if checkpoint is None or given is not None else seed_of(generator)  # before it is drawn from
@@ -233,11 +233,12 @@ class Laplace(GaussianWeights):
         kept.save(dict, now=True)
         if start is not None and self.temperature != 1:
             start = start / math.sqrt(self.temperature)
-        precision = self.spectrum.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
+        solving = self.shared.solving
+        precision = solving.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        formed = self.spectrum.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
+        formed = solving.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
         systems = Systems(
-            precision, self.curvature, self.prior, noise, range(k), self.spectrum.preconditioner, memories, formed
+            precision, self.curvature, self.prior, noise, range(k), solving.preconditioner, memories, formed
         )
         found = raise_if_failed(deviations(systems, method, start, float(rtol), kept), float(rtol))
         found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
@@ -276,11 +277,11 @@ class Laplace(GaussianWeights):
         Cost: the products that are reported, and a pass over the data for each Newton step.
         """
         check_accuracy(rtol)
-        lins = self.spectrum.known_data("the mode of the linear model")
+        lins = self.shared.terms.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         # What is formed is asked for when it is needed: not where a checkpoint keeps the result.
-        formed = partial(self.spectrum.solving_kernel, self.prior.diagonal)
+        formed = partial(self.shared.solving.solving_kernel, self.prior.diagonal)
 
         def begun() -> tuple[Tensor, int] | None:
             kernel = formed()
@@ -291,17 +292,17 @@ class Laplace(GaussianWeights):
         def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
             kernel = formed()
             if kernel is None:
-                return self.spectrum.preconditioner(self.precision, columns, checkpoint=checkpoint)
+                return self.shared.solving.preconditioner(self.precision, columns, checkpoint=checkpoint)
             return kernel.inverse_of_weights(float(self.prior.precision.detach())), 0
 
         made = sketch if ours else None
         return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), made, checkpoint, begun)
 
     def _require_gradients(self) -> None:
-        self.spectrum.require_gradients()
+        self.shared.terms.require_gradients()
 
     def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        inverse: LinearOperator = self.spectrum.for_columns(self.precision, rows, further=True).inverse(rtol)
+        inverse: LinearOperator = self.shared.solving.for_columns(self.precision, rows, further=True).inverse(rtol)
         return inverse
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
@@ -309,7 +310,7 @@ class Laplace(GaussianWeights):
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         record = record_of_posterior(
-            self.lin, self.curvature, self.prior, self.spectrum, self.temperature, self.prior_error, inputs
+            self.lin, self.curvature, self.prior, self.shared.terms, self.temperature, self.prior_error, inputs
         )
         return OF_LAPLACE, record
 
@@ -359,14 +360,14 @@ class Laplace(GaussianWeights):
         self, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
     ) -> Evidence:
         """The log evidence, unchecked; `start` is where the search for the linear model's mode begins."""
-        self.spectrum.require_gradients()
-        log_ratio = self.spectrum.logdet(self.prior, rtol, generator)
+        self.shared.terms.require_gradients()
+        log_ratio = self.shared.spectrum.logdet(self.prior, rtol, generator)
         count = partial(self.effective_parameters, rtol, generator)
         if mode == "map":
-            log_likelihood = self.spectrum.log_likelihood()
+            log_likelihood = self.shared.terms.log_likelihood()
             return Evidence.of(self.mean, log_likelihood, self.prior.quadratic(self.mean), log_ratio, count)
         found = self.linear_mode(start)
-        log_likelihood = self.spectrum.linear_log_likelihood(found.theta)
+        log_likelihood = self.shared.terms.linear_log_likelihood(found.theta)
         if not found.converged:
             log_ratio = dataclasses.replace(log_ratio, reason=found.reason)
         scatter = self.prior.quadratic(found.theta)
@@ -387,8 +388,8 @@ class Laplace(GaussianWeights):
             ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
-        self.spectrum.require_gradients()
-        return self.spectrum.effective_dimension(self.prior, rtol, generator)
+        self.shared.terms.require_gradients()
+        return self.shared.spectrum.effective_dimension(self.prior, rtol, generator)
 
     def update(
         self,
@@ -490,10 +491,9 @@ def _posterior(
     """What `laplace` and `update` return, checked."""
     check_flag("check_mode", check_mode)
     operator = checked_curvature(curvature, lin)
-    spectrum = Spectrum(lin, operator)
-    posterior = Laplace(lin, operator, prior, spectrum, temperature, prior_error)
-    spectrum.require_usable(prior)
-    gradient = posterior.spectrum.gradient() if check_mode else None
+    posterior = Laplace(lin, operator, prior, Shared.of(lin, operator), temperature, prior_error)
+    posterior.shared.spectrum.require_usable(prior)
+    gradient = posterior.shared.terms.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "

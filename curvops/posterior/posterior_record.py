@@ -15,8 +15,9 @@ from curvops.operators import Linearization
 from curvops.operators.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
 from curvops.posterior.arguments import check_operator
+from curvops.posterior.likelihood_terms import LikelihoodTerms
 from curvops.posterior.priors import KroneckerPrior, Prior
-from curvops.posterior.spectrum import Spectrum
+from curvops.posterior.shared import Shared
 
 KIND = "posterior"
 """What the saved folder says that it holds."""
@@ -31,17 +32,17 @@ def record_of_posterior(
     lin: Linearization,
     curvature: LinearOperator,
     prior: Prior,
-    spectrum: Spectrum,
+    terms: LikelihoodTerms,
     temperature: float,
     prior_error: Estimate | None,
     inputs: Any = None,
 ) -> dict[str, Any]:
     """The record. Raises ValueError for an operator that cannot be saved."""
-    likelihood, gradient = spectrum.known()
-    if likelihood is None and not isinstance(spectrum.data, str):
+    likelihood, gradient = terms.known()
+    if likelihood is None and not isinstance(terms.data, str):
         # A file without it is better than none, where the data cannot be read any more.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            likelihood = spectrum.log_likelihood().detach()
+            likelihood = terms.log_likelihood().detach()
     return {
         "linearization": record_of_linearization(lin, inputs),
         "curvature": record_of_operator(curvature, lin),
@@ -90,12 +91,12 @@ def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, A
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
-    spectrum = Spectrum(lin, curvature)
-    spectrum.take(*(None if t is None else t.to(device) for t in (record["log_likelihood"], record["gradient"])))
+    shared = Shared.of(lin, curvature)
+    shared.terms.take(*(None if t is None else t.to(device) for t in (record["log_likelihood"], record["gradient"])))
     return {
         "curvature": curvature,
         "prior": PRIORS[known["class"]](precision, known["mean"].to(device)),
         "prior_error": recorded_value(record["prior_error"], lin),
-        "spectrum": spectrum,
+        "shared": shared,
         "temperature": record["temperature"],
     }

@@ -227,7 +227,7 @@ def wasserstein(
             variances = P.diagonal().double().reciprocal()
             return Estimate.exact(T * (variances.sum() - variances[chosen].sum()))
         factor = torch.linalg.cholesky(principal_block(P, chosen).double())
-        P = post.spectrum.for_columns(P, len(chosen))
+        P = post.shared.solving.for_columns(P, len(chosen))
         whitened = principal_block(P.inverse(), chosen).double()
         _solve_in_place(factor, whitened)
         _solve_in_place(factor, whitened.mT)

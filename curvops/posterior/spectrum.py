@@ -1,13 +1,11 @@
-"""What a posterior needs of its data and curvature whatever the prior: computed once for every prior precision."""
+"""The spectrum of a posterior's curvature: what determinants and counts need, once for every prior precision."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place
 from curvops.linalg import (
     Damped,
     Estimate,
@@ -26,8 +23,6 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
-from curvops.linalg.core.memory import keep
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
@@ -35,15 +30,11 @@ from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.operators.algebra import is_psd
-from curvops.linalg.operators.damped import ScaledPreconditioner
-from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods import Gaussian
-from curvops.operators import GGN, Linearization
-from curvops.operators.displaced_ggn import DisplacedGGN, pushed
+from curvops.operators import GGN
 from curvops.operators.formed import Formed
-from curvops.operators.reading import require_no_gradient
-from curvops.posterior.data_terms import data_terms
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel, fits
+from curvops.posterior.likelihood_terms import LikelihoodTerms
 from curvops.posterior.priors import Prior
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
@@ -53,10 +44,6 @@ MOST_MATVECS = 4000
 WHOLE = 1024
 # Solves that the effective dimension under a large prior operator may take, one for each probe.
 MOST_SOLVES = 200
-# What a right-hand side of a block solve takes at least: from D / 8 of them on, D products form the whole matrix.
-PRODUCTS_A_SOLVE = 8
-# A sketch for so many times fewer columns, or for priors that differ so unevenly, is as good as a new one.
-FEWER, UNEVEN = 4, 4.0
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -64,23 +51,18 @@ USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 @dataclass(eq=False)
 class Findings:
-    """What a `Spectrum` has computed so far, at these hyperparameters of the likelihood."""
+    """What a `Spectrum` has computed so far, in this era of the likelihood."""
 
-    hyperparameters: list[Tensor]
+    era: object
     whole: DenseSpectrum | None = None
     range: tuple[float, float, SpectralQuadrature] | None = None
-    log_likelihood: Tensor | None = None
-    gradient: Tensor | None = None
     lowest: tuple[float, Tensor] | None = None
     formed: Formed | None = None
-    solved: tuple[LinearOperator, LinearOperator] | None = None
     kernel: FormedKernel | None = None
-    rows: int = 0
-    sketches: dict[str, tuple[Tensor, int, Any]] = field(default_factory=dict)
 
 
 class Spectrum:
-    """The log-likelihood, its gradient, and what is known of the curvature's spectrum, each when first asked for.
+    """What is known of the spectrum of a curvature, each when first asked for.
 
     log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come, in this order, from
 
@@ -95,96 +77,19 @@ class Spectrum:
     `WHOLE` weights, else by probes.
     """
 
-    def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
-        self._lin, self._curvature = lin, curvature
-        self._generator = generator  # of sketches that are asked for without one
-        self._lock = threading.RLock()
-        self._kept = Findings(self._hyperparameters())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What was computed is copied and pickled along; a lock and a source of numbers cannot be."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {"_generator": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()
-
-    @cached_property
-    def data(self) -> tuple[Linearization, ...] | str:
-        """The linearisations that the curvature is of; a sentence on why where that is not known."""
-        return data_terms(self._lin, self._curvature)
-
-    def known_data(self, what: str) -> tuple[Linearization, ...]:
-        """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
-        if isinstance(self.data, str):
-            raise ValueError(
-                f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
-                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
-            )
-        return self.data
-
-    def _hyperparameters(self) -> list[Tensor]:
-        """The values of all that a learned likelihood may change under a posterior that is kept."""
-        lins = {id(lin): lin for lin in (self._lin, *(() if isinstance(self.data, str) else self.data))}
-        return [tensor.detach().clone() for lin in lins.values() for tensor in lin.likelihood.hyperparameters]
+    def __init__(self, terms: LikelihoodTerms) -> None:
+        self.terms = terms
+        self._lin, self._curvature = terms.lin, terms.curvature
+        self._kept = Findings(terms.era())
 
     @property
     def _found(self) -> Findings:
         """What was computed, forgotten where the likelihood's hyperparameters have changed since (in place)."""
-        with self._lock:
-            now = self._hyperparameters()
-            if not all(map(torch.equal, now, self._kept.hyperparameters)):
-                self._kept = Findings(now)
+        with self.terms.lock:
+            era = self.terms.era()
+            if self._kept.era is not era:
+                self._kept = Findings(era)
             return self._kept
-
-    def log_likelihood(self) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
-
-        Raises ValueError where the data are not known, or counted otherwise than once.
-        """
-        data = self.known_data("the log evidence")
-        if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
-            return torch.stack([lin.log_likelihood() for lin in data]).sum()
-        with self._lock:
-            found = self._found
-            if found.log_likelihood is None:
-                with torch.no_grad():
-                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in data]).sum()
-            return found.log_likelihood
-
-    def linear_log_likelihood(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """That of the linear model at other weights, with its gradient in hyperparameters."""
-        delta = theta - self._lin.theta
-        parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in self.known_data("the log evidence")]
-        return torch.stack([part.log_likelihood() for part in parts]).sum()
-
-    def gradient(self) -> Float[Tensor, " D"] | None:
-        """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
-        with self._lock:
-            found = self._found
-            if found.gradient is None and not isinstance(self.data, str):
-                with torch.no_grad():
-                    found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
-            return found.gradient
-
-    def known(self) -> tuple[Tensor | None, Tensor | None]:
-        """The log-likelihood and the gradient, where they were asked for before."""
-        found = self._found
-        return found.log_likelihood, found.gradient
-
-    def take(self, log_likelihood: Tensor | None, gradient: Tensor | None) -> None:
-        """Take what was known of another posterior with the same curvature and data."""
-        found = self._found
-        found.log_likelihood, found.gradient = log_likelihood, gradient
-
-    def require_gradients(self) -> None:
-        """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
-        lins = (self._lin,) if isinstance(self.data, str) else self.data
-        held = self._curvature.representation()
-        for likelihood in (lin.likelihood for lin in lins):
-            for tensor in likelihood.hyperparameters:
-                if recorded((tensor,)) and not any(tensor is other for other in held):
-                    require_no_gradient(likelihood, f"a posterior with {type(self._curvature).__name__}")
 
     def require_usable(self, prior: Prior) -> None:
         """Raise ValueError where G's closed form does not take this prior, or where G + A is seen to be indefinite.
@@ -222,7 +127,7 @@ class Spectrum:
 
     def _least_ritz(self) -> tuple[float, Float[Tensor, " D"]]:
         """The least Ritz value of G from a short Lanczos run, and its vector."""
-        with self._lock:
+        with self.terms.lock:
             kept = self._found
             if kept.lowest is None:
                 generator = torch.Generator(device=self._lin.theta.device).manual_seed(0)  # the user's stays as it is
@@ -241,104 +146,20 @@ class Spectrum:
         """
         if prior is None or prior.ndim or not fits(self._curvature, self._lin, most_gradients):
             return None
-        with self._lock:
+        with self.terms.lock:
             found = self._found
             found.kernel = found.kernel or FormedKernel(self._lin)
             return found.kernel
 
-    def solving_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
-        """The same where its rounding leaves it fit to solve under this prior."""
-        found = self.formed_kernel(prior, most_gradients)
-        return found if found is not None and prior is not None and found.resolves(float(prior.detach())) else None
-
-    def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
-        """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
-
-        It is between `DENSE_SIZE` weights (up to which every solve forms P) and `DENSE_BLOCK`, where P has no closed
-        form and no gradient is recorded. What is formed serves all priors that are numbers or vectors. With `further`
-        the columns are more of those that were asked for before: draws, which equal seeds make equal, count alone.
-        """
-        size = len(self._lin.theta)
-        base, shift = (precision.base, precision.shift) if isinstance(precision, Damped) else (precision, 0.0)
-        if not DENSE_SIZE < size <= DENSE_BLOCK or recorded(precision.representation()):
-            return precision
-        if precision._closed_form() is not None or not is_psd(base):
-            return precision
-        with self._lock:
+    def formed(self, base: LinearOperator) -> Formed | None:
+        """G, or its undamped part, as the matrix that a first solve forms; None where memory has no room for it."""
+        with self.terms.lock:
             found = self._found
-            if further:
-                found.rows += columns
-            if PRODUCTS_A_SOLVE * (found.rows if further else columns) < size:
-                return precision
             if found.formed is None or found.formed.base is not base:
-                if Formed.bytes_for(size) > self._lin.memory.room():
-                    return precision
-                found.formed, found.solved = Formed(base), None
-            if found.solved is None or found.solved[0] is not precision:
-                found.solved = precision, found.formed.add_diagonal(shift)
-            return found.solved[1]
-
-    def preconditioner(
-        self,
-        precision: Any,
-        columns: int,
-        prior: Tensor | None = None,
-        checkpoint: Place | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Any, int]:
-        """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
-
-        A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
-        a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
-        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. With
-        a `checkpoint` it is the one of that folder, whatever was sketched before. A new one is drawn from `generator`.
-        """
-        generator = generator or self._generator
-        if (kernel := self.solving_kernel(prior)) is not None:
-            assert prior is not None
-            return kernel.inverse(float(prior)), 0
-        if checkpoint is not None:
-            made = precision.preconditioner(columns, generator, checkpoint=checkpoint)
-            return made, 0 if made is None else made.matvecs
-        if not isinstance(precision, Damped) or recorded(precision.representation()) or precision.shift.ndim > 1:
-            return precision.preconditioner(columns, generator), 0
-        space, diagonal = ("weights", precision.shift) if prior is None else ("functions", prior)
-        with self._lock:
-            kept = self._found.sketches
-            if space in kept:
-                of, served, known = kept[space]
-                factors = diagonal.detach() / of
-                low, high = float(factors.min()), float(factors.max())
-                if served * FEWER >= columns and low >= 1 / 3 and high <= UNEVEN * low:
-                    scalar = of.ndim == 0 and prior is None  # else the matrix that was sketched is whitened
-                    return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
-            made = precision.preconditioner(columns, generator)
-            if made is None:
-                return None, 0
-            kept[space] = diagonal.detach().clone(), columns, made
-            return made, made.matvecs
-
-    def state(self) -> dict[str, Any]:
-        """What tuning draws at one prior and uses at the next, as plain values and tensors: sketches, a quadrature."""
-        found = self._found
-        sketches = {}
-        for space, (of, columns, made) in found.sketches.items():
-            scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
-            sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": record_of_result(inner)}
-        known = found.range
-        return {"sketches": sketches, "range": None if known is None else [*known[:2], record_of_result(known[2])]}
-
-    def recall(self, state: Mapping[str, Any]) -> None:
-        """Take what a spectrum of the same curvature had drawn."""
-        found = self._found
-        for space, each in state["sketches"].items():
-            inner: Any = recorded_result(LowRankPreconditioner, each["inner"])
-            keep(self._curvature, inner, inner.U.nbytes)
-            made = inner if each["scale"] is None else ScaledPreconditioner(each["scale"], inner)
-            found.sketches[space] = each["of"], each["columns"], made
-        if state["range"] is not None:
-            smallest, rtol, record = state["range"]
-            found.range = smallest, rtol, recorded_result(SpectralQuadrature, record)
+                if Formed.bytes_for(len(self._lin.theta)) > self._lin.memory.room():
+                    return None
+                found.formed = Formed(base)
+            return found.formed
 
     def logdet(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
         """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
@@ -408,16 +229,16 @@ class Spectrum:
         That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
         """
         curvature, A = self._curvature, prior.diagonal
-        if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(self.data, str):
+        if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(self.terms.data, str):
             return None
-        if not all(isinstance(lin.likelihood, Gaussian) for lin in self.data):
+        if not all(isinstance(lin.likelihood, Gaussian) for lin in self.terms.data):
             return None
         with torch.no_grad():
             theta, spectrum = self._lin.theta, self._whole_spectrum(A.expand_as(self._lin.theta))
             if spectrum is None:
                 return None
             _, inverse = spectrum.beside(A.expand_as(theta), 1.0)
-            gradient = self.gradient()
+            gradient = self.terms.gradient()
             assert gradient is not None
             return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
 
@@ -478,7 +299,7 @@ class Spectrum:
             return
         if self._curvature.add_diagonal(prior)._closed_form() is not None or self._whole_spectrum(prior) is not None:
             return
-        with self._lock, self._naming_the_ggn():
+        with self.terms.lock, self._naming_the_ggn():
             known = self._found.range
             if known is None or smallest < known[0] or rtol < known[1]:
                 found = spectral_quadrature(
@@ -491,7 +312,7 @@ class Spectrum:
 
     def _prepared(self, prior: Tensor, rtol: float) -> SpectralQuadrature | None:
         """The quadrature that was prepared, where it reaches this prior precision and tolerance."""
-        with self._lock:
+        with self.terms.lock:
             known = self._found.range
             if known is None or prior.ndim or float(prior.detach()) < known[0] or rtol < known[1]:
                 return None
@@ -509,7 +330,7 @@ class Spectrum:
 
     def _whole_spectrum(self, prior: Tensor) -> DenseSpectrum | None:
         """All eigenvalues of G where they serve this prior and are known, or are the cheapest to find."""
-        with self._lock:
+        with self.terms.lock:
             return self._decomposed() if self._fits(WHOLE) else None if prior.ndim else self._found.whole
 
     def _fits(self, most: int) -> bool:
@@ -517,7 +338,7 @@ class Spectrum:
         return size <= most and 16 * size**2 <= self._lin.memory_budget
 
     def _decomposed(self) -> DenseSpectrum:
-        with self._lock:
+        with self.terms.lock:
             found = self._found
             if found.whole is None:
                 with torch.no_grad():
@@ -541,3 +362,14 @@ class Spectrum:
         unit = torch.eye(len(prior), dtype=precision.dtype, device=precision.device)
         carried_too = carried(found + reference.detach(), precision, lambda _: [(inverse.to(unit), unit)])
         return carried_too + (-reference)
+
+    def state(self) -> list[Any] | None:
+        """The quadrature that was prepared, as plain values and tensors."""
+        known = self._found.range
+        return None if known is None else [*known[:2], record_of_result(known[2])]
+
+    def recall(self, state: list[Any] | None) -> None:
+        """Take the quadrature that was prepared for the same curvature."""
+        if state is not None:
+            smallest, rtol, record = state
+            self._found.range = smallest, rtol, recorded_result(SpectralQuadrature, record)

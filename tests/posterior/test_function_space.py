@@ -60,7 +60,7 @@ def formed(request):
     """A posterior that function space serves, its GGN as a matrix, and P."""
     lin = wide(request.param)
     post = co.laplace(lin, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
-    assert post.spectrum.formed_kernel(post.prior.diagonal) is not None
+    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is not None
     G = co.GGN(lin).to_dense()
     return post, G, G + ALPHA * torch.eye(WIDE, dtype=DOUBLE)
 
@@ -141,7 +141,7 @@ def test_the_noise_may_change():
 def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
     lin = wide("classification")
     post = co.laplace(lin, curvature(lin), prior_precision=ALPHA, check_mode=False)
-    assert post.spectrum.formed_kernel(post.prior.diagonal) is None
+    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is None
 
 
 def test_where_it_does_not_pay(monkeypatch):
@@ -149,19 +149,19 @@ def test_where_it_does_not_pay(monkeypatch):
     lin = wide("classification")
     post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
     scalar = post.prior.diagonal
-    assert post.spectrum.formed_kernel(scalar.expand(WIDE)) is None
-    assert post.spectrum.formed_kernel(scalar, most_gradients=1.0) is None
+    assert post.shared.spectrum.formed_kernel(scalar.expand(WIDE)) is None
+    assert post.shared.spectrum.formed_kernel(scalar, most_gradients=1.0) is None
     for name, least in (("MOST_OUTPUTS", 59), ("FEWER", 33), ("COPIES", 2**20)):
         with monkeypatch.context() as changed:
             changed.setattr(f"curvops.posterior.formed_kernel.{name}", least)
-            assert post.spectrum.formed_kernel(scalar) is None
-    assert post.spectrum.formed_kernel(scalar) is not None
+            assert post.shared.spectrum.formed_kernel(scalar) is None
+    assert post.shared.spectrum.formed_kernel(scalar) is not None
 
 
 def test_a_prior_within_rounding_is_left_to_weight_space():
     """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
     post = co.laplace(wide("classification"), prior_precision=1e-12, check_mode=False)
-    assert post.spectrum.formed_kernel(post.prior.diagonal) is not None
-    assert post.spectrum.solving_kernel(post.prior.diagonal) is None
+    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is not None
+    assert post.shared.solving.solving_kernel(post.prior.diagonal) is None
     found = post.deviations(2, generator=torch.Generator().manual_seed(0))
     assert found.method == "cg" and found.converged

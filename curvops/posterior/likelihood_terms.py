@@ -1,0 +1,129 @@
+"""The likelihood that a posterior's curvature is of: its value and gradient over all data, computed once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg.core.cache import recorded
+from curvops.operators import Linearization
+from curvops.operators.displaced_ggn import DisplacedGGN, pushed
+from curvops.operators.reading import require_no_gradient
+from curvops.posterior.data_terms import data_terms
+
+
+@dataclass(eq=False)
+class Known:
+    """What was computed so far, at these hyperparameters of the likelihood."""
+
+    hyperparameters: list[Tensor]
+    log_likelihood: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+class LikelihoodTerms:
+    """The log-likelihood of all data of a curvature and its gradient, each when first asked for.
+
+    `era()` tells whether hyperparameters have changed in place since, upon which everything computed is forgotten.
+    """
+
+    def __init__(self, lin: Linearization, curvature: LinearOperator) -> None:
+        self.lin, self.curvature = lin, curvature
+        self.lock = threading.RLock()
+        self._kept = Known(self._hyperparameters())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was computed is copied and pickled along; a lock cannot be."""
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
+
+    @cached_property
+    def data(self) -> tuple[Linearization, ...] | str:
+        """The linearisations that the curvature is of; a sentence on why where that is not known."""
+        return data_terms(self.lin, self.curvature)
+
+    def known_data(self, what: str) -> tuple[Linearization, ...]:
+        """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
+        if isinstance(self.data, str):
+            raise ValueError(
+                f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
+                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
+            )
+        return self.data
+
+    def _hyperparameters(self) -> list[Tensor]:
+        """The values of all that a learned likelihood may change under a posterior that is kept."""
+        lins = {id(lin): lin for lin in (self.lin, *(() if isinstance(self.data, str) else self.data))}
+        return [tensor.detach().clone() for lin in lins.values() for tensor in lin.likelihood.hyperparameters]
+
+    @property
+    def _found(self) -> Known:
+        """What was computed, forgotten where the likelihood's hyperparameters have changed since (in place)."""
+        with self.lock:
+            now = self._hyperparameters()
+            if not all(map(torch.equal, now, self._kept.hyperparameters)):
+                self._kept = Known(now)
+            return self._kept
+
+    def era(self) -> object:
+        """Another object where hyperparameters have changed since."""
+        return self._found
+
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
+
+        Raises ValueError where the data are not known, or counted otherwise than once.
+        """
+        data = self.known_data("the log evidence")
+        if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
+            return torch.stack([lin.log_likelihood() for lin in data]).sum()
+        with self.lock:
+            found = self._found
+            if found.log_likelihood is None:
+                with torch.no_grad():
+                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in data]).sum()
+            return found.log_likelihood
+
+    def linear_log_likelihood(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """That of the linear model at other weights, with its gradient in hyperparameters."""
+        delta = theta - self.lin.theta
+        parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in self.known_data("the log evidence")]
+        return torch.stack([part.log_likelihood() for part in parts]).sum()
+
+    def gradient(self) -> Float[Tensor, " D"] | None:
+        """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
+        with self.lock:
+            found = self._found
+            if found.gradient is None and not isinstance(self.data, str):
+                with torch.no_grad():
+                    found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
+            return found.gradient
+
+    def known(self) -> tuple[Tensor | None, Tensor | None]:
+        """The log-likelihood and the gradient, where they were asked for before."""
+        found = self._found
+        return found.log_likelihood, found.gradient
+
+    def take(self, log_likelihood: Tensor | None, gradient: Tensor | None) -> None:
+        """Take what was known of another posterior with the same curvature and data."""
+        found = self._found
+        found.log_likelihood, found.gradient = log_likelihood, gradient
+
+    def require_gradients(self) -> None:
+        """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
+        lins = (self.lin,) if isinstance(self.data, str) else self.data
+        held = self.curvature.representation()
+        for likelihood in (lin.likelihood for lin in lins):
+            for tensor in likelihood.hyperparameters:
+                if recorded((tensor,)) and not any(tensor is other for other in held):
+                    require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
