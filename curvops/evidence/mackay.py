@@ -155,6 +155,9 @@ def mackay(
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
+        if kept and kept.result is None:  # before the first step, which would otherwise form it and keep it nowhere
+            first = start.posterior
+            first.shared.spectrum.formed_kernel(first.prior.diagonal, place=kept.part("kernel"))
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
         return run.finished() if kept.result is not None else run.run(int(steps))
 

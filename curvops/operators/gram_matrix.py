@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import product
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import Plan
 from curvops.network.walks.layer_roots import Group, joined
@@ -31,12 +33,18 @@ Piece = tuple[int, Group]
 
 
 @torch.no_grad()
-def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor, "nC mC"]:
-    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x."""
+def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
+    """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x.
+
+    `kept` saves what these walks add up to, and how far they came; panels of the same size give the same bits.
+    """
     passes = left.passes
-    scales, most_bytes = _scales(passes.model.selection.positions(), prior), max(0, passes.memory.room())
-    result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
-    same = passes is right.passes
+    if kept.state is None:
+        begin, most_bytes = 0, max(0, passes.memory.room())
+        result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
+    else:
+        begin, most_bytes, result = (kept.state[name] for name in ("rows", "bytes", "sums"))
+    scales, same = _scales(passes.model.selection.positions(), prior), passes is right.passes
 
     def add(piece: Piece, other: Piece) -> None:
         (row, group), (column, partner) = piece, other
@@ -45,12 +53,13 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor) -> Float[Tensor,
             _add(target, group, partner, scales, most_bytes // 8)
 
     with passes.memory.holding(most_bytes):
-        for end, panel in _panels(passes.jacobian_rows(), 3 * most_bytes // 8):
+        for end, panel in _panels(passes.jacobian_rows(begin), 3 * most_bytes // 8):
             for piece, other in product(panel, panel if same else ()):
                 add(piece, other)
             for _, others in _panels(right.passes.jacobian_rows(end if same else 0), most_bytes // 4):
                 for piece, other in product(panel, others):
                     add(piece, other)
+            kept.save(partial(dict, rows=end, bytes=most_bytes, sums=result))
     return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
 
 

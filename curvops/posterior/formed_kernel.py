@@ -8,15 +8,18 @@ solves in function space; and the linear model's mode is m + Jᵀu/α, u of as m
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import NOTHING, Checkpoint, digest
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
 from curvops.linalg.core.vectors import describe
@@ -24,10 +27,11 @@ from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Exact
-from curvops.operators import GGN, Linearization, TangentKernel
+from curvops.network.walks.passes import Passes
+from curvops.operators import GGN, Linearization
 from curvops.operators.curvature_root import CurvatureRoot
 from curvops.operators.displaced_ggn import pushed
-from curvops.operators.gram_matrix import gram_cost
+from curvops.operators.gram_matrix import gram_cost, gram_matrix
 
 MOST_OUTPUTS = 6144
 """So many outputs in all are decomposed in minutes, in five matrices of 300 MB."""
@@ -44,6 +48,8 @@ RESOLVED = 1000
 """Units of K's rounding that a prior precision must be for what is solved for to be right to three digits."""
 BESIDE = OF_PRODUCT + 2
 """Vectors of the size of the weights that a mode is found with: a product's, θ and θ − θ*."""
+FORMED: weakref.WeakKeyDictionary[Passes, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+"""The K that posteriors now hold, by the walk over their data."""
 MOST_STEPS, MOST_HALVINGS, SUFFICIENT, ROUNDINGS = 50, 30, 1e-4, 10
 
 
@@ -59,7 +65,7 @@ def fits(curvature: Any, lin: Linearization, most_gradients: float) -> bool:
     return gram_cost(lin.plan, lin.num_data) <= most_gradients
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FormedKernel:
     """K of one linearisation, in float64, and what follows from it under its likelihood."""
 
@@ -68,10 +74,29 @@ class FormedKernel:
     @cached_property
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed once."""
-        K = TangentKernel(self.lin).to_dense().double()
-        if not bool(K.isfinite().all()):
-            raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
-        keep(self.lin.jacobian(), K, COPIES * K.nbytes)
+        return self._formed(NOTHING)
+
+    def keep_in(self, place: Path) -> None:
+        """Form K now, which this folder keeps as far as it came, or take it from there."""
+
+        def problem() -> dict[str, Any]:
+            return {"the points": self.lin.num_data, "the weights": digest([self.lin.theta])}
+
+        self.kernel = self._formed(Checkpoint(place, "J Jᵀ", problem, self.lin.theta.device))
+
+    def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
+        """K, or that of another posterior of these data, whatever its prior and likelihood."""
+        J = self.lin.jacobian()
+        K = FORMED[J.passes]() if J.passes in FORMED else None
+        if K is None:
+            found = gram_matrix(J, J, J.theta.new_ones(()), kept) if kept.result is None else kept.outcome
+            K = found.double()
+            if not bool(K.isfinite().all()):
+                raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
+            keep(J, K, COPIES * K.nbytes)
+            FORMED[J.passes] = weakref.ref(K)
+        if kept.result is None:
+            kept.finish(K.to(J.theta))
         return K
 
     @cached_property

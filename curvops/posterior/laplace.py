@@ -9,7 +9,7 @@ import dataclasses
 import math
 import warnings
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_tem
 from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
+from curvops.storage import folder_of
 
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
 MODE_TOLERANCE = 0.1
@@ -236,7 +237,7 @@ class Laplace(GaussianWeights):
         solving = self.shared.solving
         precision = solving.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        formed = solving.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k) is not None
+        formed = solving.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k, kept.part("kernel")) is not None
         systems = Systems(
             precision, self.curvature, self.prior, noise, range(k), solving.preconditioner, memories, formed
         )
@@ -281,7 +282,8 @@ class Laplace(GaussianWeights):
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
         # What is formed is asked for when it is needed: not where a checkpoint keeps the result.
-        formed = partial(self.shared.solving.solving_kernel, self.prior.diagonal)
+        place = None if checkpoint is None else folder_of(checkpoint) / "kernel"
+        formed = cache(partial(self.shared.solving.solving_kernel, self.prior.diagonal, place=place))
 
         def begun() -> tuple[Tensor, int] | None:
             kernel = formed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,9 +61,11 @@ class Solving:
                 self._kept = Tools(era)
             return self._kept
 
-    def solving_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
-        """J Jᵀ of the training points, where it is formed and its rounding leaves it fit to solve under this prior."""
-        found = self._spectrum.formed_kernel(prior, most_gradients)
+    def solving_kernel(
+        self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS, place: Path | None = None
+    ) -> FormedKernel | None:
+        """`Spectrum.formed_kernel` where its rounding leaves it fit to solve under this prior."""
+        found = self._spectrum.formed_kernel(prior, most_gradients, place)
         return found if found is not None and prior is not None and found.resolves(float(prior.detach())) else None
 
     def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:

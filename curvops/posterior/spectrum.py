@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,16 +140,21 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
-    def formed_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
+    def formed_kernel(
+        self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS, place: Path | None = None
+    ) -> FormedKernel | None:
         """That of the training points, where the prior is scalar and it costs no more than so many gradients.
 
-        It does not depend on what was asked before, so that equal seeds go on to make equal draws.
+        It does not depend on what was asked before, so that equal seeds go on to make equal draws. `place` is a folder
+        that keeps J Jᵀ.
         """
         if prior is None or prior.ndim or not fits(self._curvature, self._lin, most_gradients):
             return None
         with self.terms.lock:
             found = self._found
             found.kernel = found.kernel or FormedKernel(self._lin)
+            if place is not None:
+                found.kernel.keep_in(place)
             return found.kernel
 
     def formed(self, base: LinearOperator) -> Formed | None:

@@ -1,10 +1,19 @@
 """Where points are few and weights many, the posterior solved for in function space is the same one."""
 
+import gc
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
+from curvops.checkpoint import Checkpoint
+from curvops.network.walks.budget import Budget
+from curvops.network.walks.passes import Passes
+from curvops.operators.gram_matrix import gram_matrix
+from curvops.posterior import formed_kernel
+from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64
 NOISE = 2.0
@@ -104,6 +113,63 @@ def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypa
     monkeypatch.setattr("curvops.posterior.spectrum.fits", lambda *_: pytest.fail("the kernel was asked for"))
     again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
     assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
+
+
+def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
+    """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
+    made = []
+    monkeypatch.setattr(formed_kernel, "gram_matrix", lambda *args: made.append(1) or gram_matrix(*args))
+    lin = wide("gaussian")
+    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    before = post.effective_parameters()
+    tuned = co.evidence.mackay(post, samples=None, steps=2, checkpoint=tmp_path / "mackay")
+    tuned.deviations(2, checkpoint=tmp_path / "draws")
+    tuned.linear_mode(checkpoint=tmp_path / "mode")
+    post.with_noise(0.3).log_evidence()
+    assert len(made) == 1
+    del post, tuned
+    gc.collect()
+    again = co.laplace(lin, prior_precision=ALPHA, check_mode=False).effective_parameters()
+    assert len(made) == 2 and torch.equal(again.value, before.value)
+
+
+FORMING = {
+    "draws": lambda post, place: post.deviations(2, generator=torch.Generator().manual_seed(0), checkpoint=place).draws,
+    "mode": lambda post, place: post.linear_mode(checkpoint=place).theta,
+    "mackay": lambda post, place: co.evidence.mackay(post, samples=None, steps=3, checkpoint=place).prior_precision,
+}
+
+
+@pytest.mark.parametrize("what", FORMING)
+def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_step, monkeypatch):
+    """Ended in its first panel, in a later one, and when it is whole; each run is that of a new process."""
+    monkeypatch.setattr(Budget, "room", lambda self: 2**15)
+    monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: 1))
+    state = {"left": math.inf, "made": 0}
+    plain = Checkpoint.save
+
+    def saved(self, *args, **options):
+        if self and self._about["algorithm"] == "J Jᵀ":
+            state["left"], state["made"] = state["left"] - 1, state["made"] + 1
+            if state["left"] < 0:
+                raise Killed
+        plain(self, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "save", saved)
+
+    def run(folder):
+        return FORMING[what](co.laplace(wide("classification"), prior_precision=ALPHA, check_mode=False), folder)
+
+    whole, panels = run(tmp_path / "whole"), state["made"]
+    assert panels >= 4 and not [path for path in (tmp_path / "whole").iterdir() if path.is_dir()]
+    for kept in (0, 2, panels - 1):  # panels that were saved
+        folder = tmp_path / str(kept)
+        state["left"] = kept
+        with pytest.raises(Killed):
+            run(folder)
+        state["left"], state["made"] = math.inf, 0
+        assert torch.equal(run(folder), whole)
+        assert state["made"] == panels - kept
 
 
 def test_one_precision_by_exact_counts():
