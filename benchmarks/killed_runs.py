@@ -49,6 +49,10 @@ def draws(folder: Path | None, k: int = 8) -> Any:
     return posterior().deviations(k, method="cg", rtol=1e-8, generator=seeded(), checkpoint=folder).draws
 
 
+def formed(folder: Path | None) -> Any:
+    return posterior(256).deviations(8, rtol=1e-8, generator=seeded(), checkpoint=folder).draws
+
+
 def descent(folder: Path | None) -> Any:
     post, options = posterior(hidden=(32, 16), prior=1.0), co.StochasticDescent(batch_size=128, epochs=60)
     return post.deviations(4, method=options, rtol=0.1, generator=seeded(), checkpoint=folder).draws
@@ -75,6 +79,7 @@ def corrected(folder: Path | None) -> Any:
 
 RUNS: dict[str, Callable[[Path | None], Any]] = {
     "deviations, cg": draws,
+    "deviations, J Jᵀ formed": formed,
     "deviations, sgd": descent,
     "linear mode": mode,
     "mackay": tuned,

@@ -19,6 +19,7 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import Plan
 from curvops.network.walks.layer_roots import Group, joined
+from curvops.network.walks.passes import Passes
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import height_of
 from curvops.operators.moments import mirrored
@@ -36,14 +37,13 @@ Piece = tuple[int, Group]
 def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint = NOTHING) -> Float[Tensor, "nC mC"]:
     """J(x) A⁻¹ J(x')ᵀ; where x is x', half of it. x' is walked over once for each 3/8 of memory's room in rows at x.
 
-    `kept` saves what these walks add up to, and how far they came; panels of the same size give the same bits.
+    `kept` saves what these walks add up to and how far they came; with as much room, what goes on ends with the same
+    bits.
     """
-    passes = left.passes
-    if kept.state is None:
-        begin, most_bytes = 0, max(0, passes.memory.room())
-        result = left.theta.new_zeros(left.shape[-2], right.shape[-2])
-    else:
-        begin, most_bytes, result = (kept.state[name] for name in ("rows", "bytes", "sums"))
+    passes, begin = left.passes, 0
+    result, most_bytes = left.theta.new_zeros(left.shape[-2], right.shape[-2]), max(0, passes.memory.room())
+    if kept.state is not None and _begins_a_piece(passes, kept.state["rows"], len(result)):
+        begin, result, most_bytes = kept.state["rows"], kept.state["sums"], min(kept.state["bytes"], most_bytes)
     scales, same = _scales(passes.model.selection.positions(), prior), passes is right.passes
 
     def add(piece: Piece, other: Piece) -> None:
@@ -59,8 +59,13 @@ def gram_matrix(left: Jacobian, right: Jacobian, prior: Tensor, kept: Checkpoint
             for _, others in _panels(right.passes.jacobian_rows(end if same else 0), most_bytes // 4):
                 for piece, other in product(panel, others):
                     add(piece, other)
-            kept.save(partial(dict, rows=end, bytes=most_bytes, sums=result))
+            kept.save(partial(dict, rows=end, sums=result, bytes=most_bytes))
     return mirrored(result.unsqueeze(0)).squeeze(0) if same else result
+
+
+def _begins_a_piece(passes: Passes, row: int, total: int) -> bool:
+    """Whether no piece of the walk lies on both sides of this row: other batches or chunks are cut elsewhere."""
+    return next((start for start, _, _ in passes.jacobian_rows(row)), total) == row
 
 
 def _panels(walk: Iterable[tuple[int, int, list[Group]]], most_bytes: int) -> Iterator[tuple[int, list[Piece]]]:

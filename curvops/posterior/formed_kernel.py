@@ -77,26 +77,40 @@ class FormedKernel:
         return self._formed(NOTHING)
 
     def keep_in(self, place: Path) -> None:
-        """Form K now, which this folder keeps as far as it came, or take it from there."""
+        """Take K from this folder, or form it now and keep it there, as far as it came."""
 
         def problem() -> dict[str, Any]:
             return {"the points": self.lin.num_data, "the weights": digest([self.lin.theta])}
 
-        self.kernel = self._formed(Checkpoint(place, "J Jᵀ", problem, self.lin.theta.device))
+        kept, known = Checkpoint(place, "J Jᵀ", problem, self.lin.theta.device), self.__dict__.get("kernel")
+        if kept.result is None:
+            self.kernel = self._formed(kept) if known is None else known
+            kept.finish(self.kernel.to(self.lin.theta))
+        elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
+            # The bits that the run began with, whatever was formed in another one.
+            self.kernel = self._checked(kept.outcome)
+            self.__dict__.pop("spectrum", None)
+
+    def under_another_likelihood(self) -> FormedKernel:
+        """The same K, if it is formed, and nothing of what followed from it."""
+        new = FormedKernel(self.lin)
+        if "kernel" in self.__dict__:
+            new.kernel = self.kernel
+        return new
 
     def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
         """K, or that of another posterior of these data, whatever its prior and likelihood."""
         J = self.lin.jacobian()
-        K = FORMED[J.passes]() if J.passes in FORMED else None
-        if K is None:
-            found = gram_matrix(J, J, J.theta.new_ones(()), kept) if kept.result is None else kept.outcome
-            K = found.double()
-            if not bool(K.isfinite().all()):
-                raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
-            keep(J, K, COPIES * K.nbytes)
-            FORMED[J.passes] = weakref.ref(K)
-        if kept.result is None:
-            kept.finish(K.to(J.theta))
+        known = FORMED[J.passes]() if J.passes in FORMED else None
+        return self._checked(gram_matrix(J, J, J.theta.new_ones(()), kept)) if known is None else known
+
+    def _checked(self, found: Tensor) -> Float[Tensor, "NC NC"]:
+        """In float64, counted by the budget, and for other posteriors to find."""
+        K, J = found.double(), self.lin.jacobian()
+        if not bool(K.isfinite().all()):
+            raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
+        keep(J, K, K.nbytes)
+        FORMED[J.passes] = weakref.ref(K)
         return K
 
     @cached_property
@@ -133,8 +147,10 @@ class FormedKernel:
     @cached_property
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
-        with torch.no_grad():
+        J, beside = self.lin.jacobian(), (COPIES - 1) * self.kernel.nbytes
+        with torch.no_grad(), holding(J, beside):
             values, vectors = torch.linalg.eigh(self._dual(self._root(self.outputs)))
+        keep(J, vectors, beside)
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
     def resolves(self, prior: float) -> bool:

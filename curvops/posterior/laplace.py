@@ -42,7 +42,7 @@ from curvops.posterior.deviations import (
     tempered,
 )
 from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.formed_kernel import GRADIENTS_A_SOLVE
+from curvops.posterior.formed_kernel import GRADIENTS_A_SOLVE, MOST_GRADIENTS
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
@@ -237,7 +237,8 @@ class Laplace(GaussianWeights):
         solving = self.shared.solving
         precision = solving.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
-        formed = solving.solving_kernel(self.prior.diagonal, GRADIENTS_A_SOLVE * k, kept.part("kernel")) is not None
+        most = GRADIENTS_A_SOLVE * k if method is None else MOST_GRADIENTS if method == "dual" else 0.0
+        formed = solving.solving_kernel(self.prior.diagonal, most, kept.part("kernel")) is not None
         systems = Systems(
             precision, self.curvature, self.prior, noise, range(k), solving.preconditioner, memories, formed
         )

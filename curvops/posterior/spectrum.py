@@ -89,7 +89,8 @@ class Spectrum:
         with self.terms.lock:
             era = self.terms.era()
             if self._kept.era is not era:
-                self._kept = Findings(era)
+                kernel = self._kept.kernel
+                self._kept = Findings(era, kernel=None if kernel is None else kernel.under_another_likelihood())
             return self._kept
 
     def require_usable(self, prior: Prior) -> None:

@@ -1,5 +1,6 @@
 """Where points are few and weights many, the posterior solved for in function space is the same one."""
 
+import copy
 import gc
 import math
 
@@ -13,6 +14,7 @@ from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.gram_matrix import gram_matrix
 from curvops.posterior import formed_kernel
+from curvops.posterior.formed_kernel import FormedKernel
 from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64
@@ -126,6 +128,10 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     tuned.deviations(2, checkpoint=tmp_path / "draws")
     tuned.linear_mode(checkpoint=tmp_path / "mode")
     post.with_noise(0.3).log_evidence()
+    copy.deepcopy(post).deviations(2, checkpoint=tmp_path / "copied")
+    lin.likelihood.noise.mul_(2)
+    post.effective_parameters()
+    lin.likelihood.noise.div_(2)
     assert len(made) == 1
     del post, tuned
     gc.collect()
@@ -170,6 +176,60 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_ste
         state["left"], state["made"] = math.inf, 0
         assert torch.equal(run(folder), whole)
         assert state["made"] == panels - kept
+
+
+@pytest.mark.parametrize("first", [1, 2**20])
+@pytest.mark.parametrize("panels", [1, 2])
+def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at_each_step, monkeypatch):
+    """Pieces of one point, and of a batch: sums that end amid a piece of the run that goes on are made anew."""
+    chunk = {"bytes": first}
+    monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: chunk["bytes"]))
+    monkeypatch.setattr(Budget, "room", lambda self: 2**15)
+    whole = co.TangentKernel(wide("classification")).to_dense()
+    plain, saved = Checkpoint.save, []
+
+    def ended(self, *args, **options):
+        plain(self, *args, **options)
+        saved.append(1)
+        if len(saved) == panels:
+            raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Checkpoint, "save", ended)
+        FormedKernel(wide("classification")).keep_in(tmp_path / "K")
+    chunk["bytes"] = 2**20 // first
+    kernel = FormedKernel(wide("classification"))
+    kernel.keep_in(tmp_path / "K")
+    torch.testing.assert_close(kernel.kernel, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kept_kernel_comes_before_another(tmp_path):
+    """What a run began with is what it goes on with, and its spectrum too."""
+    lin = wide("classification")
+    kernel, other = FormedKernel(lin), FormedKernel(lin)
+    kernel.keep_in(tmp_path / "K")
+    other.kernel = 2 * kernel.kernel
+    before = other.spectrum
+    other.keep_in(tmp_path / "K")
+    assert torch.equal(other.kernel, kernel.kernel)
+    torch.testing.assert_close(before.values, 2 * other.spectrum.values, rtol=1e-10, atol=1e-10)
+
+
+def test_its_memory_is_counted(tmp_path):
+    """K once, and for each posterior its eigenvectors and what it works in; given back with them."""
+    lin = wide("gaussian")
+    room = lin.memory.room()
+    post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
+    post.effective_parameters()
+    once = room - lin.memory.room()
+    other = post.with_noise(0.3)
+    other.effective_parameters()
+    size = 8 * 60**2
+    assert once == formed_kernel.COPIES * size
+    assert room - lin.memory.room() == (2 * formed_kernel.COPIES - 1) * size
+    del post, other
+    gc.collect()
+    assert lin.memory.room() == room
 
 
 def test_one_precision_by_exact_counts():
