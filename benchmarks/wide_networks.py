@@ -179,7 +179,7 @@ def cell(network: str, width: int, points: int, change: str, options: argparse.N
     """Effective samples a thousand steps and a second, R̂², acceptance, step size; with T the gaps, too."""
     rep, held_out = target(network, width, points, change)
     exact, _ = target(network, width, points, "readout")
-    drawn = exact.normal(options.chains, torch.Generator().manual_seed(1))
+    drawn = exact.normal(options.chains, torch.Generator().manual_seed(options.seed + 1))
     starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
     if change == "none":
         starts = [rep.inverse(exact.map(phi)) for phi in starts]
@@ -187,14 +187,14 @@ def cell(network: str, width: int, points: int, change: str, options: argparse.N
         starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
     guess = options.guess_without if change == "none" else options.guess_with
     begun = time.process_time()
-    epsilon, state = tuned(rep, starts[0], guess, options.warmup, 0)
+    epsilon, state = tuned(rep, starts[0], guess, options.warmup, options.seed)
     once = (time.process_time() - begun) / options.warmup
     seconds = options.seconds * (1.0 if change == "none" else options.share)
     steps = max(options.least, min(options.steps, int(seconds / once / options.chains)))
     starts[0] = state.params
     for part, length in enumerate((steps // 5, steps // 5, steps, steps)):  # the first two are for settling down
         thin = max(1, length // 300)
-        seeds = range(100 * part, 100 * part + options.chains)
+        seeds = range(1000 * options.seed + 100 * part, 1000 * options.seed + 100 * part + options.chains)
         runs = [chain(rep, held_out, start, epsilon, length, thin, seed) for start, seed in zip(starts, seeds)]
         starts = [each["last"] for each in runs]
         rejected = max(1e-6, 1 - sum(each["acceptance"] for each in runs) / len(runs))
@@ -203,8 +203,8 @@ def cell(network: str, width: int, points: int, change: str, options: argparse.N
         if part < 3:
             epsilon *= min(2.0, ((1 - TARGET) / rejected) ** (1 / 3))  # the energy's error is of third order
     found: dict[str, Any] = {
-        "network": network, "width": width, "points": points, "change": change, "epsilon": epsilon,
-        "chains": options.chains, "steps": steps, "settling": 2 * (steps // 5),
+        "network": network, "width": width, "points": points, "change": change, "seed": options.seed,
+        "epsilon": epsilon, "chains": options.chains, "steps": steps, "settling": 2 * (steps // 5),
         "acceptance": sum(each["acceptance"] for each in runs) / len(runs),
         "seconds": sum(each["seconds"] for each in runs) / len(runs),
         "parameters": sum(block.numel() for block in starts[0].values()),
@@ -272,8 +272,8 @@ def measure(options: argparse.Namespace) -> None:
     result.setdefault("machine", facts(torch.get_num_threads()))
     for network, width, points in plan(options):
         for change in CHANGES if network == "curve" else options.changes:
-            known = {(c["network"], c["width"], c["points"], c["change"]) for c in result["cells"]}
-            if (network, width, points, change) in known:
+            known = {(c["network"], c["width"], c["points"], c["change"], c.get("seed", 0)) for c in result["cells"]}
+            if (network, width, points, change, options.seed) in known:
                 continue
             result["cells"].append(cell(network, width, points, change, options))
             options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -291,13 +291,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+def _key(cell: dict[str, Any]) -> tuple[int, int, int]:
+    """What two cells that are compared share."""
+    return cell["width"], cell["points"], cell.get("seed", 0)
+
+
 def pairs(result: dict[str, Any], network: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Cells with T beside the same without."""
     with_t = [c for c in result["cells"] if c["network"] == network and c["change"] == "readout"]
-    without = {
-        (c["width"], c["points"]): c for c in result["cells"] if c["network"] == network and c["change"] == "none"
-    }
-    found = [(c, without[key]) for c in with_t if (key := (c["width"], c["points"])) in without]
+    without = {_key(c): c for c in result["cells"] if c["network"] == network and c["change"] == "none"}
+    found = [(c, without[_key(c)]) for c in with_t if _key(c) in without]
     return sorted(found, key=lambda pair: (pair[0]["points"], pair[0]["width"]))
 
 
@@ -336,12 +339,13 @@ def mixing_table(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 def curves_table(result: dict[str, Any]) -> str:
-    """The three changes of variables side by side."""
-    cells = sorted((c for c in result["cells"] if c["network"] == "curve"), key=lambda c: c["width"])
+    """The three changes of variables side by side, for every seed."""
+    cells = sorted((c for c in result["cells"] if c["network"] == "curve"), key=lambda c: (c["width"], c["change"]))
     rows = [
         [
             {"readout": "readout", "none": "none", "ntk": f"tangent kernel, λ = {TANGENT_REG}"}[c["change"]],
             f"{c['width']:,}",
+            f"{c.get('seed', 0)}",
             f"{c['steps']:,}",
             f"{c['epsilon']:.3g}",
             f"{c['acceptance']:.3f}",
@@ -353,7 +357,18 @@ def curves_table(result: dict[str, Any]) -> str:
         ]
         for c in cells
     ]
-    header = ["change", "width", "steps", "step size", "acceptance", "ESS of θ", "R̂² of θ", "ESS of f", "R̂² of f"]
+    header = [
+        "change",
+        "width",
+        "seed",
+        "steps",
+        "step size",
+        "acceptance",
+        "ESS of θ",
+        "R̂² of θ",
+        "ESS of f",
+        "R̂² of f",
+    ]
     return table([*header, "ms a step"], rows)
 
 
@@ -509,6 +524,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of chains without T, less where steps are enough")
     parser.add_argument("--share", type=float, default=0.4, help="of these seconds for chains with T, which need fewer")
     parser.add_argument("--chains", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of starts and of chains")
     parser.add_argument("--draws", type=int, default=400, help="of the prior, for the gaps")
     parser.add_argument("--guess-with", type=float, default=0.02, help="first step size with T")
     parser.add_argument("--guess-without", type=float, default=0.002, help="first step size without")
