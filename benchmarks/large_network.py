@@ -180,7 +180,7 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
         [
             row["stage"],
             f"{row['products']:,}",
-            f"{row['seconds'] / 60:.1f} min",
+            f"{row['seconds']:,.0f} s",
             f"{row['seconds'] / trained['gradient']:,.0f}",
             f"{(row['peak'] - trained['peak']) / MIB:,.0f} MiB",
         ]
