@@ -63,7 +63,7 @@ REFINED = 16
 """As many more for iterative refinement: what it keeps in float64."""
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
-STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met")
+STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed")
 DRIFT = 0.1
 """The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
 
@@ -230,6 +230,8 @@ class ConjugateGradients:
         self.last: Step | None = None
         self.null_met = False
         """Whether a direction was left out of a step since rounding is all of its image."""
+        self.renewed = list(self.active)
+        """Columns whose directions are their residuals, conjugate to nothing."""
 
     def solve(self) -> None:
         """Iterate until every column has a reason."""
@@ -240,7 +242,9 @@ class ConjugateGradients:
             step, P = self.recall(self.kept.state)
         while self.active:
             recursion, sound, overlap = self.fetch(P, step)
-            if step is not None and not sound:
+            if step is not None and sound:
+                self.renewed = []
+            elif step is not None:
                 step = self.repair(step)
                 if not self.active:
                     self.records.history.append(list(self.records.current))
@@ -306,8 +310,16 @@ class ConjugateGradients:
         return Z if step is None else self.directions.conjugate(Z, step)
 
     def repair(self, step: Step) -> Step:
-        """Take a step along its safe directions alone, or stop the columns for which there is none."""
+        """Take a step along its safe directions alone; columns for which there is none begin again, or stop.
+
+        Conjugating may leave nothing but rounding of a residual that A can still reduce: a direction of nearly no
+        curvature, taken before, has made it larger. Where the residual itself is such a direction, nothing can.
+        """
         step, failed = self.directions.repair(step, self.r, self.norm_A)
+        null = [j for j, reason in failed.items() if reason is Reason.SINGULAR]
+        again = [j for j in null if self.active[j] not in self.renewed]
+        self.renewed = [self.active[j] for j in again]
+        failed = {j: reason for j, reason in failed.items() if j not in again}
         if failed:
             self.inspect(sorted(failed), failed)
             return self.directions.keep(step, self.shrink())
@@ -522,12 +534,11 @@ class BlockDirections(Directions):
         sound, indefinite, _ = judged(values, norm(AQ).cpu(), norm_A.cpu(), self.noise)
         if bool(indefinite.any()):
             return step, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
-        if not bool(sound.any()):
-            return step, dict.fromkeys(everyone, Reason.SINGULAR)
+        failed = {} if bool(sound.any()) else dict.fromkeys(everyone, Reason.SINGULAR)
         index = sound.nonzero().squeeze(1)
         Q, AQ, values = columns(Q, index), columns(AQ, index), values[index].to(R.device)
         alpha = gram(Q, R) / values[:, None]
-        return Step(Q, AQ, torch.diag(values), alpha, torch.ones((), dtype=torch.bool, device=R.device)), {}
+        return Step(Q, AQ, torch.diag(values), alpha, torch.ones((), dtype=torch.bool, device=R.device)), failed
 
     def keep(self, step: Step, index: Tensor) -> Step:
         return step

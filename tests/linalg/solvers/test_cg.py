@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
+from torch.linalg import norm
 
 from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
 from curvops.linalg.solvers.cg import cg
@@ -45,7 +46,10 @@ def test_ill_conditioned_right_answer_or_right_reason(kappa, dtype):
     s = cg(A, B)
     true = true_residuals(A, s.x, B)
     assert ((true <= 1.05e-6) == s.converged).all() or dtype == torch.float32
-    torch.testing.assert_close(s.relative_residuals, true, rtol=0.2, atol=5e-6 if dtype == torch.float32 else 1e-9)
+    # Residuals themselves are taken in A's dtype: to the rounding of Ax, where x is large.
+    rounding = torch.finfo(dtype).eps * (norm(A, 2) * s.x.norm(dim=0) / B.norm(dim=0)).double()
+    off = (s.relative_residuals - true).abs()
+    assert (off <= 0.2 * true + torch.clamp(rounding, max=1e-4) + (5e-6 if dtype == torch.float32 else 1e-9)).all()
     for reason, residual in zip(s.reasons, true):
         if reason is Reason.CONVERGED:
             assert residual <= 2e-6
@@ -214,6 +218,19 @@ def test_singular_consistent(dtype, block):
     assert s.converged.all()
 
 
+def test_rounding_alone_makes_no_consistent_system_singular():
+    """A direction of nearly no curvature makes residuals larger, of which the next directions hold rounding alone."""
+    values = torch.cat([torch.zeros(40), torch.linspace(1, 3, 20)]).double()
+    for seed in range(40):
+        drawn = torch.Generator().manual_seed(seed)
+        Q, _ = torch.linalg.qr(torch.randn(60, 60, generator=drawn, dtype=torch.float64))
+        A = (Q * values) @ Q.mT
+        B = (A @ torch.randn(60, 3, generator=drawn, dtype=torch.float64)).float()
+        s = cg(((A + A.mT) / 2).float(), B)
+        assert s.converged.all(), (seed, s)
+        assert s.matvecs <= 300
+
+
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_singular_inconsistent(dtype, block):
@@ -348,7 +365,7 @@ class Precise(Counted):
 
 
 @pytest.mark.parametrize("name", ["decaying", "clustered", "flat", "kappa 1e4"])
-def test_refinement_in_float32_reaches_ten_digits_with_one_product_in_ten_in_float64(name):
+def test_refinement_in_float32_takes_a_float64_product_for_four_digits_of_a_column(name):
     A, B = symmetric(SPECTRA[name]), right_hand_sides(120, 4)
     operator = Precise(A)
     s = cg(operator, B, rtol=1e-10, refine=torch.float32)
@@ -356,7 +373,7 @@ def test_refinement_in_float32_reaches_ten_digits_with_one_product_in_ten_in_flo
     assert (true_residuals(A, s.x, B) <= 1.01e-10).all()
     assert s.exact_matvecs == operator.counts[torch.float64]
     assert s.matvecs == sum(operator.counts.values())
-    assert s.exact_matvecs <= 0.1 * s.matvecs
+    assert s.exact_matvecs <= max(3 * 4, 0.1 * s.matvecs)  # ten digits take three corrections; the rest is float32
     assert cg(A, B, rtol=1e-10, refine=torch.float32).exact_matvecs == s.exact_matvecs
 
 
