@@ -45,9 +45,15 @@ def dense_with_graph(operator):
     return dense if dense.requires_grad or not operator.requires_grad else dense + 0 * operator._args[0].sum()
 
 
-def low_rank():
-    vectors = torch.linalg.qr(torch.randn(7, 3, generator=torch.Generator().manual_seed(2))).Q
-    return LowRank(vectors, torch.tensor([3.0, 2.0, 1.0]))
+def low_rank(*values):
+    values = values or (3.0, 2.0, 1.0)
+    vectors = torch.linalg.qr(torch.randn(7, len(values), generator=torch.Generator().manual_seed(2))).Q
+    return LowRank(vectors, torch.tensor(values))
+
+
+def nearly_full_rank():
+    """The suite differentiates eigh for its reference, which needs distinct eigenvalues: zero is one of them once."""
+    return low_rank(3.1, 2.6, 2.1, 1.6, 1.1, 0.6)
 
 
 def factor(g, m, seed):
@@ -63,10 +69,10 @@ def kronecker_diagonal():
     return Kronecker(torch.linspace(0.5, 2, 4).reshape(2, 2), factor(2, 3, 4))
 
 
-def block_diagonal():
+def block_diagonal(first=low_rank):
     positions = [torch.tensor([3, 1, 12, 0, 14, 5, 6]), torch.tensor([2, 4, 7]), torch.tensor([8, 9, 10, 11, 13, 15])]
     last = Kronecker(factor(1, 2, 3), factor(1, 3, 4))
-    return DirectSum(low_rank(), Diagonal(torch.linspace(0.5, 2, 3)), last, positions=positions)
+    return DirectSum(first(), Diagonal(torch.linspace(0.5, 2, 3)), last, positions=positions)
 
 
 def jacobian():
@@ -82,7 +88,7 @@ def gaussian_ggn(points=6, noise=0.5):
 
 
 def full_rank_ggn():
-    """The suite differentiates eigh for its reference, which needs distinct eigenvalues: more data than parameters."""
+    """Distinct eigenvalues, as the suite needs: more data than parameters."""
     return gaussian_ggn(points=40, noise=10.0)
 
 
@@ -137,13 +143,13 @@ SQUARE = {
     "damped_tangent_kernel": lambda: operator(co.TangentKernel).add_diagonal(torch.linspace(0.5, 2, 12)),
     "damped_ggn": lambda: full_rank_ggn().add_diagonal(1.0),
     "damped_ggn_vector": lambda: ggn().add_diagonal(torch.linspace(0.5, 2, 14)),
-    "damped_low_rank": lambda: low_rank().add_diagonal(1.0),
+    "damped_low_rank": lambda: nearly_full_rank().add_diagonal(1.0),
     "damped_dense": lambda: Dense(spd()).add_diagonal(torch.linspace(0.5, 2, 7)),
     "damped_low_rank_vector": lambda: low_rank().with_diagonal(low_rank().diagonal() + torch.linspace(0.2, 1, 7)),
     "damped_kronecker": lambda: kronecker().add_diagonal(1.0),
     "damped_kronecker_groups": lambda: kronecker_diagonal().add_diagonal(torch.tensor([1.0] * 6 + [2.0] * 6)),
     "damped_eigen_kronecker": lambda: kronecker().eigen().add_diagonal(1.0),
-    "damped_block_diagonal": lambda: block_diagonal().add_diagonal(1.0),
+    "damped_block_diagonal": lambda: block_diagonal(nearly_full_rank).add_diagonal(1.0),
     "kronecker": lambda: Kronecker(factor(2, 2, 3), factor(2, 3, 4)),
     "damped_sum": lambda: (full_rank_ggn() + spd(14)).add_diagonal(1.0),
     "dense": lambda: Dense(spd()),
