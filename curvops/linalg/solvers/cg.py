@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,9 @@ REFINED = 16
 """As many more for iterative refinement: what it keeps in float64."""
 SKEWED = 0.01
 """⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
-STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed")
+STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed", "renewals")
+MOST_RENEWALS = 4
+"""Times that a column may begin again; of consistent systems none was seen to take more than two."""
 DRIFT = 0.1
 """The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
 
@@ -232,6 +234,7 @@ class ConjugateGradients:
         """Whether a direction was left out of a step since rounding is all of its image."""
         self.renewed = list(self.active)
         """Columns whose directions are their residuals, conjugate to nothing."""
+        self.renewals = [0] * self.K
 
     def solve(self) -> None:
         """Iterate until every column has a reason."""
@@ -316,9 +319,12 @@ class ConjugateGradients:
         curvature, taken before, has made it larger. Where the residual itself is such a direction, nothing can.
         """
         step, failed = self.directions.repair(step, self.r, self.norm_A)
-        null = [j for j, reason in failed.items() if reason is Reason.SINGULAR]
-        again = [j for j in null if self.active[j] not in self.renewed]
+        again = [
+            j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_begin_again(self.active[j])
+        ]
         self.renewed = [self.active[j] for j in again]
+        for column in self.renewed:
+            self.renewals[column] += 1
         failed = {j: reason for j, reason in failed.items() if j not in again}
         if failed:
             self.inspect(sorted(failed), failed)
@@ -326,6 +332,11 @@ class ConjugateGradients:
         self.null_met = True
         self.advance(step)
         return step
+
+    def may_begin_again(self, column: int) -> bool:
+        """Whether its residual, small already, has not been a direction just now, or too often before."""
+        small = self.records.current[column] <= ANSWERED
+        return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
 
     def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
         """The one small transfer of an iteration: residual norms, soundness of the step, overlap of the directions."""
@@ -571,7 +582,7 @@ class ColumnDirections(Directions):
         for j in (~sound).nonzero().squeeze(1).tolist():
             known = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else Reason.NON_FINITE
             failed[j] = Reason.SINGULAR if bool(null[j]) else known
-        return step, failed
+        return replace(step, alpha=torch.zeros_like(step.alpha)), failed  # the sound columns have taken it
 
     def keep(self, step: Step, index: Tensor) -> Step:
         where = index.to(step.alpha.device)

@@ -6,6 +6,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch.linalg import norm
 
 from curvops.linalg.core.results import NotConverged, NotPositiveDefinite, Reason
+from curvops.linalg.solvers import cg as solver
 from curvops.linalg.solvers.cg import cg
 from tests.linalg.matrices import SPECTRA, log_spaced, rotation, symmetric
 from tests.linalg.systems import Counted, right_hand_sides, true_residuals
@@ -231,6 +232,22 @@ def test_rounding_alone_makes_no_consistent_system_singular():
         assert s.matvecs <= 300
 
 
+def test_a_column_that_begins_again_leaves_the_others_to_their_course(monkeypatch):
+    A = symmetric(torch.cat([torch.zeros(40), torch.linspace(1, 1000, 20)]).double())
+    V = torch.linalg.eigh(A).eigenvectors
+    B = torch.stack([V[:, [0, -1, -5]].sum(1), A @ right_hand_sides(60, 1)[:, 0]], 1)
+    alone = cg(A, B[:, 1], block=False, rtol=1e-12)
+    monkeypatch.setattr(solver, "ANSWERED", math.inf)  # the first column leaves the range, and may begin again
+    begun = []
+    judge = solver.ConjugateGradients.may_begin_again
+    monkeypatch.setattr(
+        solver.ConjugateGradients, "may_begin_again", lambda run, j: begun.append(judge(run, j)) or begun[-1]
+    )
+    both = cg(A, B, block=False, rtol=1e-12)
+    assert begun[0] and both.reasons == (Reason.SINGULAR, Reason.CONVERGED)
+    torch.testing.assert_close(both.history[: len(alone.history), 1], alone.history[:, 0], rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_singular_inconsistent(dtype, block):
@@ -238,6 +255,7 @@ def test_singular_inconsistent(dtype, block):
     s = cg(symmetric(values).to(dtype), right_hand_sides(60, 3, dtype), block=block)
     assert not s.converged.any() and not any(r is Reason.PRECISION_LIMIT for r in s.reasons)
     assert (s.relative_residuals > 0.5).all()
+    assert block or s.matvecs <= 60  # seen when the range is exhausted, not at the last iteration
     with pytest.raises(NotConverged):
         s.raise_if_failed(1e-6)
 
