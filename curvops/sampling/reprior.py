@@ -22,12 +22,12 @@ from curvops.network.model.parameters import Blocks
 from curvops.operators import Linearization, linearize
 from curvops.posterior.arguments import checked_count
 from curvops.posterior.priors import Prior, read_prior
-from curvops.sampling.reprior_conjugate import Conjugate, DataSpace, FeatureSpace, Identity, condition
+from curvops.sampling.reprior_conjugate import DataSpace, FeatureSpace, Identity, condition
 from curvops.sampling.reprior_gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
-from curvops.sampling.reprior_map import Change, ReadoutMap
+from curvops.sampling.reprior_map import Change, ExactReadoutMap, ReadoutMap
 from curvops.sampling.reprior_ntk import TangentMap
 from curvops.sampling.reprior_problem import RepriorProblem, log_normal
-from curvops.sampling.reprior_readout import find_readout
+from curvops.sampling.reprior_readout import Readout, find_readout
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
@@ -123,8 +123,7 @@ class Reprior:
 
         Its integral e^−energy over φ is the evidence p(y), whatever the form and λ.
         """
-        moved = self._change.forward(self._white(phi))
-        return -(self._problem.log_likelihood(moved.outputs) + log_normal(moved.white) + moved.logdet)
+        return -self._change.log_density(self._white(phi))
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """k draws φ ~ N(0, I), {name: (k, *shape)}."""
@@ -319,11 +318,18 @@ def reprior(
             )
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
-    conjugate: Conjugate = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
-    conjugate = conjugate if level < math.inf else Identity()
-    change = ReadoutMap(problem, readout, conjugate, problem.regression_targets(), problem.root)
+    space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
+    change = _readout_map(problem, readout, space, exact=level == variance)
     _require_precise(change, level)
     return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
+
+
+def _readout_map(problem: RepriorProblem, readout: Readout, space: FeatureSpace | DataSpace, exact: bool) -> ReadoutMap:
+    """`exact`: at λ = σ², with a density in closed form, from which a noise that requires a gradient gets none."""
+    targets, root, likelihood = problem.regression_targets(), problem.root, problem.likelihood
+    if exact and not (isinstance(likelihood, Gaussian) and likelihood.noise.requires_grad):
+        return ExactReadoutMap(problem, readout, space, targets, root)
+    return ReadoutMap(problem, readout, space if space.level < math.inf else Identity(), targets, root)
 
 
 def _likelihood(given: Any, noise: float | None) -> Any:
@@ -350,7 +356,7 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
         )
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior takes one noise variance for all outputs, got {likelihood.noise.tolist()}.")
-    return float(likelihood.noise.flatten()[0]) if noise is None else noise
+    return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
 
 
 def _positive(name: str, given: Any, finite: bool) -> float:

@@ -54,17 +54,32 @@ class FeatureSpace:
 
     level: float
 
+    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "p p"]:
+        """L."""
+        return factor(features.mT @ features, self.level)
+
+    def posterior(
+        self, L: Float[Tensor, "p p"], features: ReadoutFeatures, targets: Targets
+    ) -> tuple[Targets, ReadoutWeights]:
+        """S⁻¹Y = (Y − Ψμ)/λ, S = λI + ΨΨᵀ, and μ."""
+        mean = torch.cholesky_solve(features.mT @ targets, L)
+        return (targets - features @ mean) / self.level, mean
+
+    def decorrelated(self, L: Float[Tensor, "p p"], features: ReadoutFeatures) -> ReadoutFeatures:
+        """S⁻¹Ψ."""
+        return features @ torch.cholesky_inverse(L)
+
     def forward(
         self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
     ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """T(φ) and k Σ_i log(√λ / L_ii)."""
-        L = factor(features.mT @ features, self.level)
+        L = self.factor(features)
         inner = solved(L, features.mT @ targets) + math.sqrt(self.level) * phi
         return solved(L.mT, inner, upper=True), log_root(L, self.level, phi.shape[-1])
 
     def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """(Lᵀω − L⁻¹ΨᵀY)/√λ."""
-        L = factor(features.mT @ features, self.level)
+        L = self.factor(features)
         return (L.mT @ omega - solved(L, features.mT @ targets)) / math.sqrt(self.level)
 
 
@@ -79,18 +94,33 @@ class DataSpace:
 
     level: float
 
+    def factor(self, features: ReadoutFeatures) -> Float[Tensor, "n n"]:
+        """L."""
+        return factor(features @ features.mT, self.level)
+
+    def posterior(
+        self, L: Float[Tensor, "n n"], features: ReadoutFeatures, targets: Targets
+    ) -> tuple[Targets, ReadoutWeights]:
+        """S⁻¹Y and μ = ΨᵀS⁻¹Y."""
+        alpha = torch.cholesky_solve(targets, L)
+        return alpha, features.mT @ alpha
+
+    def decorrelated(self, L: Float[Tensor, "n n"], features: ReadoutFeatures) -> ReadoutFeatures:
+        """S⁻¹Ψ."""
+        return torch.cholesky_inverse(L) @ features
+
     def forward(
         self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
     ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
         """φ + ΨᵀL⁻ᵀ(L⁻¹Y − B⁻¹Ψφ), and k Σ_i log(√λ / L_ii)."""
-        L = factor(features @ features.mT, self.level)
+        L = self.factor(features)
         change = solved(L, targets) - solved(self._shifted(L), features @ phi)
         omega = phi + features.mT @ solved(L.mT, change, upper=True)
         return omega, log_root(L, self.level, phi.shape[-1])
 
     def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
         """v + ΨᵀB⁻ᵀΨv/√λ of v = ω − ΨᵀS⁻¹Y."""
-        L = factor(features @ features.mT, self.level)
+        L = self.factor(features)
         gap = omega - features.mT @ solved(L.mT, solved(L, targets), upper=True)
         back = solved(self._shifted(L).mT, features @ gap, upper=True)
         return gap + features.mT @ back / math.sqrt(self.level)

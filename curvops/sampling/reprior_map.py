@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.network.model.parameters import Blocks
-from curvops.sampling.reprior_conjugate import Conjugate
-from curvops.sampling.reprior_problem import RepriorProblem
+from curvops.sampling.reprior_conjugate import Conjugate, DataSpace, FeatureSpace
+from curvops.sampling.reprior_marginal import in_forward_mode, log_marginal
+from curvops.sampling.reprior_problem import RepriorProblem, log_normal
 from curvops.sampling.reprior_readout import Readout
 
 
@@ -23,6 +24,10 @@ class Moved(NamedTuple):
     logdet: Float[Tensor, ""]
     outputs: Float[Tensor, "N C"]
 
+    def log_density(self, problem: RepriorProblem) -> Float[Tensor, ""]:
+        """log p̃(φ) = log p(y | T(φ)) + log p(T(φ)) + log|det ∂T/∂φ| in nats, with every constant, in float64."""
+        return problem.log_likelihood(self.outputs) + log_normal(self.white) + self.logdet
+
 
 @runtime_checkable
 class Change(Protocol):
@@ -32,7 +37,10 @@ class Change(Protocol):
         """v = T(φ)."""
 
     def forward(self, phi: Mapping[str, Tensor]) -> Moved:
-        """What a log density at φ needs."""
+        """T(φ), its determinant and what the network returns there."""
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log p̃(φ)."""
 
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
         """φ."""
@@ -69,6 +77,10 @@ class ReadoutMap:
         omega, logdet = self.conjugate.forward(*self._weighted(features), self.readout.matrix(phi))
         return Moved({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
 
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log p̃(φ). One forward pass."""
+        return self.forward(phi).log_density(self.problem)
+
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
         """The readout's blocks of φ, in closed form."""
         features = self._weighted(self.features(white))
@@ -76,3 +88,21 @@ class ReadoutMap:
 
     def _weighted(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return (features, self.targets) if self.root is None else (self.root * features, self.root * self.targets)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactReadoutMap(ReadoutMap):
+    """At λ = σ² of real targets: whatever the features, the readout's φ are N(0, I), and T need not be applied.
+
+    What is left is N(φ; 0, I) times the density of the targets with the readout integrated out: the e^h of Hron et al.
+    2022, section 3.
+    """
+
+    conjugate: FeatureSpace | DataSpace
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log p̃(φ). One forward pass."""
+        if in_forward_mode():  # where PyTorch's own operations have all derivatives
+            return super().log_density(phi)
+        noise = self.problem.log_likelihood(self.targets)  # of targets that are all met
+        return log_normal(phi) + noise + log_marginal(self.conjugate, *self._weighted(self.features(phi)))

@@ -84,6 +84,10 @@ class TangentMap:
         outputs = self.problem.outputs(white)
         return Moved(white, self._logdet(v, at), outputs)
 
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log p̃(φ), as `forward` costs."""
+        return self.forward(phi).log_density(self.problem)
+
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
         """T(φ). A forward pass and J."""
         return self._blocks(self._moved(self._flat(phi), self.level))

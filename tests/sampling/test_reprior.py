@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, jacfwd, jacrev
 
 import curvops as co
-from tests.sampling.repriors import NOISE, classes, flat, jacobian, mlp, one, precision, regression, slope
+from tests.sampling.repriors import NOISE, classes, flat, jacobian, mlp, named, one, precision, regression, slope
 
 FORMS = ["feature", "data", "ntk"]
 close = {"rtol": 1e-10, "atol": 1e-10}
@@ -105,6 +106,61 @@ def test_the_readout_is_standard_normal_given_the_rest(form):
     assert (gradient["0.weight"] - phi["0.weight"]).abs().max() > 1e-3
     coarse = built(form, 0.4)
     assert (slope(coarse, phi)["4.weight"] - phi["4.weight"]).abs().max() > 1e-3
+
+
+def by_the_map(rep, phi):
+    """The energy from T(φ), its determinant and the outputs there, one by one."""
+    return -rep._change.forward(phi).log_density(rep._problem)
+
+
+@pytest.mark.parametrize("form", ["feature", "data"])
+@pytest.mark.parametrize("n", [4, 9])
+def test_the_energy_in_closed_form_has_all_derivatives_of_the_one_by_the_map(form, n):
+    """At λ = σ² T is not applied; derivatives by reverse and forward mode, one within the other either way."""
+    rep = built(form, n=n)
+    phi = one(rep)
+    closed, mapped = (
+        lambda v, energy=energy: energy(named(v, phi)) for energy in (rep.energy, partial(by_the_map, rep))
+    )
+    v = flat(phi)
+    torch.testing.assert_close(closed(v), mapped(v), **close)
+    torch.testing.assert_close(grad(closed)(v), grad(mapped)(v), **close)
+    H = jacrev(jacrev(mapped))(v)
+    for outer in (jacrev, jacfwd):
+        for inner in (jacrev, jacfwd):
+            torch.testing.assert_close(outer(inner(closed))(v), H, **close)
+    torch.testing.assert_close(jacfwd(closed)(v), grad(mapped)(v), **close)
+    third = [jacrev(lambda w, f=f: jacrev(grad(f))(w) @ v)(v) for f in (closed, mapped)]
+    torch.testing.assert_close(*third, rtol=1e-9, atol=1e-9)
+    stacked = torch.stack([v, 2 * v, -v])
+    each = torch.stack([grad(mapped)(w) for w in stacked])
+    torch.testing.assert_close(torch.vmap(grad(closed))(stacked), each, **close)
+
+
+def test_a_noise_to_be_learned_keeps_its_derivative():
+    """λ is a number: the derivative in σ² is that of the likelihood, at T(φ)."""
+    noise = torch.tensor(NOISE, dtype=torch.float64, requires_grad=True)
+    model, (x, y) = mlp(3, 4, 2), regression()
+    rep = co.sampling.reprior(model, (x, y), likelihood=co.likelihoods.Gaussian(noise))
+    phi = one(rep)
+    (found,) = torch.autograd.grad(rep.energy(phi), noise)
+    residual = (functional_call(model, rep.map(phi), (x,)) - y).detach()
+    torch.testing.assert_close(found, (12 / NOISE - residual.square().sum() / NOISE**2) / 2, **close)
+
+
+@pytest.mark.parametrize("n", [6, 90])
+def test_in_float32_the_gradient_is_that_of_float64_to_the_condition_number(n):
+    x, y = regression(n)
+    model = mlp(3, 60, 2)
+    prior = precision(model)
+    exact = co.sampling.reprior(model, (x, y), NOISE, prior_precision=prior)
+    phi = one(exact)
+    short = co.sampling.reprior(mlp(3, 60, 2).float(), (x.float(), y.float()), NOISE, prior_precision=prior)
+    rounded = {name: block.float() for name, block in phi.items()}
+    expected = flat(slope(exact, phi))
+    gap = flat(slope(short, rounded)).double() - expected
+    kappa = 1 + float(torch.linalg.matrix_norm(exact._change.features(phi), 2)) ** 2 / NOISE
+    assert float(gap.norm() / expected.norm()) < kappa * torch.finfo(torch.float32).eps < 0.01
 
 
 @pytest.mark.parametrize("form", FORMS)
