@@ -28,6 +28,7 @@ from curvops.network.engines.autodiff import (
     replay_bytes,
 )
 from curvops.network.engines.custom_functions import has_custom_functions, named_custom_functions
+from curvops.network.engines.replay import Replay
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
@@ -73,7 +74,9 @@ class Reference:
         # Far beyond the range in which a backward pass may clip, and exact in floating point.
         factor = -(2.0**20) if model.eps <= torch.finfo(torch.float32).eps else -(2.0**6)
         try:
-            both = graph.pull(torch.cat([self.u, factor * self.u]), keep=False)
+            # One after the other: together they would be stacked, in the memory of two more parameter vectors.
+            self.pulled = graph.pull(self.u)
+            scaled = graph.pull(factor * self.u, keep=False)
         except RuntimeError as error:
             raise ValueError(
                 f"the model uses an operation with no backward-mode derivative: {error} Replace the operation (a "
@@ -85,8 +88,8 @@ class Reference:
                 "pass use_reentrant=False."
             )
         self.saved_bytes = saved.total // num_points(inputs)
-        self.pulled = {name: pulled[:1] for name, pulled in both.items()}
-        self._require(all(_close(both[name][1], factor * pulled[0]) for name, pulled in self.pulled.items()))
+        self._require(all(_close(scaled[name].div_(factor), pulled) for name, pulled in self.pulled.items()))
+        del scaled
         if has_custom_functions(graph.outputs):
             self._require_points_apart(generator)
         self.v = _sharp(self.pulled, generator)
@@ -137,7 +140,7 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
     if _forward_mode_works(reference):
         saved, shared = reference.saved_bytes, _shared_bytes(reference)
         routes = Routes("forward mode", True, True, saved, saved, shared, tried=False)
-        return _with_kept(routes, reference) if keep else routes
+        return _with_kept(routes, reference, record_replay(model, inputs, names)) if keep else routes
     why = _lacks_double_backward(reference)
     pushes: Pushes = "rows" if why else "double backward"
     return Routes(pushes, False, not why, reference.saved_bytes, 3 * reference.saved_bytes, why=why)
@@ -145,11 +148,14 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
 
 def with_kept(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
     """The same routes once keeping a pass was tried at these points."""
-    return routes if routes.tried else _with_kept(routes, Reference(model, inputs, names))
+    if routes.tried:
+        return routes
+    replay = record_replay(model, inputs, names)  # before the reference, whose vectors it would be held beside
+    return _with_kept(routes, Reference(model, inputs, names), replay)
 
 
-def _with_kept(routes: Routes, reference: Reference) -> Routes:
-    found = replay_bytes_of(reference)
+def _with_kept(routes: Routes, reference: Reference, replay: Replay | None) -> Routes:
+    found = 0 if replay is None else _replay_bytes(reference, replay)
     recordable = found > 0 or not _lacks_double_backward(reference)
     kept = routes.saved_bytes + found if found > 0 else 3 * routes.saved_bytes
     return replace(routes, replayed=found > 0, recordable=recordable, recorded_bytes=kept, tried=True)
@@ -192,12 +198,9 @@ def _shared_bytes(reference: Reference) -> int:
     return max(1, saved.total // num_points(inputs)) if works else 0
 
 
-def replay_bytes_of(reference: Reference) -> int:
-    """Bytes a point that a replay keeps besides the graph, at least 1; 0 where there is none or a wrong one."""
+def _replay_bytes(reference: Reference, replay: Replay) -> int:
+    """Bytes a point that a replay keeps besides the graph, at least 1; 0 where it is wrong."""
     model, inputs, names = reference.model, reference.inputs, reference.names
-    replay = record_replay(model, inputs, names)
-    if replay is None:
-        return 0
     recorded = Recorded(model, inputs, names, replay)
     # Twice: a replay that changed its constants would be right once.
     if not all(_works(lambda: reference.is_adjoint(recorded.push)) for _ in range(2)):
@@ -237,9 +240,9 @@ def _sharp(pulled: Blocks, generator: torch.Generator) -> Blocks:
     blocks = {}
     for name, value in pulled.items():
         noise = _randn_like(value, generator)
-        noise = noise / noise.norm().clamp_min(torch.finfo(noise.dtype).tiny)
+        noise.div_(noise.norm().clamp_min(torch.finfo(noise.dtype).tiny))
         scale = norms[name].clamp_min(floor)
-        blocks[name] = (value / scale + noise) / scale * largest.clamp_min(floor)
+        blocks[name] = noise.add_(value / scale).div_(scale).mul_(largest.clamp_min(floor))
     return blocks
 
 
@@ -251,9 +254,15 @@ def adjoint(
     noise: Tensor | float = 0.0,
 ) -> bool:
     """Whether ⟨u, Jv⟩ = ⟨Jᵀu, v⟩ to the dtype's accuracy, or to that of a Jv of which rounding changes `noise`."""
-    left = (pushed * cotangents).sum(dtype=torch.float64)
-    right = sum(((pulled[name] * tangents[name]).sum(dtype=torch.float64) for name in pulled), torch.zeros_like(left))
+    left = _inner(pushed, cotangents)
+    right = sum((_inner(pulled[name], tangents[name]) for name in pulled), torch.zeros_like(left))
     return bool((left - right).abs() <= allowance(pushed, noise) * cotangents.norm().double())
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """⟨left, right⟩ added in float64; few products are held at a time."""
+    pairs = zip(left.flatten().split(2**16), right.flatten().split(2**16))
+    return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs]).sum()
 
 
 def rounding(

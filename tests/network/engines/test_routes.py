@@ -15,6 +15,7 @@ from curvops.network.engines.replay import Replay
 from curvops.network.engines.routes import Reference, find_routes
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
+from tests.memory import peak_of
 from tests.network.products import PLENTY, agree, columns, push, walk
 from tests.zoo import ZOO, dense_jacobian, reference
 from tests.zoo_functions import NoGradTanh
@@ -107,3 +108,17 @@ def test_ggn_products_of_a_custom_function_by_every_engine(scale: float) -> None
         G = co.GGN(co.linearize(model, (x, y), "regression", engine=engine))
         for _ in range(3):
             assert agree((G @ v) / scale, J.mT @ (J @ v) / scale)
+
+
+def test_probing_takes_no_more_memory_than_a_product() -> None:
+    """A streamed product of all of J has four vectors at a time: the vector, its parts, the gradient and the result."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3)).eval()
+    data = torch.randn(4, 400), torch.arange(4) % 3
+    options: Any = {"likelihood": "classification", "memory_budget": 0, "engine": "autodiff"}
+    probing, lin = peak_of(lambda: co.linearize(model, data, **options))
+    vector = lin.theta.nbytes
+    planning, _ = peak_of(lambda: lin.plan)
+    product, _ = peak_of(lambda: co.GGN(lin) @ torch.ones_like(lin.theta))
+    assert 2 * vector < product < 4.5 * vector
+    assert probing <= vector + 1.05 * product  # with the copy of the weights, which stays, and a few numbers
+    assert planning <= product
