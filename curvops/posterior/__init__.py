@@ -5,7 +5,7 @@ from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
 from curvops.posterior.linear_mode import LinearMode
 from curvops.posterior.load import load
-from curvops.posterior.predictive import SampledNormal
+from curvops.posterior.normals import SampledNormal
 from curvops.posterior.selection import InertWeights, select, wasserstein
 from curvops.posterior.stochastic_descent import Diverged, StochasticDescent
 from curvops.posterior.uncertainty import Uncertainty

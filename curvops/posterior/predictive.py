@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float
 from linear_operator.operators import LinearOperator
-from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.linalg import Estimate, LowRank
@@ -29,6 +28,7 @@ from curvops.posterior.arguments import check_accuracy, checked_count, checked_d
 from curvops.posterior.covariance import SampledCovariance
 from curvops.posterior.held_out import ErrorOfMean, error_of_mean
 from curvops.posterior.network_outputs import network_outputs
+from curvops.posterior.normals import MultitaskNormal, Normal, SampledNormal
 from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
 
 # Draws of the outputs of each point, where averages over them are asked for and no samples are given.
@@ -38,62 +38,6 @@ DRAWN_NUMBERS = 2**23
 # Draws of the weights likewise: each costs a solve, or a forward pass.
 WEIGHT_DRAWS = 100
 LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
-
-
-class SampledNormal(MultivariateNormal):
-    """A predictive whose covariances are means over k draws of the weights: each variance has an error.
-
-    Slices, expansions, multiples and shifts keep it; of what else gpytorch makes of it `draws` is None.
-    """
-
-    def __init__(
-        self,
-        mean: Float[Tensor, "*N C"],
-        covariance_matrix: LinearOperator | Tensor,
-        validate_args: bool = False,
-        draws: int | None = None,
-    ) -> None:
-        super().__init__(mean, covariance_matrix, validate_args=validate_args)
-        self.draws = draws
-
-    def __getitem__(self, index: Any) -> SampledNormal:
-        return self._of_as_many(super().__getitem__(index))
-
-    def expand(self, batch_size: torch.Size) -> SampledNormal:
-        return self._of_as_many(super().expand(batch_size))
-
-    def __mul__(self, factor: float | int) -> SampledNormal:
-        return self._of_as_many(super().__mul__(factor))
-
-    def __add__(self, other: Any) -> MultivariateNormal:
-        found = super().__add__(other)
-        return found if isinstance(other, MultivariateNormal) else self._of_as_many(found)
-
-    def _of_as_many(self, found: Any) -> SampledNormal:
-        found.draws = self.draws
-        return cast(SampledNormal, found)
-
-    def _known_draws(self) -> int:
-        if self.draws is None:
-            raise ValueError(
-                "this distribution was computed from one that came from draws, and its variances have other errors: "
-                "ask for those of what predict(x, samples=...) returned."
-            )
-        return self.draws
-
-    @property
-    def variance_stderr(self) -> Float[Tensor, "*N C"]:
-        """Standard error of each variance, √(2/k) of it: k σ̂²/σ² is χ² with k degrees of freedom."""
-        stderr: Tensor = self.variance * (2 / self._known_draws()) ** 0.5
-        return stderr
-
-    def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
-        """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
-        if not 0.0 < level < 1.0:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
-        k, tail = self._known_draws(), (1 - level) / 2
-        low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
-        return self.variance * low, self.variance * high
 
 
 class Predictive(ABC):
@@ -130,7 +74,8 @@ class Predictive(ABC):
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
-                True a `MultitaskMultivariateNormal` over (N, C).
+                True a `MultitaskMultivariateNormal` over (N, C). Subclasses of gpytorch's: theirs raise small variances
+                to a floor, these have them as they are.
             samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
                 products with J. Of independent points the result has the `variance_stderr` and the
                 `variance_interval(level)` of each variance.
@@ -163,10 +108,10 @@ class Predictive(ABC):
             noise_of_each = added.to(mean).expand(mean.shape[-1])
             covariance = covariance.add_diagonal(noise_of_each.repeat(len(mean)) if joint else noise_of_each)
         if joint:
-            return MultitaskMultivariateNormal(mean, covariance)
+            return MultitaskNormal(mean, covariance)
         if independent and samples is not None and not noise:
             return SampledNormal(mean, covariance, draws=len(samples))
-        return MultivariateNormal(mean, covariance)
+        return Normal(mean, covariance)
 
     def functions(
         self,

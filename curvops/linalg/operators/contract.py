@@ -13,7 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from linear_operator.operators import LinearOperator, RootLinearOperator, to_linear_operator
+from linear_operator import settings
+from linear_operator.operators import (
+    LinearOperator,
+    RootLinearOperator,
+    TriangularLinearOperator,
+    to_linear_operator,
+)
 from torch import Tensor
 
 from curvops.checkpoint import Place
@@ -250,6 +256,29 @@ class SolverContract:
 
     def _choose_root_method(self) -> str:
         return "cholesky" if self._is_formed else "lanczos"
+
+    def _cholesky(self: Any, upper: bool | None = False) -> TriangularLinearOperator:
+        """The Cholesky factor; of a matrix singular to rounding, with as little added as makes it definite.
+
+        What is added is relative to the largest entry of the diagonal (linear_operator's jitter is absolute, and would
+        be the whole variance of small targets), from n eps up to a hundred times that jitter. Raises
+        NotPositiveSemidefinite where that is not enough.
+        """
+        dense: Tensor = self._dense()
+        largest = dense.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        unit = dense / torch.where(largest > 0, largest, 1.0)
+        eye = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device)
+        added, most = 0.0, 100 * settings.cholesky_jitter.value(dense.dtype)
+        while added <= most:
+            L, info = torch.linalg.cholesky_ex(unit + added * eye if added else unit)
+            if not bool(info.any()):
+                L = L * largest.sqrt()
+                return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
+            added = max(10 * added, len(eye) * torch.finfo(dense.dtype).eps)
+        raise NotPositiveSemidefinite(
+            f"this {type(self).__name__} has no Cholesky factor: it is not positive definite, beyond what rounding "
+            f"explains. {INDEFINITE_REMEDY}"
+        )
 
     def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
         """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""

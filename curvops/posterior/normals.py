@@ -1,0 +1,108 @@
+"""Normal distributions of the outputs, gpytorch's, with variances as they are.
+
+gpytorch raises each variance to `settings.min_variance` at least (1e-6 in float32, 1e-10 in float64), warns that it was
+negative and cuts its gradient: of targets of order 1e-3 that is most of them. Whatever is computed from a distribution
+of these classes, slices, sums and a gpytorch likelihood's marginal, is of these classes too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from scipy.special import chdtri
+from torch import Tensor
+
+from curvops.linalg import Dense
+
+
+class Normal(MultivariateNormal):
+    """gpytorch's `MultivariateNormal` with variances as they are, at any scale."""
+
+    @property
+    def variance(self) -> Tensor:
+        """The diagonal of the covariance."""
+        entries = self.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)
+        return entries.expand(self._batch_shape + self._event_shape)
+
+    def confidence_region(self) -> tuple[Tensor, Tensor]:
+        """The mean less and plus two standard deviations, with its gradient."""
+        spread = 2 * self.stddev
+        return self.mean - spread, self.mean + spread
+
+    def __radd__(self, other: Any) -> MultivariateNormal:  # ours to the right of gpytorch's own, too
+        return self if isinstance(other, int | float) and other == 0 else self + other
+
+
+class MultitaskNormal(MultitaskMultivariateNormal, Normal):
+    """gpytorch's `MultitaskMultivariateNormal` with variances as they are, at any scale."""
+
+    def __getitem__(self, index: Any) -> MultivariateNormal:
+        found = super().__getitem__(index)
+        mean, covariance = found.mean, found.lazy_covariance_matrix
+        if isinstance(found, MultitaskMultivariateNormal):
+            return MultitaskNormal(mean, covariance, interleaved=found._interleaved)
+        return Normal(mean, covariance)
+
+    def to_data_independent_dist(self, jitter_val: float = 0.0) -> MultivariateNormal:
+        """Each point's own distribution over its outputs; gpytorch adds 1e-4 to its variances."""
+        found = super().to_data_independent_dist(jitter_val)
+        return Normal(found.mean, Dense(found.covariance_matrix, psd=True))
+
+
+class SampledNormal(Normal):
+    """A predictive whose covariances are means over k draws of the weights: each variance has an error.
+
+    Slices, expansions, multiples and shifts keep it; of what else gpytorch makes of it `draws` is None.
+    """
+
+    def __init__(
+        self,
+        mean: Float[Tensor, "*N C"],
+        covariance_matrix: LinearOperator | Tensor,
+        validate_args: bool = False,
+        draws: int | None = None,
+    ) -> None:
+        super().__init__(mean, covariance_matrix, validate_args=validate_args)
+        self.draws = draws
+
+    def __getitem__(self, index: Any) -> SampledNormal:
+        return self._of_as_many(super().__getitem__(index))
+
+    def expand(self, batch_size: torch.Size) -> SampledNormal:
+        return self._of_as_many(super().expand(batch_size))
+
+    def __mul__(self, factor: float | int) -> SampledNormal:
+        return self._of_as_many(super().__mul__(factor))
+
+    def __add__(self, other: Any) -> MultivariateNormal:
+        found = super().__add__(other)
+        return found if isinstance(other, MultivariateNormal) else self._of_as_many(found)
+
+    def _of_as_many(self, found: Any) -> SampledNormal:
+        found.draws = self.draws
+        return cast(SampledNormal, found)
+
+    def _known_draws(self) -> int:
+        if self.draws is None:
+            raise ValueError(
+                "this distribution was computed from one that came from draws, and its variances have other errors: "
+                "ask for those of what predict(x, samples=...) returned."
+            )
+        return self.draws
+
+    @property
+    def variance_stderr(self) -> Float[Tensor, "*N C"]:
+        """Standard error of each variance, √(2/k) of it: k σ̂²/σ² is χ² with k degrees of freedom."""
+        return self.variance * (2 / self._known_draws()) ** 0.5
+
+    def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
+        """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
+        if not 0.0 < level < 1.0:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        k, tail = self._known_draws(), (1 - level) / 2
+        low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
+        return self.variance * low, self.variance * high
