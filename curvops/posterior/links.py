@@ -43,17 +43,19 @@ def bridge(
     The approximation fails for large variances. `normalised` scales logits and variances, as its authors advise, to a
     mean variance of √(C/2) where it is above that.
     """
-    c = mean.shape[-1]
+    c, eps, least = mean.shape[-1], torch.finfo(mean.dtype).eps, torch.finfo(mean.dtype).tiny
     rows = covariance.sum(-1)
     total = rows.sum(-1, keepdim=True)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    known = total > c * torch.finfo(mean.dtype).eps * variance.sum(-1, keepdim=True)
+    known = total > c * eps * variance.sum(-1, keepdim=True)
     share = torch.where(known, rows / torch.where(known, total, 1.0), 1 / c)
     f = mean - share * mean.sum(-1, keepdim=True)
-    v = (variance - share * rows).clamp_min(0)
+    v = torch.maximum(variance - share * rows, eps * variance).clamp_min(least)  # what rounding leaves of a difference
     if normalised:
         scale = (v.mean(-1, keepdim=True) / math.sqrt(c / 2)).clamp_min(1.0)
         f, v = f / scale.sqrt(), v / scale
     log_sum = torch.logsumexp(-f, -1, keepdim=True)
-    alpha = (1 - 2 / c + (f + log_sum).exp() / c**2) / v.clamp_min(torch.finfo(v.dtype).tiny)
-    return alpha / alpha.sum(-1, keepdim=True)
+    log_alpha = f + log_sum - 2 * math.log(c)  # in logs: e^f overflows at 89 in float32
+    if c > 2:
+        log_alpha = torch.logaddexp(log_alpha, log_alpha.new_tensor(math.log(1 - 2 / c)))
+    return (log_alpha - v.log()).softmax(-1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.posterior.held_out import ErrorOfMean, error_of_mean
+from curvops.posterior.metrics import divergences
 
 LABELS = (Categorical, Bernoulli)
 NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)
@@ -57,13 +58,10 @@ def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: Erro
 def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its standard error."""
     p = log_p.exp()
-    mean = p.mean(0)
-    log_mean = mean.clamp_min(torch.finfo(p.dtype).tiny).log()
-    total = -(mean * log_mean).sum(-1)
-    aleatoric = -(p * log_p).sum(-1).mean(0)
-    # What each draw adds to the difference, to first order: Kullback–Leibler from the mean.
-    divergences = (p * (log_p - log_mean)).sum(-1)
-    return mean, total, aleatoric, (total - aleatoric).clamp_min(0), error(divergences)
+    mean, aleatoric = p.mean(0), -(p * log_p).sum(-1).mean(0)
+    of_each = divergences(log_p, mean)
+    epistemic = of_each.mean(0)
+    return mean, aleatoric + epistemic, aleatoric, epistemic, error(of_each)
 
 
 def joined(parts: Sequence[Uncertainty]) -> Uncertainty:

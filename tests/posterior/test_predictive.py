@@ -100,6 +100,19 @@ def test_the_normalised_bridge_is_the_bridge_until_variances_are_large(classes):
     assert float((normalised - drawn)[~small].norm()) < float((plain - drawn)[~small].norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_bridge_of_sure_logits_is_finite(normalised, dtype):
+    """Exponentials beyond the dtype's range, no variance, and a variance that is nearly all shared by the classes."""
+    sure = torch.tensor([[80.0, -40.0, 3.0], [400.0, -400.0, 0.0]], dtype=dtype)
+    eye, shared = torch.eye(3, dtype=dtype), torch.ones(3, 3, dtype=dtype)
+    for covariance in (eye, 1e-30 * eye, 0 * eye, shared, shared + 1e-9 * eye):
+        found = links.bridge(sure, covariance.expand(2, 3, 3), normalised)
+        torch.testing.assert_close(found, torch.tensor([[1.0, 0.0, 0.0]] * 2, dtype=dtype), atol=1e-6, rtol=0)
+        even = links.bridge(torch.zeros(1, 3, dtype=dtype), covariance[None], normalised)
+        torch.testing.assert_close(even, torch.full((1, 3), 1 / 3, dtype=dtype), atol=1e-6, rtol=0)
+
+
 def test_the_network_link_averages_the_network_at_the_draws(classes):
     draws = classes.sample(7, generator())
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -125,6 +138,19 @@ def test_mutual_information_of_labels_equals_the_integral(labels):
     assert float(((found.epistemic - (total - aleatoric)) / found.stderr).abs().max()) < 5
     torch.testing.assert_close(found.total, found.aleatoric + found.epistemic, rtol=1e-12, atol=1e-14)
     assert float((found.mean - p).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 1e-4), (torch.float32, 1e-2), (DOUBLE, 1e-8)])
+def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype, spread):
+    """½ E[zᵀ(diag p − p pᵀ)z] for deviations z, far below the rounding of an entropy."""
+    logits = torch.randn(5, 3, dtype=DOUBLE, generator=generator(2))
+    z = spread * torch.randn(400, 5, 3, dtype=DOUBLE, generator=generator(3))
+    z, p = z - z.mean(0), logits.softmax(-1)
+    expected = ((p * z.square()).sum(-1) - (p * z).sum(-1).square()).mean(0) / 2
+    found = of_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
+    torch.testing.assert_close(found.epistemic.double(), expected, rtol=max(1e-3, spread), atol=0)
+    sampled = co.posterior.metrics.mutual_information((logits + z).softmax(-1))
+    torch.testing.assert_close(sampled, expected, rtol=max(1e-3, spread), atol=0)
 
 
 def test_the_stderr_of_mutual_information_covers(classes):
