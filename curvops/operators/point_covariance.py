@@ -124,7 +124,8 @@ def _summed(
     """The sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
     last = walk.features()
-    if last is not None and _sum_of_last(total, last, metric):
+    each = last is not None and all(features.outputs_each == outputs for features in last)
+    if last is not None and each and _sum_of_last(total, last, metric):
         if tangents is not None and pushed is not None:
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total

@@ -4,11 +4,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 import curvops as co
 from curvops.operators import point_covariance
 from curvops.operators.jacobian import selected_rows
 from curvops.operators.point_covariance import point_covariances
+from curvops.posterior.covariance import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [
@@ -91,6 +93,51 @@ SELECTED = {
     "EKFAC": lambda lin: co.EKFAC(lin).add_diagonal(0.7),
     "Dense": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense(), psd=True).add_diagonal(0.7),
 }
+
+
+ENDS = {
+    "flattened": lambda f: f.flatten(1),
+    "flattened by outputs": lambda f: f.mT.flatten(1),
+    "scaled": lambda f: 2 * f[:, 0] - 1,
+    "scaled sequence": lambda f: f * torch.tensor([1.0, 3.0], dtype=f.dtype),
+    "permuted": lambda f: f.flip(-1),
+    "mean of positions": lambda f: f.mean(1),
+    "mixed": lambda f: f.flatten(1) @ torch.ones(6, 4, dtype=f.dtype).tril(),
+}
+
+
+@pytest.mark.parametrize("structure", SELECTED)
+@pytest.mark.parametrize("end", ENDS)
+def test_linear_operations_after_a_position_wise_layer(end, structure):
+    """Blocks, variances and the gradient in x, of the last layer and of all, against rows and solves."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return ENDS[end](self.head(self.body(x).tanh()))
+
+    torch.manual_seed(0)
+    model, x = Head().double(), torch.randn(5, 3, 2, dtype=torch.float64)
+    y = torch.zeros_like(model(x)).detach()
+    for parameters in ("last_layer", None):
+        lin = co.linearize(model, (x, y), "regression", parameters)
+        inverse, C = SELECTED[structure](lin).inverse(), lin.output_shape[-1]
+        new, direction = x[:3] + 0.1, torch.randn_like(x[:3])
+        J = lin.jacobian(new)
+        expected = by_solves(J, inverse, C)
+        torch.testing.assert_close(point_covariances(J, inverse, C), expected, **TIGHT)
+        variances = point_covariances(J, inverse, C, diagonals=True)
+        torch.testing.assert_close(variances, expected.diagonal(dim1=1, dim2=2), **TIGHT)
+        products = (J @ J.mT).to_dense()
+        torch.testing.assert_close(J.to_dense() @ J.to_dense().mT, products, **TIGHT)
+        torch.testing.assert_close(co.TangentKernel(lin, 1.0, new).to_dense(), products, **TIGHT)
+        ends = [by_solves(lin.jacobian(new + step * direction), inverse, C).sum() for step in (1e-5, -1e-5)]
+        recorded = lin.jacobian(new.requires_grad_(), differentiable=True)
+        PointCovariance(recorded, inverse, C, Kept()).blocks().sum().backward()
+        torch.testing.assert_close((new.grad * direction).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("structure", SELECTED)

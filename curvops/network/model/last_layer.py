@@ -1,4 +1,4 @@
-"""Which layer's output is the model's output? Found by running the model once, whatever the order of registration."""
+"""Which layer is the last? Found by running the model once, whatever the order of registration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from torch.autograd.graph import Node
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.model import Model
 
-# What leaves numbers as they are: views, reshapes, casts, copies, and picking some of them out.
-MOVES = ("Alias", "View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze",
-         "ToCopy", "Clone", "Select", "Slice", "Index", "IndexSelect", "Gather", "SqueezeDim")  # fmt: skip
-PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Convolution", "Linear", "Mul")
+# Linear, or affine, in all that is differentiated: views, casts, choices, sums, means, paddings, resampling.
+LINEAR = {
+    "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D", "AvgPool3D",
+    "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index", "IndexSelect",
+    "MaskedFill", "Mean", "Neg", "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub", "Select", "Slice",
+    "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose", "Unbind", "Unfold",
+    "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
+}  # fmt: skip
+# Linear in one factor where the others are constants.
+PRODUCTS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Convolution", "Linear", "Mul", "Div"}
 REMEDY = "name its parameters by globs, as parameters='head.*'"
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
-    """Names of the parameters of the layer whose output is the model's, but for its shape, dtype and choice of entries.
+    """Names of the parameters of the one layer in whose output the model's is linear.
 
-    Of a function of its parameters, those that enter its outputs by one product, or are added to it. A weight that is
+    Views, choices, permutations, sums, means and products with constants may follow it. Of a function of its parameters, those that enter its outputs by one product, or are added to it. A weight that is
     tied to another layer's has the name that the model gives it first. One forward pass.
 
     Raises ValueError where there is none: the outputs are a softmax or a sum of two layers', say.
@@ -32,16 +38,16 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
         found = () if layer is None else _names(model, layer)
     if not found:
         raise ValueError(
-            "parameters='last_layer': no single layer's output is the model's output (a softmax, a sum of branches or "
+            "parameters='last_layer': the model's output is not linear in one layer's (a softmax, a sum of branches or "
             f"parameters outside a layer come after it); {REMEDY}."
         )
     return found
 
 
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
-    """The one module with parameters whose output is the model's, but for its shape, dtype and choice of entries.
+    """The one module with parameters in whose output the model's is linear; None where there is none.
 
-    None where there is none. One forward pass of a model that is a module.
+    One forward pass of a model that is a module.
     """
     assert model.module is not None
     calls: list[tuple[nn.Module, Node]] = []
@@ -58,9 +64,22 @@ def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
     finally:
         for handle in handles:
             handle.remove()
-    behind = _moved(outputs.grad_fn)
-    owners = {id(module): module for module, node in calls if node in behind}
-    return next(iter(owners.values())) if len(owners) == 1 else None
+    found: dict[int, nn.Module] = {}
+    waiting, seen = [outputs.grad_fn], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        here = {id(module): module for module, made in calls if made is node}
+        found |= here
+        if here:
+            continue
+        if _is_linear(node):
+            waiting += _parents(node)
+        else:
+            return None
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _names(model: Model, layer: nn.Module) -> tuple[str, ...]:
@@ -75,31 +94,35 @@ def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
         node = model.raw(leaves, inputs).grad_fn
     names = {id(leaf): name for name, leaf in leaves.items()}
     found: dict[str, None] = {}
-    waiting = [node]
-    while waiting:
-        ends = _moved(waiting.pop())
-        node = ends[-1] if ends else None
-        if node is None:
-            continue
-        kind = _kind(node)
-        parents = [_moved(parent) for parent, _ in node.next_functions]
-        given = [names.get(id(getattr(path[-1], "variable", None))) for path in parents if path]
+    while node is not None:
+        behind = [_moved(parent) for parent in _parents(node)]
+        given = [names.get(id(getattr(end, "variable", None))) for end in behind]
         found.update(dict.fromkeys(name for name in given if name is not None))
-        if kind == "Add" and any(name is not None for name in given):  # a bias, and what it is added to
-            waiting += [path[-1] for path, name in zip([p for p in parents if p], given) if name is None]
-        elif kind not in PRODUCTS:
+        rest = [end for end, name in zip(behind, given) if name is None]
+        if any(given) and _kind(node) in PRODUCTS:
+            break
+        if not _is_linear(node) or len(rest) > 1:
             return ()
+        node = rest[0] if rest else None  # a bias, and what it is added to
     return tuple(name for name in leaves if name in found)
 
 
-def _moved(node: Node | None) -> list[Node]:
-    """A node and those before it as far as numbers are only moved."""
-    path = []
-    while node is not None:
-        path.append(node)
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        node = parents[0] if _kind(node) in MOVES and len(parents) == 1 else None
-    return path
+def _moved(node: Node) -> Node:
+    """The node before it as far as one alone is taken linearly, without a constant factor."""
+    while _kind(node) in LINEAR and len(_parents(node)) == 1:
+        (node,) = _parents(node)
+    return node
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether what a node makes is linear, or affine, in all that is differentiated."""
+    if _kind(node) == "Div" and node.next_functions[1][0] is not None:
+        return False
+    return _kind(node) in LINEAR or (_kind(node) in PRODUCTS and len(_parents(node)) == 1)
+
+
+def _parents(node: Node) -> list[Node]:
+    return [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _kind(node: Node) -> str:

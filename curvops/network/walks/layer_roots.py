@@ -187,12 +187,20 @@ def joined(groups: Sequence[Group]) -> Group:
     return Group(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
 
-def groups_of(features: Features) -> list[Group]:
-    """The rows of the last layer: its δ is one identity for all points, and each position of a sequence a point."""
-    layer, a = features.layer, features.kept.flatten(0, -2)
-    delta = torch.eye(features.outputs_each, dtype=a.dtype, device=a.device).expand(len(a), -1, -1)
+def groups_of(features: Features, outputs: int) -> list[Group]:
+    """The rows of the last layer, whose δ is one identity for all points.
+
+    Where a position of the model has as many `outputs` as the layer has, each position is a point; where they are
+    flattened into the outputs of one, which has covariances between them, the point keeps them together.
+    """
+    layer, a, each = features.layer, features.kept, features.outputs_each
+    if each == outputs:
+        a, delta = a.flatten(0, -2), torch.eye(each, dtype=a.dtype, device=a.device)
+    else:
+        delta = torch.eye(features.outputs, dtype=a.dtype, device=a.device).unflatten(1, layer.output[1:])
     counted = torch.ones(len(a), dtype=torch.bool, device=a.device)
-    return [Group(tuple(sorted(layer.names.values())), (Part(layer, a, delta),), counted, True)]
+    part = Part(layer, a, delta.expand(len(a), *delta.shape))
+    return [Group(tuple(sorted(layer.names.values())), (part,), counted, True)]
 
 
 @runtime_checkable

@@ -267,9 +267,11 @@ class Passes:
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
         """The same of a last layer."""
         step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
+        layout = self.model.layout
+        outputs = features.outputs_each if layout is None else layout.num_outputs
         for start in range(0, len(features.kept), step):
             part = features.at(slice(start, start + step))
-            yield start, len(part.kept), partial(groups_of, part)
+            yield start, len(part.kept), partial(groups_of, part, outputs)
 
     def features(self) -> list[Features] | None:
         """The last layer's inputs, batch by batch, where it is all that is selected and the budget has room for them.

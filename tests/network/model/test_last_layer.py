@@ -1,4 +1,4 @@
-"""The last layer is the one whose output is the model's, whatever the order in which layers were registered."""
+"""The last layer is the one in whose output the model's is linear, whatever the order of registration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvops as co
@@ -34,6 +35,12 @@ ENDS = {
     "cast": lambda m, h: m.head(h).float().clone(),
     "logits": lambda m, h: SimpleNamespace(logits=m.head(h)).logits,
     "of two positions the last": lambda m, h: m.head(torch.stack([h, h + 1], 1))[:, -1],
+    "scaled": lambda m, h: (1 - 2 * m.head(h) * torch.arange(3)) / 3,
+    "permuted": lambda m, h: m.head(h).flip(-1).roll(1, -1),
+    "pooled": lambda m, h: F.adaptive_avg_pool1d(m.head(torch.stack([h, h + 1], 1)).mT, 1).flatten(1),
+    "mixed": lambda m, h: F.linear(m.head(h), torch.ones(2, 3)),
+    "centred": lambda m, h: m.head(h) - m.head(h).mean(-1, keepdim=True),
+    "head twice": lambda m, h: torch.cat([m.head(h), m.head(h)], 1),
 }
 
 
@@ -46,15 +53,17 @@ NONE = {
     "softmax": lambda m, h: m.head(h).softmax(-1),
     "in place": lambda m, h: m.head(h).relu_(),
     "residual": lambda m, h: m.head(h) + h[:, :3],
-    "scaled": lambda m, h: 2 * m.head(h),
-    "head twice": lambda m, h: torch.cat([m.head(h), m.head(h)], 1),
+    "squared": lambda m, h: m.head(h) * m.head(h),
+    "reciprocal": lambda m, h: 1 / m.head(h),
+    "normalised": lambda m, h: m.head(h) / m.head(h).norm(dim=-1, keepdim=True),
+    "a parameter of no layer": lambda m, h: m.body.bias.sum() * m.head(h),
 }
 
 
 @pytest.mark.parametrize("end", NONE.values(), ids=NONE)
 def test_no_layer_is_an_error_that_names_the_way_out(end: Callable[[Any, Tensor], Tensor]) -> None:
     data = torch.randn(6, 4), torch.randn(6, 3)
-    with pytest.raises(ValueError, match=r"no single layer's output .* parameters='head\.\*'"):
+    with pytest.raises(ValueError, match=r"not linear in one layer's .* parameters='head\.\*'"):
         co.linearize(HeadFirst(end), data, "regression", parameters="last_layer")
 
 
@@ -75,7 +84,11 @@ def test_functions_with_a_bias_and_with_none() -> None:
     params = {"c": torch.randn(3), "b": torch.randn(5, 3), "a": torch.randn(4, 5)}
     x = torch.randn(2, 4)
     assert last_layer(Model((lambda p, x: (x @ p["a"]).tanh() @ p["b"] + p["c"], params)), x) == ("c", "b")
-    with pytest.raises(ValueError, match="no single layer's output"):
+    assert last_layer(Model((lambda p, x: 2 * ((x @ p["a"]).tanh() @ p["b"] + p["c"]).flip(-1), params)), x) == (
+        "c",
+        "b",
+    )
+    with pytest.raises(ValueError, match="not linear in one layer's"):
         last_layer(Model((lambda p, x: ((x @ p["a"]) @ p["b"] + p["c"]).exp(), params)), x)
 
 
