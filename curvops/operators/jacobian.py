@@ -82,7 +82,8 @@ class Jacobian(NetworkOperator):
         """f(θ*) at its inputs. One forward pass, which of a last layer is the only one that J ever takes."""
         if self.is_recorded:
             return outputs_at(self.passes.model, self.inputs, self.passes.model.values)
-        return torch.cat([part.outputs for _, part in self.passes.each(0)])
+        none = self.theta.new_zeros(0, self.passes.engines.plan.num_outputs)
+        return torch.cat([none, *(part.outputs for _, part in self.passes.each(0))])
 
     @torch.no_grad()
     def formed(self) -> Float[Tensor, "D NC"]:
@@ -91,7 +92,7 @@ class Jacobian(NetworkOperator):
         A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers.
         """
         rows = list(selected_rows(self.passes))
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).mT
+        return (rows[0] if len(rows) == 1 else torch.cat([self.theta.new_zeros(0, len(self.theta)), *rows])).mT
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))
@@ -100,7 +101,7 @@ class Jacobian(NetworkOperator):
         if self.is_recorded:
             return push_at(self.passes.engines, self.inputs, block)
         parts = [J.push(block).flatten(1) for _, J in self.passes.each(block.shape[1])]
-        return torch.cat(parts, 1).mT
+        return torch.cat([block.new_zeros(block.shape[1], 0), *parts], 1).mT
 
     def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
         if self.is_recorded:
@@ -112,8 +113,7 @@ class Jacobian(NetworkOperator):
             rows = block[start : start + n * num_outputs]
             total = accumulate(total, J.pull(rows.mT.unflatten(1, (n, num_outputs))))
             start += n * num_outputs
-        assert total is not None
-        return total
+        return block.new_zeros(block.shape[1], len(self.theta)).mT if total is None else total
 
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None

@@ -117,7 +117,7 @@ class Linearization:
         With `differentiable` its products, and what posteriors make of them, have gradients in those of the inputs that
         require one (never in θ): first derivatives, by differentiating backward passes.
 
-        Raises as `linearize` does for inputs that are empty, not finite or of another form, and ValueError for inputs
+        Raises as `linearize` does for inputs that are not finite or of another form, and ValueError for inputs
         that require a gradient which is not asked for or which J does not have (a custom `autograd.Function`, an
         operation without a second derivative).
         """
@@ -128,7 +128,7 @@ class Linearization:
             return Jacobian(self.theta, passes=self.passes, rows=self.num_data * self.num_outputs)
         # Copies: it is lazy, and a later change of x must not change half of a predictive.
         given, walk = copy(self.admitted(x, differentiable)), self.passes
-        wanted = dict(self._differentiated(given))
+        wanted = dict(self._differentiated(given)) if num_points(given) else {}
         if wanted:
             require_input_gradients(walk.engines, given)
         inputs, step = replaced(given, {}), max(self.data.sizes)
@@ -140,7 +140,7 @@ class Linearization:
         return Jacobian(self.theta, *wanted.values(), passes=passes, rows=rows, inputs=inputs, names=tuple(wanted))
 
     def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
-        """f(x, θ*), the network's outputs at its snapshot, sequences as rows (n, T·C). One forward pass.
+        """f(x, θ*), the network's outputs at its snapshot, each position of a point as one, (n·T, C). One forward pass.
 
         With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
         their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
@@ -148,11 +148,12 @@ class Linearization:
         """
         inputs, step = self.admitted(x, differentiable=True), max(self.data.sizes)
         values = self.model.values if weights is None else self.unflatten_weights(weights)
-        if any(True for _ in self._differentiated(inputs)):
-            return outputs_at(self.model, copy(inputs), {name: value.detach() for name, value in values.items()})
+        if num_points(inputs) and any(True for _ in self._differentiated(inputs)):
+            constants = {name: value.detach() for name, value in values.items()}
+            return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
         with torch.no_grad():
             parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
-        return torch.cat(parts)
+        return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
 
     def admitted(self, x: Any, differentiable: bool = False) -> Inputs:
         """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
@@ -171,8 +172,8 @@ class Linearization:
         return ((name, tensor) for name, tensor in components(inputs) if recorded((tensor,)))
 
     def outputs(self) -> Float[Tensor, "N C"]:
-        """f(θ*) at the training inputs. One forward pass."""
-        return torch.cat([J.outputs for _, J in self.passes.each(0)])
+        """f(θ*) at the training inputs, each position of a point as one, (N·T, C). One forward pass."""
+        return torch.cat([J.outputs for _, J in self.passes.each(0)]).reshape(-1, self.output_shape[-1])
 
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from curvops.checkpoint import digest
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batches, as_batches
-from curvops.network.data.inputs import Inputs, as_inputs, take
+from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -37,7 +37,9 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
     few = data.few if inputs is None else take(lin.admitted(inputs), slice(0, 2))
-    outputs = lin.predict(few)
+    if not num_points(few):
+        raise ValueError("inputs= hold no points; give one or two, at which the model is tried when it is loaded.")
+    outputs = model(model.values, few)
     return {
         "tensors": identity_of(model.kept_tensors),
         "weights": dict(model.values),
@@ -67,7 +69,7 @@ def problem_of_linearization(lin: Linearization) -> dict[str, Any]:
         "the dtype": str(lin.theta.dtype),
         "the parameters": [*selection.names, digest(index)],
         "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
-        "its outputs": lin.predict(lin.data.few),
+        "its outputs": lin.model(lin.model.values, lin.data.few),
         "the data": str(lin.source),
         "the likelihood": likelihood_state(lin.likelihood),
         "the engine": lin.engine,

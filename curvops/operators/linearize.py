@@ -58,9 +58,9 @@ def linearize(
             "classification" or "regression". A loss of torch takes outputs and targets in its own layout:
             `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the outputs last. Its `reduction` is
             not used, since likelihoods are sums. Its gradient is compared with the likelihood's on the first points.
-        parameters: None (all that require a gradient), "last_layer" (the one in whose output the model's is linear, found
-            by running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions (indices
-            or a mask) in the flat vector of all parameters: a subnetwork.
+        parameters: None (all that require a gradient), "last_layer" (the one in whose output the model's is linear,
+            found by running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions
+            (indices or a mask) in the flat vector of all parameters: a subnetwork.
         memory_budget: bytes for the linearisations kept between products and for the working vectors of algorithms on
             the operators made from this (solvers, bases, sketches, predictions) that are given no budget of their own.
             None is a quarter of the memory free on the device at the call. Where both want more, each gets half. An

@@ -13,7 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
-from curvops.linalg import Estimate
+from curvops.linalg import Dense, Estimate
 from curvops.linalg.core.cache import recorded
 from curvops.network.walks.passes import accumulate
 from curvops.operators import Linearization
@@ -160,6 +160,9 @@ class GaussianWeights(Predictive):
         return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+        if not jacobian.shape[-2]:
+            C = self.lin.output_shape[-1]
+            return Dense(self.mean.new_zeros((0, 0) if joint else (0, C, C)), psd=True)
         inverse = self._inverse(jacobian.shape[-2], rtol)
         if jacobian.is_recorded and recorded(inverse.representation()):
             raise ValueError(

@@ -22,7 +22,7 @@ ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
 def error_of_mean(series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
     """That of independent draws."""
     k = len(series)
-    return series.std(0) / k**0.5 if k > 1 else torch.full_like(series[0], math.inf)
+    return series.std(0) / k**0.5 if k > 1 and series.numel() else torch.full_like(series[0], math.inf)
 
 
 def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean) -> Estimate:
@@ -55,4 +55,7 @@ def gaussian(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
     """log N(y; mean, covariance) of each point, in nats."""
-    return torch.distributions.MultivariateNormal(mean, covariance, validate_args=False).log_prob(y)
+    L = torch.linalg.cholesky(covariance)
+    whitened = torch.linalg.solve_triangular(L, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
+    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mean.shape[-1] * math.log(2 * math.pi) / 2
+    return -whitened.square().sum(-1) / 2 - half_logdet

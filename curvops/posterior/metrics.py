@@ -48,7 +48,7 @@ def nll(
 
     Infinite where the label has probability exactly 0: form softmax in float64 if that comes from rounding.
     """
-    _check(probabilities, labels)
+    _check(probabilities, labels, some=reduction != "none")
     check_choice("reduction", reduction, ("mean", "none"))
     values = -probabilities.gather(-1, labels.long()[:, None]).squeeze(-1).log()
     return values if reduction == "none" else values.mean()
@@ -191,26 +191,26 @@ def _entropy(p: Tensor) -> Tensor:
     return pointwise.sum(-1)
 
 
-def _check(probabilities: Tensor, labels: Tensor) -> None:
-    _check_shapes(probabilities, labels)
+def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:
+    _check_shapes(probabilities, labels, some)
     _check_probabilities(probabilities)
 
 
-def _check_shapes(values: Tensor, labels: Tensor) -> None:
+def _check_shapes(values: Tensor, labels: Tensor, some: bool = True) -> None:
     if values.ndim != 2 or labels.shape != values.shape[:1]:
         raise ValueError(f"expected (N, C) values and (N,) labels, not {tuple(values.shape)} and {tuple(labels.shape)}")
-    if labels.numel() == 0:
+    if some and labels.numel() == 0:
         raise ValueError("no data: a score of zero points is undefined")
     if labels.is_floating_point():
         raise ValueError(f"labels must be integers, not {labels.dtype}")
-    if labels.min() < 0 or labels.max() >= values.shape[1]:
+    if labels.numel() and (labels.min() < 0 or labels.max() >= values.shape[1]):
         raise ValueError(f"labels must lie in 0..{values.shape[1] - 1}, not {int(labels.min())}..{int(labels.max())}")
 
 
 def _check_probabilities(p: Tensor) -> None:
-    if not p.is_floating_point() or p.ndim < 2 or p.numel() == 0:
+    if not p.is_floating_point() or p.ndim < 2 or p.shape[-1] == 0:
         raise ValueError(
-            f"probabilities must be a non-empty floating (..., N, C) tensor, not {tuple(p.shape)} {p.dtype}"
+            f"probabilities must be a floating (..., N, C) tensor of C > 0 classes, not {tuple(p.shape)} {p.dtype}"
         )
     # written so that a NaN fails too; bf16 has 8 bits, hence a tolerance from the dtype
     tolerance = max(1e-4, 8 * torch.finfo(p.dtype).eps)

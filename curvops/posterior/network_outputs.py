@@ -25,11 +25,11 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
     """f(x, θ_k), sequences position by position; inputs that require a gradient get one, by a pass for each draw."""
     inputs = lin.admitted(x, differentiable=True)
     found = None
-    if len(samples) > 1 and not recorded([tensor for _, tensor in components(inputs)]):
+    if len(samples) > 1 and num_points(inputs) and not recorded([tensor for _, tensor in components(inputs)]):
         found = _together(lin, inputs, samples)
     if found is None:
         found = torch.stack([lin.predict(x, weights) for weights in samples])
-    return found.reshape(len(samples), -1, lin.output_shape[-1])
+    return found.reshape(len(samples), found[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
 
 
 @torch.no_grad()

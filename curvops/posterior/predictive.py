@@ -242,7 +242,7 @@ class Predictive(ABC):
         check_generator(generator)
         error, samples = self._error_of(samples), self._taken(samples)
         likelihood, targets = self._target(), self._targets(x, y)
-        if joint and len(targets) < 2:
+        if joint and len(targets) == 1:
             raise ValueError("joint=True scores pairs of points, and there is only one; pass more, or joint=False.")
         if isinstance(likelihood, Gaussian) and samples is None and not joint:
             predicted = self.predict(x, noise=True)
@@ -263,10 +263,12 @@ class Predictive(ABC):
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
         y = y.to(device=self.mean.device, dtype=self.mean.dtype if y.is_floating_point() else None)
-        self.lin.likelihood.check_targets(y, self.lin.num_outputs)
         points = num_points(as_inputs(x, self.mean.device, self.mean.dtype))
         if len(y) != points:
             raise ValueError(f"there are {points} inputs, but {len(y)} targets.")
+        layout = self.lin.model.layout
+        y = y if layout is None else layout.targets(y)
+        self.lin.likelihood.check_targets(y, self.lin.num_outputs)
         return y.flatten(0, 1) if isinstance(self.lin.likelihood, Sequences) else y
 
     def _target(self) -> Likelihood:
@@ -323,8 +325,8 @@ class Predictive(ABC):
 
     def _pushed(self, jacobian: Jacobian, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
         """J(θ_k − θ*)."""
-        pushed = jacobian._matmul((samples - self.lin.theta).mT)
-        return pushed.mT.unflatten(1, (-1, self.lin.output_shape[-1]))
+        C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
+        return jacobian._matmul((samples - self.lin.theta).mT).mT.unflatten(1, (rows // C, C))
 
     def _drawn_outputs(
         self,

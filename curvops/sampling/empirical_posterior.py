@@ -69,7 +69,7 @@ class EmpiricalPosterior(Predictive):
         return self._error_of_mean if samples is None else super()._error_of(samples)
 
     def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
-        spread = series.std(0) if len(series) > 1 else torch.full_like(series[0], torch.inf)
+        spread = series.std(0) if len(series) > 1 and series.numel() else torch.full_like(series[0], torch.inf)
         return spread / effective_size(series.unflatten(0, (self.chains, -1))).sqrt().to(spread)
 
     def _functions(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:

@@ -314,9 +314,10 @@ def test_copies_drop_caches_and_still_work(copied: Any) -> None:
 
 def test_inputs_of_a_jacobian_are_checked_too() -> None:
     lin = co.linearize(net(), (X, Y), "classification")
-    for x, message in [(X[:0], "hold no points"), (broken(torch.nan), "holds NaN or infinite")]:
-        with pytest.raises(ValueError, match=message):
-            lin.jacobian(x)
+    for x, message in [(X[:, :1], "error inside the model|shape"), (broken(torch.nan), "holds NaN or infinite")]:
+        for given in (x, x[:0]) if x.shape != X.shape else (x,):
+            with pytest.raises(ValueError, match=message):
+                lin.jacobian(given)
 
 
 def test_batches_of_the_zoo_are_the_whole() -> None:

@@ -140,7 +140,7 @@ def test_sums_over_positions(network: str, case: str) -> None:
     v = normal(lin.num_parameters, 3, seed=6)
     torch.testing.assert_close(co.GGN(lin) @ v, ggn @ v, **TIGHT)
     assert (lin.num_data, lin.num_outputs, lin.output_shape) == (N, T * C, torch.Size([T, C]))
-    torch.testing.assert_close(lin.outputs(), model(x).detach().flatten(1), **TIGHT)
+    torch.testing.assert_close(lin.outputs(), model(x).detach().flatten(0, -2), **TIGHT)
 
 
 @pytest.mark.parametrize("engine", ["autodiff", "layerwise"])

@@ -265,6 +265,8 @@ class SolverContract:
         NotPositiveSemidefinite where that is not enough.
         """
         dense: Tensor = self._dense()
+        if not dense.numel():
+            return TriangularLinearOperator(dense, upper=bool(upper))
         largest = dense.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         unit = dense / torch.where(largest > 0, largest, 1.0)
         eye = torch.eye(dense.shape[-1], dtype=dense.dtype, device=dense.device)

@@ -19,12 +19,11 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
     """Inputs given by a user, moved as :func:`move` does.
 
     Lists become tuples, and mappings (Hugging Face batches) dicts. Gradients flow through. Raises TypeError when ``x``
-    is none of the three forms, and ValueError when it holds no points, its components disagree about their number, or
-    it contains NaN or Inf (waits for the device once a tensor).
+    is none of the three forms, and ValueError when its components disagree about the number of points, or it contains
+    NaN or Inf (waits for the device once a tensor).
     """
     inputs = normalise(x)
-    if num_points(inputs) == 0:
-        raise ValueError("The inputs hold no points (their leading dimension is 0). Pass at least one.")
+    num_points(inputs)
     for name, tensor in components(inputs):
         require_finite(name, tensor)
     return move(inputs, device, dtype)
@@ -71,6 +70,11 @@ def num_points(inputs: Inputs) -> int:
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
     """The points in a slice, as views; those at some positions, as copies."""
     return _each(inputs, lambda tensor: tensor[index])
+
+
+def first_of(inputs: Inputs) -> Inputs:
+    """At most two points, to try a model on; of none a point of zeros."""
+    return take(inputs, slice(0, 2)) if num_points(inputs) else _each(inputs, lambda t: t.new_zeros(1, *t.shape[1:]))
 
 
 def copy(inputs: Inputs) -> Inputs:

@@ -12,8 +12,8 @@ from curvops.network.model.model import Model
 
 # Linear, or affine, in all that is differentiated: views, casts, choices, sums, means, paddings, resampling.
 LINEAR = {
-    "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D", "AvgPool3D",
-    "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index", "IndexSelect",
+    "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D",
+    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index", "IndexSelect",
     "MaskedFill", "Mean", "Neg", "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub", "Select", "Slice",
     "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose", "Unbind", "Unfold",
     "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
@@ -26,8 +26,9 @@ REMEDY = "name its parameters by globs, as parameters='head.*'"
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
     """Names of the parameters of the one layer in whose output the model's is linear.
 
-    Views, choices, permutations, sums, means and products with constants may follow it. Of a function of its parameters, those that enter its outputs by one product, or are added to it. A weight that is
-    tied to another layer's has the name that the model gives it first. One forward pass.
+    Views, choices, permutations, sums, means and products with constants may follow it. Of a function of its
+    parameters, those that enter its outputs by one product, or are added to it. A weight that is tied to another
+    layer's has the name that the model gives it first. One forward pass.
 
     Raises ValueError where there is none: the outputs are a softmax or a sum of two layers', say.
     """

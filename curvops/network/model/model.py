@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvops.network.data.inputs import Inputs, components, copy, normalise, take
+from curvops.network.data.inputs import Inputs, components, copy, first_of, normalise
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
@@ -184,7 +184,7 @@ class Model:
         """
         if (form := _form(inputs)) in self._admitted:
             return
-        few = take(inputs, slice(0, 2))
+        few = first_of(inputs)
         self.calls.arguments(few)
         with torch.no_grad():
             with explained(few):

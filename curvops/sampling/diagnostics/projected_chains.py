@@ -95,7 +95,7 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
     from side to side has negative correlations at odd lags. Chains of one draw each count as independent draws.
     """
     chains, draws = series.shape[:2]
-    if draws == 1:
+    if draws == 1 or not series.numel():
         return series.new_full(series.shape[2:], chains, dtype=torch.float64)
     series = series.double()
     within = series.var(1).mean(0)

@@ -1,0 +1,130 @@
+"""The shapes of predictions: each position of a point counts as a point, everywhere; of no points there are none."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import curvops as co
+from curvops.posterior import metrics
+
+DOUBLE = torch.float64
+
+
+class PerPixel(nn.Module):
+    """Outputs (n, 3, h, w) with the classes at dimension 1, or last."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, 1), last
+
+    def forward(self, x):
+        f = self.second(self.first(x).tanh())
+        return f.movedim(1, -1) if self.last else f
+
+
+def flat(outputs=3):
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+PIXELS = torch.randn(6, 1, 4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+POINTS = PIXELS[:, 0].flatten(1)[:, :4]
+CASES = {  # model, inputs, targets, likelihood, whether classes are at dimension 1
+    "image, torch's loss": (PerPixel(False), PIXELS, torch.arange(48).view(6, 4, 2) % 3, nn.CrossEntropyLoss(), True),
+    "image": (PerPixel(True), PIXELS, torch.arange(48).view(6, 4, 2) % 3, "classification", False),
+    "image of numbers": (PerPixel(True), PIXELS, torch.ones(6, 4, 2, 3, dtype=DOUBLE), "regression", False),
+    "sequence": (flat(), PIXELS[:, 0].mT, torch.arange(12).view(6, 2) % 3, "classification", False),
+    "classes": (flat(), POINTS, torch.arange(6) % 3, "classification", False),
+    "numbers": (flat(), POINTS, torch.ones(6, 3, dtype=DOUBLE), "regression", False),
+    "labels": (flat(), POINTS, torch.ones(6, 3, dtype=DOUBLE), co.likelihoods.Bernoulli(), False),
+    "rates": (flat(), POINTS, torch.ones(6, 3, dtype=DOUBLE), co.likelihoods.Poisson(), False),
+    "means and variances": (
+        flat(4),
+        POINTS,
+        torch.ones(6, 2, dtype=DOUBLE),
+        co.likelihoods.HeteroscedasticGaussian(),
+        False,
+    ),
+}
+CURVATURES = [co.GGN, co.KFAC, co.EKFAC, co.DiagonalGGN]
+
+
+def empirical(post):
+    return co.sampling.empirical(post.lin, post.sample(4, torch.Generator().manual_seed(1)).unsqueeze(0))
+
+
+def answers(post, x, y):
+    """Everything that a posterior says of x, by name, each with the points in the dimension named."""
+    S, C = post.sample(5, torch.Generator().manual_seed(2)), post.lin.output_shape[-1]
+    predicted = {"predict": post.predict(x), "drawn": post.predict(x, samples=S), "joint": post.predict(x, joint=True)}
+    predicted["joint, drawn"] = post.predict(x, joint=True, samples=S)
+    found = {"lin.predict": post.lin.predict(x), "lin.jacobian": post.lin.jacobian(x).outputs().reshape(-1, C)}
+    for name, d in predicted.items():
+        found |= {f"{name}: mean": d.mean, f"{name}: variance": d.variance, f"{name}: stddev": d.stddev}
+        found[f"{name}: draws"] = d.rsample(torch.Size([2]))[0]
+        assert d.covariance_matrix.shape[-1] == (C if "joint" not in name else d.mean.numel())
+    found["functions"] = post.functions(x, 5, samples=S)[0]
+    parts = {"": post.uncertainty(x), "drawn ": post.uncertainty(x, samples=S)}
+    found |= {
+        f"{name}{field}": getattr(u, field) for name, u in parts.items() for field in ("mean", "total", "epistemic")
+    }
+    found |= {"score": post.log_likelihood(x, y).value, "drawn score": post.log_likelihood(x, y, samples=S).value}
+    if not isinstance(post._target(), co.posterior.uncertainty.NUMBERS):
+        links = ["probit", "mc", "network"] + ["bridge", "bridge_norm"] * isinstance(
+            post._target(), co.likelihoods.Categorical
+        )
+        found |= {link: post.probabilities(x, link) for link in links}
+        found["given draws"] = post.probabilities(x, "mc", samples=S)
+    if isinstance(post._target(), co.likelihoods.Categorical):
+        p = found["probit"]
+        found |= {"entropy": metrics.predictive_entropy(p), "nll": metrics.nll(p, y.flatten(), reduction="none")}
+    return found
+
+
+def posterior(case, curvature):
+    model, x, y, likelihood, _ = CASES[case]
+    torch.manual_seed(0)
+    lin = co.linearize(model.double(), (x, y), likelihood)
+    return co.laplace(lin, curvature, prior_precision=2.0, check_mode=False), x, y
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("case", CASES)
+def test_each_position_is_a_point_and_no_points_give_empty_answers(case, curvature):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        post, x, y = posterior(case, curvature)
+        kinds = [post] if curvature is not co.GGN else [post, empirical(post)]
+        for kind in kinds:
+            full, none = answers(kind, x[:3], y[:3]), answers(kind, x[:0], y[:0])
+            each = CASES[case][0](x[:3])
+            each = each.movedim(1, -1) if CASES[case][-1] else each
+            torch.testing.assert_close(full["lin.predict"], each.flatten(0, -2).detach(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(full["lin.predict"], full["lin.jacobian"], rtol=1e-10, atol=1e-12)
+            for name, value in full.items():
+                assert len(value) == len(full["lin.predict"]), name
+                assert none[name].shape == (0, *value.shape[1:]) and none[name].dtype == value.dtype, name
+        assert len(post.log_likelihood(x[:0], y[:0], joint=True).value) == 0
+
+
+def test_products_with_a_jacobian_of_no_points():
+    post, x, _ = posterior("classes", co.GGN)
+    J, D = post.lin.jacobian(x[:0]), post.lin.num_parameters
+    assert (J @ torch.ones(D, 2, dtype=DOUBLE)).shape == (0, 2)
+    torch.testing.assert_close(J.mT @ torch.ones(0, 2, dtype=DOUBLE), torch.zeros(D, 2, dtype=DOUBLE))
+    assert J.to_dense().shape == J.formed().mT.shape == (0, D)
+    assert co.TangentKernel(post.lin, 1.0, x[:0]).to_dense().shape == (0, 0)
+
+
+@pytest.mark.parametrize("case", ["image, torch's loss", "image", "sequence"])
+def test_scores_take_targets_as_training_did(case):
+    """The log-likelihood of each pixel at the mean, where the posterior is nearly a point."""
+    model, x, y, _, first = CASES[case]
+    lin = posterior(case, co.GGN)[0].lin
+    post = co.laplace(lin, co.KFAC, prior_precision=1e14, check_mode=False)
+    f = model(x).movedim(1, -1) if first else model(x)
+    expected = f.detach().flatten(0, -2).log_softmax(-1).gather(1, y.flatten().unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(post.log_likelihood(x, y).value, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="there are 6 inputs, but 5 targets"):
+        post.log_likelihood(x, y[:5])
