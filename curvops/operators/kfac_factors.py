@@ -16,7 +16,6 @@ from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.engines.layerwise import Layer
-from curvops.network.engines.plan import ASKED_FOR
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
@@ -171,12 +170,10 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
         if block.exact is None or block.exact.ndim == 2:
             continue
         why = next((lin.plan.others[name] for name in block.names if name in lin.plan.others), "no outer products")
-        remedy = "use co.GGN(lin) where that is too crude"
-        if why == ASKED_FOR:
-            why, remedy = f"engine={lin.engine!r} uses no layer rule", "linearise with engine='auto'"
         warnings.warn(
             f"{list(block.names)} have no Kronecker factors ({why}) and more than {MOST_DENSE:,} parameters "
-            f"({len(block.positions):,}): they get the exact diagonal of their block alone; {remedy}.",
+            f"({len(block.positions):,}): they get the exact diagonal of their block alone; use "
+            "co.GGN(lin) where that is too crude.",
             NoFactors,
             stacklevel=5,
         )

@@ -67,7 +67,7 @@ def linearize(
             algorithm always gets the least that it needs, about a dozen vectors, and its results come on top.
         engine: "auto" leaves the choice to the cost rule of `lin.plan`; "autodiff" and "layerwise" force one;
             "streamed" is autodiff that keeps nothing between products (within one, a push and a pull share a pass
-            where the budget allows it).
+            where the budget allows it). Results are the same: layer by layer, rows and factors come from layer rules.
         weights: True says that the third item of a batch holds weights; without it a third item is refused.
         progress: for passes over the data, and for algorithms on the operators made from this that are not told
             otherwise. None shows a bar after two seconds where standard error is a terminal, False never, True always;

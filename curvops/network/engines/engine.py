@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
-from curvops.network.engines.plan import ASKED_FOR, EngineChoice, EngineKind, Plan
+from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
@@ -179,6 +179,7 @@ class Engines:
 
     def _make_plan(self) -> Plan:
         layers, others = self._layers()
+        layerwise = self._choice in ("auto", "layerwise")
         return Plan(
             engine=self._choice,
             layers=layers,
@@ -186,15 +187,14 @@ class Engines:
             num_outputs=self._num_outputs,
             itemsize=self.model.theta.element_size(),
             routes=self._routes_of(self.model.selection.names),
-            rest=self._routes_of(tuple(others)) if layers and others else None,
+            rest=self._routes_of(tuple(others)) if layers and others and layerwise else None,
             memory_budget=self.memory_budget,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
         )
 
     def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
+        # Whatever engine is asked for: rows and factors come from the rules, and no answer may depend on an engine.
         names = self.model.selection.names
-        if self._choice in ("streamed", "autodiff"):
-            return (), dict.fromkeys(names, ASKED_FOR)
         owners = self._owners(self._rejected)
         if not owners:
             return (), {name: self._rejected.get(name, "no layer rule") for name in names}

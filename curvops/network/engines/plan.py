@@ -34,8 +34,6 @@ from curvops.network.engines.routes import Routes
 
 EngineKind = Literal["streamed", "recorded", "layerwise"]
 EngineChoice = Literal["auto", "streamed", "autodiff", "layerwise"]
-ASKED_FOR = "asked for"
-"""Why autodiff serves a parameter where the user chose it."""
 READ = 8
 SOLVER = 8
 STREAMED, STREAMED_TWICE, REPLAYED, DOUBLE_BACKWARD = 2.0, 3.0, 4 / 3, 5 / 3
@@ -50,8 +48,8 @@ THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "
 class Plan:
     """What serves the products and why; `print(lin.plan)` shows it as a table.
 
-    `layers` are those that the layerwise engine can serve; `others` names the
-    parameters that it cannot, with the reason.
+    `layers` are those with rules, which rows and Kronecker factors are made by whatever engine multiplies with J, and
+    which the layerwise engine can serve; `others` names the parameters without, with the reason.
     Bytes are per data point; `in_use` counts the batches that an engine is kept for.
     """
 
@@ -194,7 +192,11 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("layer", "parameters", "kept as", "bytes a point", "gradients a product")]
+        layerwise = "layerwise" in self.candidates()
         for layer in self.layers:
+            if not layerwise:
+                rows.append((layer.path or "(model)", f"{layer.size:,}", "autodiff: asked for", "", ""))
+                continue
             cost = 2 * (self._product(layer) + READ * self._read(layer)) / (3 * max(1, self.forward))
             kept = "a" if layer.is_last else "Jacobian rows" if self._as_rows(layer) else "a and δ"
             size = self._numbers(layer) * self.itemsize

@@ -227,7 +227,8 @@ def each_group(
         outputs, calls, misfits = _record(model, inputs, owners)
     if misfits:
         raise RuntimeError(
-            f"the layers of {sorted(misfits)} did not run as they did on the first points; use engine='autodiff'."
+            f"the layers of {sorted(misfits)} did not run as they did on the first points: call them alike for all "
+            "points (one row a point, in one dtype), or leave their parameters out of the selection."
         )
     f = outputs.detach()
     sharing, positions = grouped(calls), fisher.counted(batch)

@@ -279,7 +279,8 @@ class Passes:
         One forward pass, and none where a walk was there before.
         """
         with self.model.lock:
-            if self._fisher is not None or not self.engines.plan.is_last_layer:
+            plan = self.engines.plan
+            if self._fisher is not None or not plan.is_last_layer or "layerwise" not in plan.candidates():
                 return None
             for _ in self.each(0):  # a walk keeps them
                 pass

@@ -88,7 +88,7 @@ def test_a_wide_block_of_a_small_network_is_multiplied_as_a_block() -> None:
 
 
 def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
-    """One product of a fresh walk runs the model as often as the engine that keeps nothing, but to find the layers."""
+    """One product of a fresh walk runs the model as often as the engine that keeps nothing."""
     counts = {}
     for engine in ("streamed", "auto"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).eval()
@@ -98,7 +98,7 @@ def test_keeping_a_pass_is_tried_once_it_is_needed() -> None:
         push(passes, columns(passes.model.theta.numel(), 1, torch.float32))
         counts[engine] = len(calls)
         assert passes.engines.plan.routes.tried is False
-    assert counts["auto"] == counts["streamed"] + 2
+    assert counts["auto"] == counts["streamed"]
     assert passes.plan.routes.tried
     assert passes.plan.recorded_bytes > passes.plan.routes.saved_bytes
 
