@@ -21,6 +21,7 @@ from curvops.network.model.calls import Calls
 from curvops.network.model.failures import explained
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.parameters import Blocks, Selection, select
+from curvops.network.model.skeleton import Reached, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 from curvops.network.model.wrappers import unwrapped
 
@@ -35,9 +36,9 @@ class Model:
     Outputs at several positions a point, (n, ..., C), become rows (n, T·C) as its `layout` says, once it has one.
 
     Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
-    inputs), params). The module itself is called through `functional_call`, its training flags set to what they were at
-    the snapshot and restored after each call. A module can hold one set of values at a time, so everything that calls
-    it takes `lock`.
+    inputs), params). Of a module a copy is called, with the settings that it had at the snapshot (`skeleton`), through
+    `functional_call`: nothing is done to the user's, and nothing done to it matters. A module can hold one set of
+    values at a time, so everything that calls it takes `lock`. A function is called as it is.
     `last` names the parameters of the last layer, where "last_layer" selects them (see `last_layer`).
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
@@ -51,7 +52,7 @@ class Model:
         self._buffers: Blocks = {}
         if self.module is not None:
             check_deterministic_modules(self.module)
-            self._modes = {module: module.training for module in self.module.modules()}
+            self.module = skeleton_of(self.module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         self._places = {} if self.module is None else places(self.module)
         self.selection: Selection = select(tensors, trainable, parameters, last)
@@ -125,7 +126,7 @@ class Model:
     @property
     def training(self) -> bool:
         """Whether a part of the module was in train mode at the snapshot."""
-        return self.module is not None and any(self._modes.values())
+        return self.module is not None and any(part.training for part in self.module.modules())
 
     @property
     def normalises(self) -> bool:
@@ -160,12 +161,12 @@ class Model:
         before = _versions(given)
         with torch.no_grad(), explained(inputs):
             try:
-                outputs = self._call(self.values, given)
+                outputs = self._checked_call(given)
             except TypeError:
                 if not self.calls.turn(inputs):
                     raise
                 given = copy(inputs)
-                outputs = self._call(self.values, given)
+                outputs = self._checked_call(given)
         pairs = zip(components(given), components(inputs))
         self._writes = _versions(given) != before or not all(torch.equal(new, old) for (_, new), (_, old) in pairs)
         if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
@@ -226,6 +227,20 @@ class Model:
         args, kwargs = self.calls.arguments(inputs)
         return self.holding(values, lambda: module(*args, **kwargs))
 
+    def _checked_call(self, inputs: Any) -> Any:
+        """What the model returns at the snapshot. Raises ValueError where it also reads the user's own parameters."""
+        if self.module is None:
+            return self._call(self.values, inputs)
+        with Reached(dict(self.module.named_parameters())) as reached:
+            outputs = self._call(self.values, inputs)
+        if reached.names:
+            raise ValueError(
+                f"the model's forward reads {sorted(reached.names)} by another way than the modules that own them (a "
+                "list, a global name, a variable of the scope where its class was defined): other values could not "
+                "take their place. Read them from self, as self.layer.weight."
+            )
+        return outputs
+
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
         if self.module is None:
@@ -236,7 +251,6 @@ class Model:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             stack.enter_context(own_randomness(self._flat.device))
-            stack.enter_context(self._as_recorded(self.module))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
             return functional_call(_Holder(self.module), held, (run,), tie_weights=False)
@@ -250,18 +264,6 @@ class Model:
             for setting in self._settings:
                 stack.enter_context(setting())
             yield
-
-    @contextlib.contextmanager
-    def _as_recorded(self, module: nn.Module) -> Iterator[None]:
-        present = {part: part.training for part in module.modules()}
-        changed = {part: mode for part, mode in present.items() if self._modes.get(part, mode) != mode}
-        try:
-            for part in changed:
-                part.training = self._modes[part]
-            yield
-        finally:
-            for part, mode in changed.items():
-                part.training = mode
 
     @torch.inference_mode(False)
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Model:

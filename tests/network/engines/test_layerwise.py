@@ -131,16 +131,17 @@ def test_hooks_never_stay_after_an_exception_in_forward() -> None:
             return h
 
     model = Failing(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
-    passes = Passes(Model(model), batches(torch.randn(5, 4, dtype=torch.float64)), "layerwise", PLENTY)
+    network = Model(model)
+    passes = Passes(network, batches(torch.randn(5, 4, dtype=torch.float64)), "layerwise", PLENTY)
     assert passes.plan.others == {}
-    model.fail = True
+    network.module.fail = True
     with pytest.raises(RuntimeError, match="no more"):
         push(passes, columns(43, 1))
-    assert not any(hooks(model))
+    assert not any(hooks(network.module))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == dict.fromkeys(
         ["0.weight", "0.bias", "2.weight", "2.bias"], True
     )
-    model.fail = False
+    network.module.fail = False
     V = columns(43, 1)
     inputs = torch.cat([inputs for inputs, _ in passes._source])
     assert agree(push(passes, V), dense_jacobian(model, inputs) @ V)
@@ -223,7 +224,8 @@ def test_wide_blocks_are_multiplied_some_vectors_at_a_time(name: str, monkeypatc
 
 def test_a_layer_with_fewer_parameters_than_outputs_is_kept_as_its_rows() -> None:
     model, inputs = ZOO["cnn"].build()
-    engine = Layerwise(Model(model), inputs, owners_of(Model(model)), None, PLENTY)
+    network = Model(model)
+    engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
     assert {type(part) for part in engine.parts} == {Rows, Factors, Features}
     for part in engine.parts:
         small = part.layer.size <= part.layer.output[1:].numel() and not part.layer.is_last

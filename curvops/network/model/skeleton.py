@@ -1,0 +1,161 @@
+"""A copy of a module that holds its own settings: whatever is done to the user's module later leaves it alone.
+
+Tensors of parameters and buffers are shared, since every call puts those of the snapshot in their place. All else that
+a forward pass may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the
+order of submodules, and objects made of numbers, strings and containers (configurations). Other objects are shared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from copy import copy
+from enum import Enum
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+CONTAINERS = (list, tuple, set, frozenset, deque)
+DEEPEST = 4
+"""Levels of objects and containers within one another that a configuration may have."""
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """The module with settings of its own and the same parameters and buffers, to be called in place of it."""
+    held = (*module.parameters(), *module.buffers())
+    found: nn.Module = _Copier(held).of(module)
+    return found
+
+
+class _Copier:
+    """Copies each object once, so that what was shared or circular is again."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+        self.alive: list[Any] = []  # a temporary's id would be used again
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in NUMBERS or isinstance(value, type | Enum):
+            return value
+        if kind in (dict, OrderedDict) and not value:  # most of a module's attributes: hooks that it does not have
+            return kind()
+        known = self.memo.get(id(value))
+        if known is None:
+            self.alive.append(value)
+            self.memo[id(value)] = value  # unless it is copied, and for what refers to itself
+            self.memo[id(value)] = known = self._copied(value)
+        return known
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return value if isinstance(value, torch.jit.ScriptModule) else self._module(value)
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, Mapping | list | set | deque):
+            return self._container(value)
+        if isinstance(value, tuple):
+            return self._tuple(value)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **self.of(value.keywords))
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if hasattr(value, "__array_interface__"):
+            return copy(value)
+        return self._filled(value) if _is_plain(value, DEEPEST) else value
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        other = self._filled(module)
+        if getattr(other, "_compiled_call_impl", None) is not None:
+            other.__dict__["_compiled_call_impl"] = None  # compiled for the other one
+        if "_orig_mod" in other._modules:
+            other.__dict__["forward"] = other._modules["_orig_mod"]
+        return other
+
+    def _filled(self, value: Any) -> Any:
+        """An object of the same class with copies of its attributes."""
+        try:
+            other = type(value).__new__(type(value))
+        except TypeError:  # it is made of arguments
+            return value
+        self.memo[id(value)] = other
+        other.__dict__.update({name: self.of(part) for name, part in value.__dict__.items()})
+        return other
+
+    def _container(self, value: Any) -> Any:
+        other = copy(value)
+        self.memo[id(value)] = other
+        if isinstance(value, Mapping) and hasattr(other, "__setitem__"):
+            for key, part in value.items():
+                other[key] = self.of(part)
+        elif isinstance(value, list | deque):
+            for i, part in enumerate(value):
+                other[i] = self.of(part)
+        return other
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        parts = [self.of(part) for part in value]
+        if all(new is old for new, old in zip(parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """One that refers to copies where it refers to modules by a closure or by a global name."""
+        cells = function.__closure__ or ()
+        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        ours = {name: self.of(part) for name, part in named.items() if isinstance(part, nn.Module)}
+        closed = tuple(CellType(self.of(c.cell_contents)) if _holds_module(c) else c for c in cells)
+        if not ours and all(new is old for new, old in zip(closed, cells)):
+            return function
+        spaces = {**function.__globals__, **ours} if ours else function.__globals__
+        other = FunctionType(function.__code__, spaces, function.__name__, function.__defaults__, closed)
+        other.__kwdefaults__ = function.__kwdefaults__
+        other.__dict__.update(function.__dict__)
+        return other
+
+
+def _holds_module(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, nn.Module | MethodType)
+    except ValueError:  # not assigned yet
+        return False
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether an object is made of numbers, strings, containers and other such objects."""
+    if type(value) in NUMBERS or isinstance(value, type | Enum):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, Mapping):
+        return all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
+    if isinstance(value, CONTAINERS):
+        return all(_is_plain(part, depth - 1) for part in value)
+    return hasattr(value, "__dict__") and all(_is_plain(part, depth - 1) for part in vars(value).values())
+
+
+class Reached(TorchFunctionMode):
+    """While entered, notes which of some tensors are used, by identity: {id: name}."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in named.items()}
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_iter((args, kwargs)):
+            if id(value) in self._names and func not in _READINGS:
+                self.names.add(self._names[id(value)])
+        return func(*args, **kwargs)
+
+
+_READINGS = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_cuda")}

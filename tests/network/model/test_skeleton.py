@@ -1,0 +1,150 @@
+"""What is done to a module after it was linearised changes nothing, by any engine, and the module is left as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import curvops as co
+
+
+class Settings(nn.Module):
+    """Reads flags, numbers, lists, mappings, tensors, configurations and the order of its parts; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Dropout(0.0)
+        self.blocks, self.head = nn.ModuleList([nn.Tanh(), nn.Linear(20, 6)]), nn.Linear(6, 2)
+        self.scale, self.order, self.factors, self.offset = 0.5, [0, 1], {"head": 2.0}, torch.ones(2).double()
+        self.config, self.calls, self.activation = SimpleNamespace(power=2, widths=[1.0, 2.0]), 0, torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.drop(self.norm(self.conv(x)) * self.scale).flatten(1)
+        for i in self.order:
+            hidden = self.blocks[i](hidden)
+        hidden = self.activation(hidden).pow(self.config.power) * self.config.widths[1]
+        found: Tensor = self.head(hidden) * self.factors["head"] + self.offset
+        return found
+
+
+def _another_head(model: Any) -> None:
+    model.head = nn.Linear(6, 2).double()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "train mode": lambda m: m.train(),
+    "a part in train mode": lambda m: m.norm.train(),
+    "a dropout's p": lambda m: (m.drop.train(), setattr(m.drop, "p", 0.9)),
+    "a number": lambda m: setattr(m, "scale", 3.0),
+    "a list": lambda m: m.order.reverse(),
+    "a mapping": lambda m: m.factors.update(head=7.0),
+    "a tensor": lambda m: m.offset.add_(1),
+    "a configuration": lambda m: m.config.widths.__setitem__(1, 9.0),
+    "a function": lambda m: setattr(m, "activation", torch.sin),
+    "statistics": lambda m: m.norm.running_mean.add_(1),
+    "an eps": lambda m: setattr(m.norm, "eps", 1.0),
+    "a part": _another_head,
+    "a part of a list": lambda m: m.blocks.__setitem__(0, nn.Sigmoid()),
+    "padding": lambda m: setattr(m.conv, "stride", (2,)),
+    "a hook": lambda m: m.head.register_forward_hook(lambda module, args, output: output * 2),
+    "its forward": lambda m: setattr(m, "forward", lambda x: m.head(x[:, 0])),
+}
+X, Y = torch.randn(6, 2, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 2
+
+
+def network() -> Settings:
+    torch.manual_seed(0)
+    return Settings().double().eval()
+
+
+def answers(lin: Any) -> dict[str, Tensor]:
+    """By products, by rows, at other points, and from a walk that keeps nothing of the first."""
+    v = torch.linspace(-1, 1, lin.num_parameters).double()
+    return {
+        "outputs": lin.predict(X[:3]),
+        "GGN": co.GGN(lin) @ v,
+        "diagonal": co.DiagonalGGN(lin).entries,
+        "KFAC": co.KFAC(lin) @ v,
+        "J": lin.jacobian(X[:2]) @ v,
+        "Hessian": co.Hessian(lin) @ v,
+        "gradient": lin.gradient(),
+    }
+
+
+@pytest.mark.parametrize("engine", ["auto", "streamed", "autodiff", "layerwise"])
+def test_no_later_change_reaches_a_linearisation(engine: str) -> None:
+    """`model.train()` took the normalisation from J, silently; the other settings were read at each call."""
+    expected = answers(co.linearize(network(), (X, Y), "classification", engine=engine))
+    for change, do in CHANGES.items():
+        model = network()
+        lin = co.linearize(model, (X, Y), "classification", engine=engine)
+        do(model)
+        for name, value in answers(lin).items():
+            assert torch.allclose(value, expected[name], rtol=1e-10, atol=1e-12), (change, name)
+
+
+def test_the_users_module_is_not_touched() -> None:
+    """Its calls are not counted, nor its flags, tensors or hooks changed, and two threads may use it meanwhile."""
+    model = network()
+    held = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    lins = [co.linearize(model, (X, Y), "classification") for _ in range(2)]
+    expected, seen = answers(lins[0]), []
+    model.train()
+    threads = [threading.Thread(target=lambda lin=lin: seen.append(answers(lin))) for lin in lins]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert all(part.training for part in model.modules())
+        assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == held
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-10) for found in seen for name in expected)
+    assert model.calls == 0 and len(seen) == 2
+
+
+def _bound_forward(model: Any) -> None:
+    model.forward = MethodType(lambda self, x: 2 * self[2](self[1](self[0](x))), model)
+
+
+def _closed_forward(model: Any) -> None:
+    model.forward = lambda x: 2 * model[2](model[1](model[0](x)))
+
+
+def _closed_hook(model: Any) -> None:
+    model[2].register_forward_hook(lambda module, args, output: output + model[0].weight.sum())
+
+
+@pytest.mark.parametrize("change", [_bound_forward, _closed_forward, _closed_hook])
+def test_functions_that_refer_to_the_module_refer_to_its_snapshot(change: Callable[[Any], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    change(model)
+    x = X[:, :, 0]
+    lin = co.linearize(model, (x, Y), "classification")
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    expected = torch.func.jacrev(lambda given: functional_call(model, given, (x,)))(values)
+    flat = torch.cat([expected[name].flatten(2) for name in values], 2).flatten(0, 1)
+    torch.testing.assert_close(lin.jacobian().to_dense(), flat, rtol=1e-10, atol=1e-12)
+
+
+def test_a_parameter_that_is_read_past_its_module_is_refused_by_name() -> None:
+    """J would lack what the outputs depend on by way of it."""
+    layer = nn.Linear(2, 2).double()
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.held = layer, [layer.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.fc(x) + x @ self.held[0]
+            return found
+
+    with pytest.raises(ValueError, match=r"reads \['fc.weight'\] by another way.*self.layer.weight"):
+        co.linearize(Hidden(), (X[:, :, 0], Y), "classification")
