@@ -105,7 +105,9 @@ class LowRankDiagonalFamily(GaussianFamily):
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         s, U = tensors["log_scale"], tensors["vectors"]
         W, white = U / s.exp().unsqueeze(1), z / s.exp()
-        inner = torch.linalg.cholesky(torch.eye(self.rank, dtype=W.dtype, device=W.device) + W.mT @ W)
+        inner, _ = torch.linalg.cholesky_ex(
+            torch.eye(self.rank, dtype=W.dtype, device=W.device) + W.mT @ W
+        )  # at least 1
         taken = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
         return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * taken.square().sum(0)
 

@@ -154,7 +154,7 @@ class Reprior:
         `FewEffectiveDraws`. One forward pass a draw.
         """
         drawn = self.normal(_several(samples), generator)
-        return divergence(self._over(self.log_ratio, drawn).cpu())
+        return divergence(self._over(self.log_ratio, drawn))
 
     def gradient_gap(
         self,
@@ -184,8 +184,8 @@ class Reprior:
             warn_of_few(h, "the gradient gap is no average under p̃")
 
         def mean(names: Sequence[str]) -> Estimate:
-            total = torch.stack([parts[name] for name in names]).sum(0).cpu()
-            return weighted_mean(total, h.cpu()) if weighted else plain_mean(total)
+            total = torch.stack([parts[name] for name in names]).sum(0)
+            return weighted_mean(total, h) if weighted else plain_mean(total)
 
         return GradientGap(mean(list(parts)), mean(self.readout) if self.readout else None)
 

@@ -179,13 +179,9 @@ def test_to_scipy_serves_scipys_eigensolver():
     torch.testing.assert_close(torch.tensor(top), torch.linalg.eigvalsh(G.to_dense())[-2:], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.gpu
 def test_gpu_products_equal_the_cpu_ones():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     model, (x, y) = mlp(), data()
     expected = co.GGN(co.linearize(model, (x, y), "classification")).to_dense()
     lin = co.linearize(model.cuda(), (x, y), "classification")
     torch.testing.assert_close(co.GGN(lin).to_dense().cpu(), expected, rtol=1e-10, atol=1e-10)
-
-
-test_gpu_products_equal_the_cpu_ones = pytest.mark.gpu(test_gpu_products_equal_the_cpu_ones)

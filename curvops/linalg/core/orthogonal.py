@@ -55,7 +55,7 @@ def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"])
     if len(kept) <= X.shape[0] and values[0] > 1e-12 and values[0] > (1e2 * eps) ** 2:
         W = torch.zeros(len(sizes), len(kept), dtype=torch.float64)
         W[kept] = scale[:, None] * vectors / values.sqrt()
-        Q = combine(X, W.to(X.device))
+        Q = combine(X, W.to(X.device, non_blocking=True))
         L, _ = torch.linalg.cholesky_ex(gram(Q, Q))
         return combine(Q, _inverse(L).mT)
     Q, R = householder(columns(X, kept) * scale.to(X.device, X.dtype))

@@ -563,7 +563,7 @@ class ColumnDirections(Directions):
 
     def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
         sizes = torch.where(overlap_host > 0, overlap_host, 1.0)
-        return P / sizes.to(P.device, P.dtype)
+        return P / sizes.to(P.device, P.dtype, non_blocking=True)
 
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature, image = inner(Q, AQ), norm(AQ)

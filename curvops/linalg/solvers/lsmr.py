@@ -35,7 +35,16 @@ from curvops.linalg.core.vectors import (
     transposed_product,
     zero_block,
 )
-from curvops.linalg.solvers.rotations import ColumnState, Numbers, marked, not_finite, on_host, ratio, reflection
+from curvops.linalg.solvers.rotations import (
+    ColumnState,
+    Numbers,
+    marked,
+    not_finite,
+    on_host,
+    ratio,
+    reflection,
+    to_device,
+)
 from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solved
 from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
 from curvops.progress import Progress
@@ -238,7 +247,7 @@ class Bidiagonalisation:
     def step(self) -> tuple[set[int], set[int]]:
         """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
         image = self.operator.push(self.v)
-        u = image.less(self.u, torch.from_numpy(self.scalars.alpha).to(self.B.device, self.B.dtype))
+        u = image.less(self.u, to_device(self.scalars.alpha, self.B))
         self.records.iteration += 1
         beta = u.norm()
         u = u / self.positive(beta)
@@ -254,7 +263,7 @@ class Bidiagonalisation:
         self.norm_A = max(self.norm_A, float(np.maximum(images, np.hypot(a, b)).max()))
         with np.errstate(all="ignore"):  # decided by true residuals
             weights = self.scalars.advance(a, b)
-        in_hbar, in_x, in_h = torch.from_numpy(weights).to(self.B.device)
+        in_hbar, in_x, in_h = to_device(weights, self.B)
         self.hbar = plus(self.h, self.hbar, -in_hbar)
         axpy(self.x, self.hbar, in_x)
         self.h = plus(v, self.h, -in_h)

@@ -45,6 +45,7 @@ from curvops.linalg.solvers.rotations import (
     positive,
     ratio,
     reflection,
+    to_device,
 )
 from curvops.linalg.solvers.systems import (
     Callback,
@@ -225,7 +226,7 @@ class MinimalResiduals:
     def step(self) -> tuple[set[int], set[int]]:
         """One step of Lanczos and of the factorisation: positions at their end, and those that met NaN or Inf."""
         V, beta = self.vectors, self.scalars.beta
-        scale = torch.from_numpy(positive(beta)).to(self.B.device, self.B.dtype)
+        scale = to_device(positive(beta), self.B)
         v = V.z / scale
         p = self.multiply(v)
         self.records.iteration += 1
@@ -252,7 +253,7 @@ class MinimalResiduals:
         self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.begun), betan).max()))
         with np.errstate(all="ignore"):  # decided by true residuals
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
-        c = torch.from_numpy(coefficients).to(self.B.device, self.B.dtype)
+        c = to_device(coefficients, self.B)
         V.turn(v, c)
         V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
         # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be looked at.

@@ -23,6 +23,11 @@ def on_host(*values: Tensor) -> Numbers:
     return found
 
 
+def to_device(values: Numbers, like: Tensor) -> Tensor:
+    """Numbers per column where the vectors are, in their dtype. The host does not wait for what is under way there."""
+    return torch.from_numpy(values).to(like.device, like.dtype, non_blocking=True)
+
+
 def marked(marks: Marks) -> set[int]:
     """The positions that are marked."""
     return set(marks.nonzero()[0].tolist())

@@ -242,7 +242,7 @@ class LockStep:
 
     def step(self, m: int, live: Tensor) -> None:
         """One product and one projection for the start vectors ``live``, each with m vectors done."""
-        here = (live * (self.capacity + 1) + m).to(self.store.device)
+        here = (live * (self.capacity + 1) + m).to(self.store.device, non_blocking=True)
         V = columns(self.store, here)
         W = self.multiply(V)
         self.matvecs += len(live)

@@ -84,4 +84,7 @@ def _dataset(checked: dict[str, Tensor]) -> Any:
 
 
 def _tensors(found: Any, checked: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(found[name].values, dtype=torch.float64) for name in checked}
+    return {
+        name: torch.as_tensor(found[name].values, dtype=torch.float64, device=tensor.device)
+        for name, tensor in checked.items()
+    }

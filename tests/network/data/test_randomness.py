@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def walk(lin: co.Linearization, x: Tensor) -> Tensor:
     """One of each kind of pass."""
-    v = normal(lin.num_parameters)
+    v = normal(lin.num_parameters).to(lin.theta.device)
     lin.predict(x)
     lin.log_likelihood()
     lin.gradient()

@@ -1,0 +1,631 @@
+"""A walk over the public face on `cuda:0`: it runs, its results are on the device, and they equal the CPU's.
+
+The draws of a GPU's generators are other numbers: on one, what rests on draws is compared in shape alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import inspect
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvops as co
+from curvops import linalg
+from curvops.network import likelihoods
+from curvops.posterior import metrics
+from tests.posterior.trained import problem
+
+pytestmark = pytest.mark.gpu
+
+
+@functools.cache
+def trained(likelihood: str) -> tuple[nn.Module, Tensor, Tensor]:
+    return problem(likelihood, n=12, outputs=3 if likelihood == "classification" else 2)
+
+
+class World:
+    """What the rows below are given, on one device. What is built from it once is built once."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.drew = False
+
+    def generator(self, seed: int = 0) -> torch.Generator:
+        self.drew = True
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def normal(self, *shape: int, seed: int = 5) -> Tensor:
+        drawn = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(self.device)
+
+    def fresh(self) -> tuple[nn.Module, Tensor, Tensor]:
+        """A classifier trained to a mode, its inputs and labels."""
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model.load_state_dict(trained("classification")[0].state_dict())
+        return model.to(self.device), *(t.to(self.device) for t in trained("classification")[1:])
+
+    @functools.cached_property
+    def lin(self) -> Any:
+        model, x, y = self.fresh()
+        return co.linearize(model, (x, y), "classification")
+
+    def at(self, params: Any) -> Any:
+        """The linearisation at these weights."""
+        model, x, y = self.fresh()
+        model.load_state_dict(params, strict=False)
+        return co.linearize(model, (x, y), "classification")
+
+    @functools.cached_property
+    def other(self) -> Any:
+        return co.linearize(self.fresh()[0], (self.x, self.labels[:5]), "classification")
+
+    @functools.cached_property
+    def regression(self) -> Any:
+        model, x, y = trained("regression")
+        layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        layers.load_state_dict(model.state_dict())
+        return co.linearize(layers.to(self.device), (x.to(self.device), y.to(self.device)), "regression")
+
+    @functools.cached_property
+    def x(self) -> Tensor:
+        return self.normal(5, 4, seed=8)
+
+    @functools.cached_property
+    def post(self) -> Any:
+        return co.laplace(self.lin)
+
+    @functools.cached_property
+    def draws(self) -> Tensor:
+        return self.lin.theta + 0.1 * self.normal(8, self.lin.num_parameters)
+
+    @functools.cached_property
+    def dense(self) -> Tensor:
+        """A positive definite matrix."""
+        root = self.normal(30, 30)
+        return root @ root.mT / 30 + torch.eye(30, dtype=torch.float64, device=self.device)
+
+    @functools.cached_property
+    def A(self) -> Any:
+        return linalg.Dense(self.dense, psd=True)
+
+    @functools.cached_property
+    def b(self) -> Tensor:
+        return self.normal(30, 3, seed=6)
+
+    @functools.cached_property
+    def V(self) -> Tensor:
+        return self.normal(self.lin.num_parameters, 2)
+
+    @functools.cached_property
+    def density(self) -> Any:
+        return co.sampling.log_posterior(self.fresh()[0], "classification", data_size=12)
+
+    @functools.cached_property
+    def chain(self) -> Any:
+        sampler = co.sampling.chains(co.sampling.sgld(self.density, 1e-3), 4)
+        return co.sampling.run(sampler, self.params, self.batches, steps=8, generator=self.generator())
+
+    @functools.cached_property
+    def params(self) -> Any:
+        return dict(self.fresh()[0].named_parameters())
+
+    @functools.cached_property
+    def batches(self) -> Any:
+        return [self.fresh()[1:]]
+
+    @functools.cached_property
+    def probabilities(self) -> Tensor:
+        return self.normal(12, 3).softmax(-1)
+
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        return self.fresh()[2]
+
+
+def identity_minus(K: Tensor) -> Any:
+    return linalg.Dense(K - 3 * torch.eye(len(K), dtype=K.dtype, device=K.device))
+
+
+def saved(w: World, thing: Any, probe: Callable[[Any], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        thing.save(Path(folder) / "post")
+        model, x, y = w.fresh()
+        return probe(co.load(Path(folder) / "post", model, (x, y)))
+
+
+def sampled(name: str, **options: Any) -> Callable[[World], Any]:
+    """Five steps of a sampler, of one chain and of three at a time."""
+
+    def call(w: World) -> Any:
+        sampler = getattr(co.sampling, name)(w.density, 1e-3, **options)
+        many = co.sampling.chains(sampler, 3)
+        state, batch = many.init(w.params, generator=w.generator()), w.batches[0]
+        for _ in range(2):
+            state, info = many.update(state, batch)
+        run = co.sampling.run(sampler, w.params, w.batches, steps=3, generator=w.generator())
+        return state.theta, info.log_posterior, run.theta
+
+    return call
+
+
+def posterior(curvature: Any) -> Callable[[World], Any]:
+    """What a posterior of this curvature gives."""
+
+    def call(w: World) -> Any:
+        post = co.laplace(w.lin, curvature if isinstance(curvature, type) else curvature(w.lin))
+        return {
+            "predict": post.predict(w.x),
+            "joint": post.predict(w.x, joint=True),
+            "probabilities": post.probabilities(w.x),
+            "bridge": post.probabilities(w.x, link="bridge"),
+            "mc": post.probabilities(w.x, link="mc", generator=w.generator()),
+            "uncertainty": post.uncertainty(w.x, generator=w.generator()),
+            "sample": post.sample(3, generator=w.generator()),
+            "functions": post.functions(w.x, 3, generator=w.generator()),
+            "deviations": post.deviations(2, generator=w.generator()),
+            "trace": post.trace(co.GGN(w.lin), generator=w.generator()),
+            "evidence": post.log_evidence(generator=w.generator()),
+            "weights": post.effective_parameters(generator=w.generator()),
+            "penalty": post.penalty(w.params),
+            "log_likelihood": post.log_likelihood(w.x, w.labels[:5], generator=w.generator()),
+            "precision": post.precision @ w.V,
+        }
+
+    return call
+
+
+CURVATURES: dict[str, Any] = {
+    "GGN": co.GGN,
+    "Hessian": co.Hessian,
+    "EmpiricalFisher": co.EmpiricalFisher,
+    "KFAC": co.KFAC,
+    "EKFAC": co.EKFAC,
+    "DiagonalGGN": co.DiagonalGGN,
+    "BlockDiagonal": co.BlockDiagonal,
+    "low_rank": lambda lin: co.low_rank(
+        co.GGN(lin), rank=10, generator=torch.Generator(lin.theta.device).manual_seed(0)
+    ),
+}
+LIKELIHOODS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "Bernoulli": (likelihoods.Bernoulli(), lambda f: (f > 0).double()),
+    "Poisson": (likelihoods.Poisson(), lambda f: f.exp().round()),
+    "Gaussian": (likelihoods.Gaussian(0.3), lambda f: f + 0.1),
+    "HeteroscedasticGaussian": (likelihoods.HeteroscedasticGaussian(), lambda f: f[:, :2]),
+    "FromDistribution": (
+        lambda f: torch.distributions.Independent(torch.distributions.LogNormal(f, 1.0), 1),
+        lambda f: f.exp() + 0.1,
+    ),
+    "Categorical": (likelihoods.Categorical(label_smoothing=0.1), lambda f: f.argmax(1)),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(reduction="sum"), lambda f: f.argmax(1)),
+}
+
+
+def likelihood_row(spec: Any, targets: Callable[[Tensor], Tensor]) -> Callable[[World], Any]:
+    def call(w: World) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double().to(w.device)
+        lin = co.linearize(model, (w.x, targets(model(w.x).detach())), spec)
+        return {
+            "ggn": co.GGN(lin).to_dense(),
+            "hessian": co.Hessian(lin).to_dense(),
+            "gradient": lin.gradient(),
+            "log_likelihood": lin.log_likelihood(),
+            "fisher": co.EmpiricalFisher(lin).to_dense(),
+            "monte carlo": co.GGN(lin, mc_samples=2, generator=w.generator()).to_dense(),
+            "diagonal": co.DiagonalGGN(lin).diagonal(),
+        }
+
+    return call
+
+
+FACE: dict[str, Callable[[World], Any]] = {
+    **{f"laplace({name})": posterior(curvature) for name, curvature in CURVATURES.items()},
+    **{f"likelihoods.{name}": likelihood_row(*pair) for name, pair in LIKELIHOODS.items()},
+    **{f"sampling.{name}": sampled(name) for name in ("sgld", "sghmc", "sgnht", "baoa", "lmc", "hmc", "pcn")},
+    "gradient": lambda w: (w.lin.gradient(), w.lin.gradients() @ w.V, w.lin.log_likelihood()),
+    "flatten": lambda w: w.lin.flatten(w.lin.unflatten(w.V[:, 0])),
+    "predict": lambda w: w.lin.predict(w.x),
+    "jacobian": lambda w: (
+        w.lin.jacobian() @ w.V,
+        w.lin.jacobian(w.x).mT @ w.normal(15, 2),
+        w.lin.jacobian(w.x).to_dense(),
+    ),
+    "Gradients": lambda w: w.lin.gradients().to_dense(),
+    "Jacobian": lambda w: w.lin.jacobian(w.x, differentiable=True).to_dense(),
+    "engines": lambda w: [
+        co.GGN(co.linearize(*w.fresh()[:1], w.fresh()[1:], "classification", engine=e)) @ w.V
+        for e in ("autodiff", "layerwise", "streamed")
+    ],
+    "loader": lambda w: (
+        co.GGN(co.linearize(w.fresh()[0], DataLoader(TensorDataset(*w.fresh()[1:]), batch_size=5), "classification"))
+        @ w.V
+    ),
+    "loader on the host": lambda w: (
+        co.GGN(
+            co.linearize(
+                w.fresh()[0], DataLoader(TensorDataset(*trained("classification")[1:]), batch_size=5), "classification"
+            )
+        )
+        @ w.V
+    ),
+    "data on the host": lambda w: (
+        co.GGN(co.linearize(w.fresh()[0], trained("classification")[1:], "classification")) @ w.V
+    ),
+    "inputs on the host": lambda w: w.post.predict(w.x.cpu()).variance,
+    "last layer": lambda w: co.KFAC(
+        co.linearize(w.fresh()[0], w.fresh()[1:], "classification", "last_layer")
+    ).to_dense(),
+    "weights": lambda w: (
+        co.GGN(co.linearize(w.fresh()[0], (*w.fresh()[1:], w.normal(12).abs()), "classification", weights=True)) @ w.V
+    ),
+    "subsample": lambda w: co.GGN(co.subsample(w.lin, torch.tensor([1, 3, 4], device=w.device))) @ w.V,
+    "subsample of a generator": lambda w: co.GGN(co.subsample(w.lin, 4, generator=w.generator())) @ w.V,
+    "TangentKernel": lambda w: (
+        co.TangentKernel(w.lin, 2.0).to_dense(),
+        co.TangentKernel(w.lin, 2.0, w.x) @ w.normal(15),
+    ),
+    "KFAC reduce": lambda w: co.KFAC(w.lin, fisher="mc", sharing="reduce", generator=w.generator()).to_dense(),
+    "heuristic_damping": lambda w: co.KFAC(w.lin).heuristic_damping(0.1).to_dense(),
+    "sequences": lambda w: sequences(w),
+    "unflatten": lambda w: (w.lin.unflatten_weights(w.draws[0]), w.lin.unflatten_tangent(w.V[:, 0])),
+    "prior_mean, compression": lambda w: (
+        w.post.prior_mean,
+        co.laplace(w.lin, co.KFAC).update(w.other, form="kronecker", generator=w.generator()).compression,
+    ),
+    "wasserstein": lambda w: co.wasserstein(w.post, torch.arange(7, device=w.device)),
+    "linear_mode": lambda w: w.post.linear_mode(),
+    "mode_gap": lambda w: w.post.mode_gap,
+    "dual": lambda w: w.post.deviations(2, method="dual", generator=w.generator()),
+    "sgd": lambda w: (
+        co.laplace(w.regression)
+        .deviations(2, method=co.StochasticDescent(epochs=20, batch_size=12), rtol=0.9, generator=w.generator())
+        .draws
+    ),
+    "with_prior": lambda w: w.post.with_prior(3.0).log_evidence(generator=w.generator()),
+    "with_noise": lambda w: co.laplace(w.regression).with_noise(0.2).log_evidence(generator=w.generator()),
+    **{
+        f"prior of {name}": lambda w, c=CURVATURES[name]: co.laplace(w.other, c, co.laplace(w.lin, c)).predict(w.x)
+        for name in ("GGN", "KFAC", "DiagonalGGN")
+    },
+    "Subnetwork": lambda w: (
+        co.Subnetwork(co.GGN(w.lin), torch.arange(9, device=w.device)).to_dense(),
+        co.laplace(
+            co.linearize(w.fresh()[0], w.fresh()[1:], "classification", torch.arange(9, device=w.device))
+        ).predict(w.x),
+    ),
+    "prior vector": lambda w: co.laplace(w.lin, prior_precision=w.normal(w.lin.num_parameters).abs() + 1).sample(
+        2, generator=w.generator()
+    ),
+    "prior layers": lambda w: co.laplace(w.lin, co.KFAC, prior_precision={"0.*": 2.0, "2.*": 3.0}).predict(w.x),
+    "update": lambda w: w.post.update(w.other).predict(w.x),
+    "update, Kronecker": lambda w: co.laplace(w.lin, co.KFAC).update(w.other, generator=w.generator()).predict(w.x),
+    "observation_noise": lambda w: co.laplace(w.regression).predict(w.x, noise=True),
+    "samples": lambda w: w.post.predict(w.x, samples=w.post.sample(8, w.generator())),
+    "temperature": lambda w: co.laplace(w.lin, temperature=0.3).predict(w.x),
+    "save": lambda w: saved(w, w.post, lambda post: post.predict(w.x)),
+    "save, Kronecker": lambda w: saved(w, co.laplace(w.lin, co.KFAC), lambda post: post.predict(w.x)),
+    **{
+        f"select({score})": lambda w, score=score: co.select(
+            w.lin,
+            7,
+            score,
+            x=w.x if score == "predictive" else None,
+            generator=w.generator(),
+            snapshots=list(w.draws) if score == "swag" else None,
+        )
+        for score in ("variance", "swag", "marginal", "predictive", "magnitude", "obd", "random")
+    },
+    "evidence.maximize": lambda w: co.evidence.maximize(w.post, generator=w.generator(), steps=3).prior_precision,
+    "evidence.maximize layers": lambda w: (
+        co.evidence.maximize(co.laplace(w.lin, co.KFAC), "layers", generator=w.generator(), steps=3).prior_precision
+    ),
+    "evidence.maximize noise": lambda w: (
+        co.evidence.maximize(
+            co.laplace(w.regression), ["scalar", "noise"], steps=3, generator=w.generator()
+        ).prior_precision
+    ),
+    "evidence.mackay": lambda w: co.evidence.mackay(w.post, steps=2, generator=w.generator()).prior_precision,
+    "evidence.mackay noise": lambda w: (
+        co.evidence.mackay(co.laplace(w.regression), steps=2, tune_noise=True, generator=w.generator()).prior_precision
+    ),
+    "evidence.grid": lambda w: co.evidence.grid(w.post, [0.5, 1.0, 2.0], generator=w.generator()),
+    "evidence.validate": lambda w: (
+        co.evidence.validate(w.post, w.x, w.labels[:5], generator=w.generator()).prior_precision
+    ),
+    "evidence.train": lambda w: (
+        co.evidence.train(
+            *w.fresh()[:1],
+            w.fresh()[1:],
+            "classification",
+            epochs=2,
+            every=1,
+            steps=1,
+            batch_size=5,
+            generator=torch.Generator().manual_seed(0),
+        ).prior_precision
+    ),
+    # linear algebra
+    "cg": lambda w: linalg.cg(w.A, w.b, rtol=1e-12),
+    "cg, preconditioned": lambda w: linalg.cg(
+        w.A,
+        w.b,
+        preconditioner=linalg.nystrom(w.A, 10, shift=1.0, generator=w.generator()).preconditioner(1.0),
+        rtol=1e-12,
+    ),
+    "cg, refined": lambda w: linalg.cg(w.A.to(torch.float32), w.b.float(), rtol=1e-12, refine=True).x,
+    "minres": lambda w: linalg.minres(identity_minus(w.dense), w.b, rtol=1e-12),
+    "lsmr": lambda w: linalg.lsmr(w.A, w.b, rtol=1e-12),
+    "dual_descent": lambda w: linalg.dual_descent(w.A, w.b, noise=1.0, batch_size=8, generator=w.generator()),
+    "solve": lambda w: (linalg.solve(w.A, w.b), w.A.solve(w.b), w.A.add_diagonal(1.0).solve(w.b)),
+    "lanczos": lambda w: linalg.lanczos(w.A, 10, generator=w.generator()),
+    "eigsh": lambda w: linalg.eigsh(w.A, 4, rtol=1e-10, generator=w.generator()),
+    "eigsh inside": lambda w: linalg.eigsh(w.A, 2, "interior", sigma=1.5, generator=w.generator()),
+    "svds": lambda w: linalg.svds(w.A, 3, generator=w.generator()),
+    "trace": lambda w: linalg.trace(w.A, max_matvecs=12, generator=w.generator()),
+    "trace, hutchinson": lambda w: linalg.trace(w.A, method="hutchinson", max_matvecs=12, generator=w.generator()),
+    "diagonal": lambda w: linalg.diagonal(w.A, max_matvecs=12, generator=w.generator()),
+    "frobenius_norm": lambda w: linalg.frobenius_norm(w.A, max_matvecs=12, generator=w.generator()),
+    "logdet": lambda w: linalg.logdet(w.A, shift=0.5, max_matvecs=200, generator=w.generator()),
+    "effective_dimension": lambda w: linalg.effective_dimension(w.A, 1.0, max_matvecs=200, generator=w.generator()),
+    "spectral_density": lambda w: linalg.spectral_density(w.A, steps=10, probes=3, generator=w.generator()),
+    "spectral_quadrature": lambda w: linalg.spectral_quadrature(
+        w.A, shift=1.0, probes=3, generator=w.generator()
+    ).logdet(1.0),
+    "apply_function": lambda w: linalg.apply_function(w.A, torch.exp, w.b),
+    "sqrt": lambda w: (linalg.sqrt(w.A, w.b).value, linalg.sqrt(w.A, w.b, method="contour").value),
+    "inverse_sqrt": lambda w: (
+        linalg.inverse_sqrt(w.A, w.b).value,
+        linalg.inverse_sqrt(w.A, w.b, method="contour").value,
+    ),
+    "nystrom": lambda w: linalg.nystrom(w.A, 8, shift=1.0, generator=w.generator()),
+    "cholesky": lambda w: [
+        linalg.cholesky(w.A, 8, pivoting=p, shift=1.0, generator=w.generator()).F for p in ("greedy", "random")
+    ],
+    "block_jacobi": lambda w: linalg.block_jacobi(w.A, [torch.arange(i, i + 10) for i in (0, 10, 20)], 1.0).sqrt(w.b),
+    "diagonal_preconditioner": lambda w: linalg.diagonal_preconditioner(w.A, 1.0).sqrt_inverse(w.b),
+    "as_preconditioner": lambda w: linalg.as_preconditioner(w.A.add_diagonal(1.0)).sqrt(w.b),
+    "draw": lambda w: linalg.draw(w.A, 3, w.generator()),
+    "low_rank": lambda w: [
+        linalg.low_rank(w.A, 5, method=m, generator=w.generator()).to_dense() for m in ("nystrom", "lanczos")
+    ],
+    "algebra": lambda w: (2.0 * w.A + w.A.add_diagonal(w.b[:, 0].abs()) - linalg.Diagonal(w.b[:, 1])).to_dense(),
+    "DirectSum": lambda w: (
+        linalg.DirectSum(w.A, linalg.Diagonal(w.b[:, 0].abs()), positions=[range(30), range(30, 60)])
+        .add_diagonal(1.0)
+        .logdet()
+    ),
+    "Kronecker": lambda w: (
+        linalg.Kronecker(w.dense[:4, :4][None], w.dense[:5, :5][None]).add_diagonal(1.0).solve(w.b[:20])
+    ),
+    "EigenKronecker": lambda w: linalg.Kronecker(w.dense[:4, :4][None], w.dense[:5, :5][None]).eigen().to_dense(),
+    "Damped": lambda w: co.Damped(w.A, w.b[:, 0].abs()).solve(w.b),
+    "LowRank": lambda w: co.LowRank(w.b, w.b[0].abs()).add_diagonal(2.0).logdet(),
+    "Scaled, Sum, Transposed": lambda w: (3.0 * w.regression.jacobian().mT + w.regression.jacobian().mT) @ w.normal(24),
+    "method_for": lambda w: str(linalg.method_for(w.A.add_diagonal(1.0))),
+    "Inverse": lambda w: (w.A.inverse() @ w.b, w.A.inverse().to_dense()),
+    "Sliced": lambda w: w.A[3:9, 1:4].to_dense() @ w.b[:3],
+    "Product": lambda w: (w.A @ w.A).to_dense(),
+    "to": lambda w: (w.A.cpu().to(w.device) @ w.b, (w.A.to(torch.float32).to(torch.float64)) @ w.b),
+    "methods": lambda w: (
+        w.A.cg(w.b).x,
+        w.A.lanczos(5, generator=w.generator()),
+        w.A.eigsh(2, generator=w.generator()).values,
+        w.A.trace(generator=w.generator()),
+        w.A.svds(2, generator=w.generator()).values,
+        w.A.spectral_density(steps=5, probes=3, generator=w.generator()).density,
+        w.A.stochastic_logdet(generator=w.generator()),
+        w.A.logdet(),
+        w.A.inv_quad_logdet(w.b, logdet=True),
+        w.A.diagonalization(),
+        w.A.root_decomposition().to_dense(),
+        w.A.sqrt_inv_matmul(w.b),
+        w.A.diagonal(),
+    ),
+    "mvn": lambda w: w.A.zero_mean_mvn_samples(3).shape,
+    # samplers
+    "vi": lambda w: variational(w, "diagonal"),
+    "vi dense": lambda w: variational(w, "dense"),
+    "vi low rank": lambda w: variational(w, "low_rank_diagonal", rank=2),
+    **{f"ekf {form}": lambda w, form=form: filtered(w, form) for form in ("diagonal", "dense", "low_rank_diagonal")},
+    "optimizer": lambda w: (
+        co.sampling.run(
+            co.sampling.optimizer(torch.optim.Adam, w.density), w.params, w.batches, steps=3, generator=w.generator()
+        ).theta
+    ),
+    "schedules": lambda w: [
+        co.sampling.run(
+            co.sampling.sgld(w.density, schedule), w.params, w.batches, steps=3, generator=w.generator()
+        ).theta
+        for schedule in (co.sampling.Constant(1e-3), co.sampling.Cosine(1e-3, 10), co.sampling.RobbinsMonro(1e-3))
+    ],
+    "preconditioned": lambda w: [
+        co.sampling.run(
+            co.sampling.sgld(w.density, 1e-3, preconditioner=p), w.params, w.batches, steps=3, generator=w.generator()
+        ).theta
+        for p in (0.5, w.draws[0].abs(), w.post.precision.inverse(), co.KFAC(w.lin).add_diagonal(1.0).inverse())
+    ],
+    "warmup": lambda w: (
+        co.sampling.run(
+            co.sampling.hmc(w.density, 1e-3, leapfrog_steps=3),
+            w.params,
+            w.batches,
+            steps=3,
+            warmup=3,
+            target_acceptance=0.8,
+            generator=w.generator(),
+        ).theta
+    ),
+    "empirical": lambda w: co.sampling.empirical(w.lin, w.draws[None]).predict(w.x),
+    "empirical, linear": lambda w: co.sampling.empirical(w.lin, w.draws[None], "linearization").probabilities(w.x),
+    "diagnostics": lambda w: (co.sampling.diagnostics.ess(w.chain), co.sampling.diagnostics.rhat(w.chain)),
+    "random_projections": lambda w: co.sampling.diagnostics.random_projections(w.chain, 5, generator=w.generator()),
+    "stein": lambda w: co.sampling.diagnostics.stein_discrepancy(w.draws, w.normal(*w.draws.shape)),
+    "scores": lambda w: co.sampling.diagnostics.scores(w.density, w.chain, w.batches),
+    "to_inference_data": lambda w: co.sampling.diagnostics.to_inference_data(w.chain).posterior.sizes["draw"],
+    "ntk_precision": lambda w: co.sampling.ntk_precision(w.fresh()[0]),
+    "reprior": lambda w: repriored(w),
+    # measures
+    "metrics": lambda w: (
+        *(
+            getattr(metrics, name)(w.probabilities, w.labels)
+            for name in ("accuracy", "nll", "brier", "ece", "reliability_bins")
+        ),
+        metrics.auroc(w.probabilities[:, 0], w.labels == 0),
+        metrics.predictive_entropy(w.probabilities),
+        metrics.mutual_information(w.probabilities.expand(3, 12, 3)),
+        metrics.temperature(w.probabilities.log(), w.labels),
+    ),
+}
+
+
+def variational(w: World, family: str, **options: Any) -> Any:
+    vi = co.sampling.vi(w.density, family, lr=1e-2, **options)
+    run = co.sampling.run(vi, w.params, w.batches, steps=3, generator=w.generator())
+    return vi.posterior(run.state, w.at(run.state.params)).predict(w.x)
+
+
+def filtered(w: World, form: str) -> Any:
+    _, x, y = w.fresh()
+    filter = co.sampling.ekf(w.density, form, **({"rank": 3} if form == "low_rank_diagonal" else {}))
+    state = filter.init(w.params)
+    for i in range(0, 12, 4):
+        state, _ = filter.update(state, (x[i : i + 4], y[i : i + 4]))
+    return state.theta, filter.posterior(state, w.at(state.params)).predict(w.x)
+
+
+def repriored(w: World) -> Any:
+    model, x, y = trained("regression")
+    model = copy.deepcopy(model).to(w.device)
+    found = co.sampling.reprior(model, (x.to(w.device), y.to(w.device)), noise=0.1, reg=0.1)
+    kernel = co.sampling.reprior(model, (x.to(w.device), y.to(w.device)), noise=0.1, reg=0.1, form="ntk")
+    phi = {name: 0.3 * w.normal(*t.shape) for name, t in model.named_parameters()}
+    theta = found.map(phi)
+    return {
+        "map": theta,
+        "inverse": found.inverse(theta),
+        "logdet": (found.logdet(phi), kernel.logdet(phi), kernel.estimated_logdet(phi, generator=w.generator())),
+        "density": (found.energy(phi), found.log_ratio(phi)),
+        "draws": (found.sample(2, w.generator()), found.normal(2, w.generator())),
+        "divergence": found.divergence(10, w.generator()),
+        "gap": found.gradient_gap(samples=10, generator=w.generator()),
+    }
+
+
+def sequences(w: World) -> Any:
+    """Tokens with positions, by an attention layer and by a recurrent one."""
+    x, y = w.normal(4, 3, 4), torch.arange(12, device=w.device).view(4, 3) % 2
+    found = []
+    for layer in (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), Recurrent()):
+        torch.manual_seed(2)
+        model = nn.Sequential(copy.deepcopy(layer), nn.Linear(4, 2)).double().to(w.device)
+        for p in model.parameters():
+            nn.init.uniform_(p, -0.5, 0.5, torch.Generator(w.device).manual_seed(p.numel()))
+        lin = co.linearize(model.eval(), (x, y), likelihoods.as_likelihood("classification"))
+        assert isinstance(lin.likelihood, likelihoods.Sequences)
+        found += [co.GGN(lin).to_dense(), co.KFAC(lin).to_dense(), lin.predict(x), co.laplace(lin, co.KFAC).predict(x)]
+    return found
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor and number in a result, with its place there."""
+    if isinstance(value, (Tensor, bool, int, float, str)) or value is None:
+        yield path, value
+    elif isinstance(value, linalg.Operator):
+        yield path, value.to_dense()
+    elif isinstance(value, torch.distributions.Distribution):
+        yield path + ".mean", value.mean
+        yield path + ".covariance", value.covariance_matrix
+        yield path + ".variance", value.variance
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if not field.name.startswith("_"):
+                yield from tensors(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from tensors(item, f"{path}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors(item, f"{path}[{i}]")
+
+
+def called(names: Iterable[str], owner: Any) -> Iterator[str]:
+    """Those that are functions or classes to be called: no exceptions, enumerations and results."""
+    for name in names:
+        thing = getattr(owner, name)
+        if inspect.isclass(thing) and (issubclass(thing, (Exception, enum.Enum)) or dataclasses.is_dataclass(thing)):
+            continue
+        if callable(thing) or isinstance(thing, property):
+            yield name
+
+
+def test_the_walk_leaves_nothing_out() -> None:
+    source = Path(__file__).read_text("utf-8")
+    faces = (co, linalg, likelihoods, co.evidence, co.sampling, co.sampling.diagnostics)
+    wanted = {name for face in faces for name in called(face.__all__, face)}
+    for owner in (co.Laplace, co.sampling.Reprior):
+        wanted |= set(called([name for name in vars(owner) if not name.startswith("_")], owner))
+    # Made by other names of the walk, abstract, or called by them.
+    wanted -= {"FactoredPreconditioner", "Likelihood", "Linearization", "SampledNormal", "evidence_from"}
+    assert sorted(name for name in wanted if not re.search(rf"\b{name}\b", source)) == []
+
+
+ON_THE_HOST = {
+    "converged",
+    "history",
+    "alphas",
+    "betas",
+    "error_estimates",
+    "normal_residuals",
+    "residual_norm",
+    "relative_residuals",
+    "backward_errors",
+}
+"""What is looked at there, column by column or step by step."""
+
+
+@functools.cache
+def world(device: str) -> World:
+    return World(device)
+
+
+@pytest.mark.parametrize("name", FACE)
+def test_results_are_on_the_device_and_equal_those_of_the_cpu(name: str) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        world(device).drew = False
+        torch.manual_seed(0)
+        found[device] = dict(tensors(FACE[name](world(device))))
+    expected, same_draws = found["cpu"], torch.cuda.get_device_name() == "stand-in" or not world("cuda").drew
+    assert expected and found["cuda"].keys() == expected.keys()
+    for path, value in found["cuda"].items():
+        if isinstance(value, Tensor):
+            assert value.device.type == "cuda" or path.rpartition(".")[2] in ON_THE_HOST, path
+            assert value.shape == expected[path].shape
+            if same_draws:
+                torch.testing.assert_close(value.cpu(), expected[path], rtol=1e-10, atol=1e-10, equal_nan=True)
+        elif same_draws and isinstance(value, float):
+            assert value == pytest.approx(expected[path], rel=1e-10, abs=1e-10, nan_ok=True), path
+        else:
+            assert value == expected[path] or not same_draws, path

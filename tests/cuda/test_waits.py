@@ -1,0 +1,153 @@
+"""How often the host waits for the device: it hands out work in advance as long as it asks for no number back.
+
+Counted by torch's own warnings, `torch.cuda.set_sync_debug_mode`. What a long call asks for at its beginning and its
+end is left out: the difference between a longer run and a shorter one, over the steps between them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops import linalg
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def waits(call: Callable[[], Any]) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+def waits_a_step(run: Callable[[int], Any], first: int = 10, last: int = 30) -> float:
+    run(first)
+    return (waits(lambda: run(last)) - waits(lambda: run(first))) / (last - first)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, device=CUDA)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator(CUDA).manual_seed(0)
+
+
+def network(kind: str) -> tuple[nn.Module, Tensor]:
+    if kind == "dense":
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(CUDA), normal(12, 4)
+    layers = nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 3)
+    return nn.Sequential(*layers).double().to(CUDA), normal(12, 1, 6, 6)
+
+
+def classification(kind: str = "dense", **options: Any) -> co.Linearization:
+    model, x = network(kind)
+    return co.linearize(model, (x, torch.randint(3, (12,), device=CUDA)), "classification", **options)
+
+
+OPERATORS: dict[str, Callable[[co.Linearization], Any]] = {
+    "GGN": co.GGN,
+    "GGN of draws": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()),
+    "EmpiricalFisher": co.EmpiricalFisher,
+    "Jacobian": lambda lin: lin.jacobian(),
+    "transposed Jacobian": lambda lin: lin.jacobian().mT,
+    "Gradients": lambda lin: lin.gradients(),
+    "TangentKernel": co.TangentKernel,
+    "KFAC": co.KFAC,
+    "EKFAC": co.EKFAC,
+    "DiagonalGGN": co.DiagonalGGN,
+    "BlockDiagonal": co.BlockDiagonal,
+    "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(9, device=CUDA)),
+    "precision": lambda lin: co.laplace(lin, check_mode=False).precision,
+    "precision, Kronecker": lambda lin: co.laplace(lin, co.KFAC, check_mode=False).precision,
+    "sum": lambda lin: co.GGN(lin) + 2.0 * co.DiagonalGGN(lin),
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "convolutional"])
+def test_a_product_does_not_wait(kind: str) -> None:
+    for engine in ("auto", "autodiff", "layerwise"):
+        lin = classification(kind, engine=engine)
+        for name, make in OPERATORS.items():
+            op = make(lin)
+            for V in (normal(op.shape[1], 3), normal(op.shape[1])):
+                _ = op @ V, op @ V  # what is kept is made by these
+                assert waits(lambda op=op, V=V: op @ V) == 0, (engine, name, V.shape)
+
+
+def test_a_pass_over_the_data_waits_once_to_learn_whether_they_changed() -> None:
+    for make in (lambda: co.GGN(classification(engine="streamed")), lambda: co.Hessian(classification())):
+        op = make()
+        V = normal(op.shape[1], 3)
+        _ = op @ V, op @ V
+        assert waits(lambda op=op, V=V: op @ V) == 1
+
+
+def symmetric(lowest: float) -> Tensor:
+    root = normal(200, 200)
+    return root @ root.mT / 200 + lowest * torch.eye(200, dtype=torch.float64, device=CUDA)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_an_iteration_waits_at_most_twice(k: int) -> None:
+    A, B = linalg.Dense(symmetric(1e-2), psd=True), normal(200, k)
+    indefinite, sketch = linalg.Dense(symmetric(-2.0)), linalg.nystrom(A, 20, shift=1e-2, generator=generator())
+    P = sketch.preconditioner(1e-2)
+    iterations: dict[str, Callable[[int], Any]] = {
+        "cg": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14),
+        "cg, column by column": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14, block=False),
+        "cg, preconditioned": lambda n: linalg.cg(A, B, maxiter=n, rtol=1e-14, preconditioner=P),
+        "cg, refined": lambda n: linalg.cg(A.to(torch.float32), B.float(), maxiter=n, rtol=1e-14, refine=True),
+        "minres": lambda n: linalg.minres(indefinite, B, maxiter=n, rtol=1e-14),
+        "minres, preconditioned": lambda n: linalg.minres(A, B, maxiter=n, rtol=1e-14, preconditioner=P),
+        "lsmr": lambda n: linalg.lsmr(indefinite, B, maxiter=n, rtol=1e-14),
+        "dual_descent": lambda n: linalg.dual_descent(
+            A, B, maxiter=n, rtol=1e-14, batch_size=20, generator=generator()
+        ),
+        "lanczos": lambda n: linalg.lanczos(A, n, generator=generator()),
+        "spectral_density": lambda n: linalg.spectral_density(A, steps=n, probes=k + 1, generator=generator()),
+        "apply_function": lambda n: linalg.apply_function(A, torch.exp, B, maxiter=n, rtol=1e-14),
+    }
+    for name, run in iterations.items():
+        assert waits_a_step(run) <= 2, name
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: lambda density, name=name: getattr(co.sampling, name)(density, 1e-3)
+        for name in ("sgld", "sghmc", "sgnht", "baoa", "lmc", "hmc", "pcn")
+    },
+    "optimizer": lambda density: co.sampling.optimizer(torch.optim.Adam, density),
+    "scheduled": lambda density: co.sampling.sgld(density, co.sampling.Cosine(1e-3, 10)),
+    "preconditioned": lambda density: co.sampling.sgld(density, 1e-3, preconditioner=normal(51).abs() + 0.1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_a_sampler_does_not_wait(name: str) -> None:
+    model, x = network("dense")
+    batch = x, torch.randint(3, (12,), device=CUDA)
+    sampler = STEPS[name](co.sampling.log_posterior(model, "classification", data_size=12))
+    for many in (False, True):
+        if many and name == "optimizer":
+            continue
+        transition = co.sampling.chains(sampler, 3) if many else sampler
+        state, _ = transition.update(transition.init(dict(model.named_parameters()), generator=generator()), batch)
+
+        def steps(transition: Any = transition, state: Any = state) -> None:
+            for _ in range(5):
+                state, _ = transition.update(state, batch)
+
+        assert waits(steps) == 0, many
