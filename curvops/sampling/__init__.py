@@ -21,7 +21,7 @@ from curvops.sampling.sgld import sgld
 from curvops.sampling.state import Info, MomentumState, State
 from curvops.sampling.torch_optimizer import optimizer
 from curvops.sampling.transition import Transition
-from curvops.sampling.variational import Variational, VariationalInfo, VariationalState, vi
+from curvops.sampling.variational import FitEnding, Unsettled, Variational, VariationalInfo, VariationalState, vi
 
 __all__ = [
     "Chain",
@@ -30,6 +30,7 @@ __all__ = [
     "EmpiricalPosterior",
     "ExtendedKalmanFilter",
     "FewEffectiveDraws",
+    "FitEnding",
     "GradientGap",
     "Info",
     "KalmanState",
@@ -40,6 +41,7 @@ __all__ = [
     "RobbinsMonro",
     "State",
     "Transition",
+    "Unsettled",
     "Variational",
     "VariationalInfo",
     "VariationalState",

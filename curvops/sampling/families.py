@@ -43,6 +43,17 @@ class GaussianFamily(ABC):
         """log N(z; 0, Σ) in nats."""
 
     @abstractmethod
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        """Estimates of what is zero at the best Σ, relative to it.
+
+        With the residual u = Tᵀ∇ log(q/p) of draws z = T ε the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
+        −log p (Stein 1981): the relative error of q's precision. Of it these are what the family can make zero; the
+        squares of an error add up over all but the first dimension.
+        """
+
+    @abstractmethod
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         """Σ, and Σ⁻¹ where it has a form of its own, with entry i that of position order[i] in the vector."""
 
@@ -59,6 +70,11 @@ class DiagonalFamily(GaussianFamily):
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
         s = tensors["log_scale"]
         return _standard(z / s.exp(), s.sum())
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        return {"log_scale": (residual * noise).mean(0)}
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         variances = (2 * tensors["log_scale"][order]).exp()
@@ -78,6 +94,11 @@ class DenseFamily(GaussianFamily):
         factor = tensors["factor"]
         white = torch.linalg.solve_triangular(triangle(factor), z.mT, upper=False).mT
         return _standard(white, factor.diagonal().sum())
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        return {"factor": residual.mT @ noise / len(noise)}
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         rows = triangle(tensors["factor"])[order]
@@ -110,6 +131,13 @@ class LowRankDiagonalFamily(GaussianFamily):
         )  # at least 1
         taken = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
         return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * taken.square().sum(0)
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        d = noise.shape[1] - self.rank
+        u = residual[:, :d]
+        return {"log_scale": (u * noise[:, :d]).mean(0), "vectors": u.mT @ noise[:, d:] / len(noise)}
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         U = tensors["vectors"][order]
@@ -153,6 +181,18 @@ class KroneckerFamily(GaussianFamily):
             if q > 1:
                 log_root = log_root + p * tensors[f"right.{i}"].diagonal().sum()
         return _standard(white, log_root)
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        found, start = {}, 0
+        for i, (p, q) in enumerate(sizes(structure)):
+            u, Z = (rows[:, start : start + p * q].unflatten(1, (p, q)) for rows in (residual, noise))
+            found[f"left.{i}"] = (u @ Z.mT).mean(0) / q
+            if q > 1:
+                found[f"right.{i}"] = (u.mT @ Z).mean(0) / p
+            start += p * q
+        return found
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
