@@ -277,7 +277,7 @@ class Linearization:
     def with_likelihood(self, likelihood: Likelihood) -> Linearization:
         """The same under another likelihood of the same targets, unchecked; products with J share what is kept."""
         new = copy_object(self)
-        new.likelihood, new._gradient_rows = likelihood, {}
+        new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
         return new
 
     def cast(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Linearization:

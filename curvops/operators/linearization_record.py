@@ -172,7 +172,7 @@ def _described(likelihood: Likelihood, outputs: Tensor) -> dict[str, Any]:
 
 def _likelihood(record: Mapping[str, Any], given: Any, layout: Layout, outputs: Tensor) -> tuple[Likelihood, Layout]:
     known, device, dtype = record["likelihood"], outputs.device, outputs.dtype
-    named = None if given is None else as_likelihood(given, layout.shape).to(device=device, dtype=dtype)
+    named = None if given is None else as_likelihood(given, layout.shape).snapshot(device, dtype)
     if "class" in known:
         stored = recorded_likelihood(known, device)
         if named is not None and likelihood_state(at_positions(named, layout)[0]) != likelihood_state(stored):

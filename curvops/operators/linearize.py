@@ -75,7 +75,11 @@ def linearize(
             product.
 
     Returns:
-        A `Linearization`. The model's inputs and torch's random state are left as they were.
+        A `Linearization`. The model's inputs and torch's random state are left as they were. Weights, buffers, the
+        likelihood's tensors and positions are copied: changing them afterwards changes nothing here. A noise that
+        requires a gradient is being learned, and is followed as far as the curvature can; a posterior whose curvature
+        cannot says so. Tensors inside a function of one's own are not copied; neither are data, which must stay as
+        they are (a pass over changed data raises `DataChanged`).
 
     Raises:
         TypeError: an argument of another kind than those above.
@@ -109,7 +113,7 @@ def linearize(
         layout = checked_layout(network, few)
     else:
         layout = checked_layout(network, few, reading.class_dim, numbers=not reading.indices)
-    given = as_likelihood(likelihood, layout.shape).to(device=theta.device, dtype=theta.dtype)
+    given = as_likelihood(likelihood, layout.shape).snapshot(theta.device, theta.dtype)
     probability, layout = at_positions(given, layout)
     step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
     check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())

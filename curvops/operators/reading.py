@@ -101,7 +101,7 @@ class ScaledByNoise(OfLinearization, Scaled):
 
     For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1), and empirical Fishers, whose residuals
     are, to its square (p = 2). Users get it of a class that walks over the data once, co.KFAC(lin) say, where σ² is a
-    tensor that requires a gradient. It follows the tensor, too, when it changes.
+    tensor that requires a gradient. It follows the tensor when it changes in place.
     """
 
     STORED = "reference"

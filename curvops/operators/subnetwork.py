@@ -116,7 +116,7 @@ def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:
         raise ValueError(f"index {low if low < 0 else high} is out of range: the operator has {size} rows.")
     if len(index.unique()) != len(index):
         raise ValueError("the indices hold a position twice; each weight can be selected once.")
-    return index.long()
+    return index.long().clone()
 
 
 @torch.no_grad()

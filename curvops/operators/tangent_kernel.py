@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
+from curvops.network.model.weight_vectors import read_precision
 from curvops.operators.gram_matrix import gram_matrix
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.linearization import Linearization
@@ -20,8 +21,9 @@ from curvops.operators.reading import OfLinearization, Stored
 class TangentKernel(OfLinearization, Operator):
     """K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) for a diagonal prior precision A: the covariance of f under the prior.
 
-    `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number or a vector (D,); x defaults to the
-    training inputs, x2 to x, which makes K symmetric positive semi-definite (Jacot et al. 2018). Rows point by point.
+    `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number, a vector (D,) or a mapping {glob
+    over parameter names: number}; x defaults to the training inputs, x2 to x, which makes K symmetric positive
+    semi-definite (Jacot et al. 2018). Rows point by point.
 
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
     are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward passes
@@ -33,8 +35,8 @@ class TangentKernel(OfLinearization, Operator):
     CARRIED = True  # it does not depend on the likelihood
 
     @classmethod
-    def _read(cls, lin: Linearization, prior: float | Tensor = 1.0, x: Any = None, x2: Any = None) -> Stored:
-        scale = _checked(prior, lin)
+    def _read(cls, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> Stored:
+        scale = read_precision("prior", prior, lin.model)
         left = lin.jacobian(x)
         return (left, left if x2 is None else lin.jacobian(x2), scale), {}
 
@@ -91,12 +93,3 @@ class TangentKernel(OfLinearization, Operator):
             unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
             return torch.cat([self._product(part.mT) for part in unit.split(COLUMN_BLOCK)], 1)
         return gram_matrix(left, right, prior)
-
-
-def _checked(prior: Any, lin: Linearization) -> Tensor:
-    scale = torch.as_tensor(prior, dtype=lin.theta.dtype, device=lin.theta.device)
-    if scale.ndim > 1 or (scale.ndim == 1 and len(scale) != lin.num_parameters):
-        raise ValueError(f"prior must be a number or a vector of {lin.num_parameters}, got {tuple(scale.shape)}.")
-    if not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"prior must be positive and finite, got {float(scale.min()):.3g}.")
-    return scale

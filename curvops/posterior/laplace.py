@@ -118,9 +118,9 @@ class Laplace(GaussianWeights):
             prior_precision: as `co.laplace` takes it.
             prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
         """
-        if prior_mean is None:
-            prior_mean = 0.0 if isinstance(prior_precision, GaussianWeights) else self.prior_mean
-        prior = as_prior(prior_precision, prior_mean, self.lin)
+        prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, self.lin)
+        if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
+            prior = dataclasses.replace(prior, mean=self.prior_mean)
         self.shared.spectrum.require_usable(prior)
         return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
 
@@ -457,7 +457,9 @@ def laplace(
             matches each selected parameter once, such as {"0.*": 1.0, "2.*": 10.0}. A positive semidefinite operator
             (D, D), one made of a linearisation at other weights by `op.detached_from_weights()`. Or an earlier
             posterior: yesterday's posterior is today's prior, with its mean and its temperature.
-        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}.
+        prior_mean: m, a number, a vector (D,), or a mapping {glob: number, or tensor of the parameter's shape}. Tensors
+            of the prior are copied, so that a later change in place changes nothing, unless they require a gradient:
+            then the posterior is always that of their present values (an operator is held, too: leave it as it is).
         temperature: T, of the posterior to the power 1/T: its covariance is T·P⁻¹. A tempered *likelihood* is the
             curvature `(1 / T) * co.GGN(lin)` instead.
         check_mode: compare the gradient of the log posterior with that of the prior, at the cost of one gradient, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
+from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.reading import require_no_gradient
@@ -72,8 +74,29 @@ class LikelihoodTerms:
         with self.lock:
             now = self._hyperparameters()
             if not all(map(torch.equal, now, self._kept.hyperparameters)):
+                self._require_followed()
                 self._kept = Known(now)
             return self._kept
+
+    def _require_followed(self) -> None:
+        """Raise ValueError unless the curvature holds the hyperparameters, which have changed."""
+        for likelihood, tensor in self._learned():
+            if not self._is_held(tensor):
+                raise ValueError(
+                    f"{likelihood!r} has changed since {type(self.curvature).__name__} was made, which does not follow "
+                    "it: make the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
+                    "co.EmpiricalFisher follow; so does, of the one noise of a Gaussian likelihood that requires a "
+                    "gradient, every curvature of a linearisation made while gradients are on."
+                )
+
+    def _learned(self) -> Iterator[tuple[Likelihood, Tensor]]:
+        """Each hyperparameter of the linearisations, with the likelihood that it is of."""
+        for lin in (self.lin,) if isinstance(self.data, str) else self.data:
+            yield from ((lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters)
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        """Whether the curvature follows a tensor, and has gradients for it."""
+        return any(tensor is other for other in self.curvature.representation())
 
     def era(self) -> object:
         """Another object where hyperparameters have changed since."""
@@ -120,10 +143,8 @@ class LikelihoodTerms:
         found.log_likelihood, found.gradient = log_likelihood, gradient
 
     def require_gradients(self) -> None:
-        """Raise ValueError where a hyperparameter of a likelihood asks for a gradient that the curvature has not."""
-        lins = (self.lin,) if isinstance(self.data, str) else self.data
-        held = self.curvature.representation()
-        for likelihood in (lin.likelihood for lin in lins):
-            for tensor in likelihood.hyperparameters:
-                if recorded((tensor,)) and not any(tensor is other for other in held):
-                    require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
+        """Raise ValueError where a hyperparameter asks for a gradient that the curvature has not, or has changed."""
+        self.era()
+        for likelihood, tensor in self._learned():
+            if recorded((tensor,)) and not self._is_held(tensor):
+                require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")

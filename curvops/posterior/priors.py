@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import matching
+from curvops.network.model.weight_vectors import read_precision, read_vector
 from curvops.operators.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.arguments import check_operator
 
@@ -103,79 +102,16 @@ def read_prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
     """
     if isinstance(prior_precision, LinearOperator):
         return Prior(_checked_operator(prior_precision, network), _read_mean(prior_mean, network))
-    return Prior(_read_precision(prior_precision, network), _read_mean(prior_mean, network))
-
-
-def _read_precision(given: Any, network: Model) -> Tensor:
-    """A diagonal precision, positive and finite."""
-    accepted = (
-        f"a positive number, a tensor ({network.num_parameters},) of such, a mapping {{glob over parameter names: "
-        "number}, an operator or an earlier posterior"
-    )
-    hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
-    precision = _read_vector("prior_precision", given, network, accepted, hint)
-    if not bool(((precision > 0) & precision.isfinite()).all()):
-        raise ValueError(
-            f"prior_precision must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior "
-            "the posterior is improper wherever the data say nothing."
-        )
-    return precision
+    precision = read_precision("prior_precision", prior_precision, network, ", an operator or an earlier posterior")
+    return Prior(precision, _read_mean(prior_mean, network))
 
 
 def _read_mean(given: Any, network: Model) -> Tensor:
-    accepted = (
-        f"a number, a tensor ({network.num_parameters},) or a mapping {{glob over parameter names: number or tensor}}"
-    )
-    mean = _read_vector("prior_mean", given, network, accepted, "lin.flatten(mapping) makes a vector of named tensors")
+    hint = "lin.flatten(mapping) makes a vector of named tensors"
+    mean = read_vector("prior_mean", given, network, "a number", hint=hint)
     if not bool(mean.isfinite().all()):
         raise ValueError("prior_mean holds NaN or Inf.")
     return mean
-
-
-def _read_vector(name: str, given: Any, network: Model, accepted: str, hint: str) -> Tensor:
-    """A number, vector or mapping as a tensor like θ, 0-d or (D,)."""
-    if isinstance(given, Mapping):
-        given = by_parameter(given, network, name)
-    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
-        raise TypeError(f"{name} must be {accepted}, got {given!r}.")
-    vector = torch.as_tensor(given, dtype=network.theta.dtype, device=network.theta.device)
-    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
-        raise ValueError(
-            f"{name} must be a number or a vector of {network.num_parameters} entries, got {tuple(vector.shape)}; "
-            f"{hint}."
-        )
-    return vector
-
-
-def by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
-    """The vector of a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
-
-    Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
-    """
-    selection = network.selection
-    found: dict[str, tuple[str, Tensor]] = {}
-    for glob, value in given.items():
-        if not isinstance(glob, str):
-            raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
-            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
-        matched = matching(selection.names, glob)
-        if not matched:
-            raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
-        for name in matched:
-            if name in found:
-                raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
-            found[name] = glob, torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device)
-    left = [name for name in selection.names if name not in found]
-    if left:
-        raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
-    tensors = {}
-    for name, shape in zip(selection.names, selection.shapes):
-        glob, value = found[name]
-        if value.ndim and value.shape != shape:
-            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, {name!r} has {tuple(shape)}.")
-        tensors[name] = value.expand(shape)
-    return selection.flatten(tensors)
 
 
 def _checked_operator(given: LinearOperator, network: Model) -> LinearOperator:

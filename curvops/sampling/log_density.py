@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -227,7 +228,9 @@ def log_posterior(
             "prior counts 1/N beside a mean over the batch."
         )
     if reading_of(likelihood) is None:
-        as_likelihood(likelihood)
+        likelihood = as_likelihood(likelihood).snapshot()
+    else:  # read at the first batch, whose shapes it needs
+        likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, _prior(prior_precision, prior_mean, network), int(data_size), weights, likelihood)
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvops.linalg.core.dense_sizes import DENSE_SIZE
+
 Value = TypeVar("Value")
 
 
@@ -61,11 +63,12 @@ class Cache:
     ) -> Value:
         """`compute()`, once for these tensors; afresh where a graph is recorded through them.
 
-        Tensors are told apart by their storage and version; those `watched` also by their values, which catches
-        changes that leave the version as it was (`.data`, fused optimisers).
+        Tensors are told apart by their storage and version; short vectors, a noise or a prior, and those `watched` also
+        by their values, which catches changes that leave the version as it was (`.data`, fused optimisers).
         """
         if recorded(tensors):
             return compute()
+        watched = [*_short(tensors), *watched]
         with self.lock:
             entry = self._entries.get(name)
             if entry is None or not entry.fits(tensors, watched):
@@ -84,10 +87,14 @@ class Cache:
         """What is kept for these tensors, None where nothing is."""
         with self.lock:
             entry = self._entries.get(name)
-            return entry.value if entry is not None and entry.fits(tensors, entry.watched) else None
+            return entry.value if entry is not None and entry.fits(tensors, _short(tensors)) else None
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
+
+
+def _short(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= DENSE_SIZE]
 
 
 def _version(tensor: Tensor) -> int:

@@ -222,9 +222,8 @@ class Damped(OfOne):
         require_precision(self.dtype)
         base, shift = self.base, self.shift  # what the cache keeps must not refer back to it
         tensors = (*base.representation(), shift)
-        watched = [tensor for tensor in tensors if tensor is shift or tensor.ndim == 0]
         return self._cache.kept(
-            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, watched
+            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, (shift,)
         )
 
     def promises(self) -> Promises:

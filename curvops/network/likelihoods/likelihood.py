@@ -8,12 +8,15 @@ log-likelihood, or None for ones; they enter residuals and curvature alike. All 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from curvops.network.data.given import own
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -101,6 +104,19 @@ class Likelihood(ABC):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
         """A copy with its tensors on another device or in another floating dtype; gradients flow through."""
         return self
+
+    def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
+        """A copy of `to` that the user's tensors change no more; hyperparameters that require a gradient are held."""
+        new = copy.copy(self.to(device, dtype))
+        for name, given in vars(self).items():
+            used = getattr(new, name)
+            if isinstance(given, Likelihood):
+                setattr(new, name, given.snapshot(device, dtype))
+            elif isinstance(given, Tensor) and any(given is tensor for tensor in self.hyperparameters):
+                setattr(new, name, own(given, used, f"{name} of {type(self).__name__}"))
+            elif isinstance(given, Tensor):
+                setattr(new, name, used.detach().clone())
+        return new
 
 
 def within(x: Tensor, low: float, strict: bool = False) -> bool:

@@ -1,0 +1,37 @@
+"""The tensors that a user hands in: read once, at the call, unless they are being learned.
+
+A linearisation, a posterior and a sampler hold copies of the small tensors that they are given (noise, class weights,
+prior precision and mean, positions): a later change in place changes no answer. A tensor that requires a gradient is
+held itself, so that answers and gradients are those of its present value. Data are not copied, and are compared by
+fingerprints (`network.data.batches`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+
+def own(given: Tensor, used: Tensor, what: str) -> Tensor:
+    """`used`, the tensor made of `given`, in memory of its own; the tensor given itself where that is being learned.
+
+    Where another tensor was made of one that is being learned (another dtype, an entry of a mapping) it keeps the value
+    of the call, and a gradient through it that is asked for after a change is refused with a ValueError.
+    """
+    if not used.requires_grad:
+        return used.clone()
+    if used is given:
+        return used
+    value = given.detach().clone()
+
+    def require_unchanged(gradient: Tensor) -> None:
+        if not bool((given.detach() == value).all()):
+            raise ValueError(
+                f"{what} changed after it was given, and a copy of it was made then (another dtype or device, an entry "
+                "of a mapping), so that this gradient is not at its present value. Make the linearisation or the "
+                "posterior again after each change, or give a tensor like the weights: it is followed."
+            )
+
+    used = used.view_as(used)
+    used.register_hook(unserializable_hook(require_unchanged))
+    return used

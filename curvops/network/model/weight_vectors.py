@@ -1,0 +1,82 @@
+"""A number, a vector or a mapping over parameter names, as a tensor like θ: prior precisions and means."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.given import own
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import matching
+
+
+def read_precision(name: str, given: Any, network: Model, others: str = "") -> Tensor:
+    """A diagonal precision, 0-d or (D,), positive and finite; TypeError or ValueError otherwise."""
+    hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
+    precision = read_vector(name, given, network, "a positive number", others, hint)
+    if not bool(((precision > 0) & precision.isfinite()).all()):
+        raise ValueError(
+            f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior the "
+            "posterior is improper wherever the data say nothing."
+        )
+    return precision
+
+
+def read_vector(name: str, given: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:
+    """A number, vector or mapping as a tensor like θ, 0-d or (D,), the user's own where that requires a gradient."""
+    if isinstance(given, Mapping):
+        return _by_parameter(given, network, name)
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
+        raise TypeError(
+            f"{name} must be {number}, a tensor ({network.num_parameters},) of such, a mapping {{glob over parameter "
+            f"names: number or tensor}}{others}, got {given!r}."
+        )
+    vector = _like(network, given, name)
+    if vector.ndim > 1 or (vector.ndim == 1 and len(vector) != network.num_parameters):
+        raise ValueError(
+            f"{name} must be a number or a vector of {network.num_parameters} entries, got {tuple(vector.shape)}; "
+            f"{hint}."
+        )
+    return vector
+
+
+def _like(network: Model, given: Any, name: str) -> Tensor:
+    used = torch.as_tensor(given, dtype=network.theta.dtype, device=network.theta.device)
+    return own(given, used, name) if isinstance(given, Tensor) else used
+
+
+def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
+    """The vector of a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
+
+    Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
+    """
+    selection = network.selection
+    found: dict[str, tuple[str, Any]] = {}
+    for glob, value in given.items():
+        if not isinstance(glob, str):
+            raise TypeError(f"{what}: a key must be a glob over parameter names, got {glob!r}.")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
+            raise TypeError(f"{what}[{glob!r}] must be a number, got {value!r}.")
+        matched = matching(selection.names, glob)
+        if not matched:
+            raise ValueError(f"{what}: {glob!r} matches none of the selected parameters {list(selection.names)}.")
+        for name in matched:
+            if name in found:
+                raise ValueError(f"{what}: {name!r} is matched by both {found[name][0]!r} and {glob!r}; name it once.")
+            found[name] = glob, value
+    left = [name for name in selection.names if name not in found]
+    if left:
+        raise ValueError(f"{what}: no glob matches {left}; each selected parameter needs one.")
+    tensors = {}
+    for name, shape in zip(selection.names, selection.shapes):
+        glob, value = found[name]
+        if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+            raise ValueError(f"{what}[{glob!r}] has shape {tuple(value.shape)}, {name!r} has {tuple(shape)}.")
+        used = torch.as_tensor(value, dtype=network.theta.dtype, device=network.theta.device).expand(shape)
+        tensors[name] = own(value, used, f"{what}[{glob!r}]") if isinstance(value, Tensor) else used
+    return selection.flatten(tensors)
