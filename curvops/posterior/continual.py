@@ -12,6 +12,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, low_rank
+from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
@@ -23,16 +24,24 @@ FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
 """In which an earlier posterior may be kept."""
 
 
-def quadratic(precision: LinearOperator, gap: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-    """½ gapᵀ P gap with its gradient P gap, at one product with P."""
-    with torch.no_grad():
-        product = precision._matmul(gap.detach().unsqueeze(-1)).squeeze(-1)
-    value = gap @ product
-    return value - 0.5 * value.detach()
+def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Tensor, "*k"]:
+    """½ gapᵀ P gap of each row with its gradient P gap, at one product with P; with that in P's tensors, where asked.
+
+    In float64: it may be 1e6 nats.
+    """
+    rows = torch.atleast_2d(gap)
+    if recorded(precision.representation()):
+        found = 0.5 * (rows * precision.matmul(rows.mT).mT).double().sum(-1)
+    else:
+        with torch.no_grad():
+            product = precision._matmul(rows.detach().mT).mT
+        found = (rows * product).double().sum(-1)
+        found = found - 0.5 * found.detach()
+    return found.reshape(gap.shape[:-1])
 
 
-def flat(lin: Linearization, params: Any) -> Float[Tensor, " D"]:
-    """Weights by name, or a vector (D,), as a vector that keeps its graph."""
+def flat(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
+    """Weights by name, or a vector (D,), or where asked for rows of them, as a tensor that keeps its graph."""
     if isinstance(params, Mapping):
         params = lin.flatten(params)
     if not isinstance(params, Tensor):
@@ -40,8 +49,9 @@ def flat(lin: Linearization, params: Any) -> Float[Tensor, " D"]:
             "params must be named tensors, dict(model.named_parameters()), or a vector "
             f"({lin.num_parameters},), got {type(params).__name__}."
         )
-    if params.shape != (lin.num_parameters,):
-        raise ValueError(f"params must be a vector ({lin.num_parameters},), got shape {tuple(params.shape)}.")
+    if params.shape[-1:] != (lin.num_parameters,) or params.ndim > 1 + rows:
+        or_rows = f" or rows (k, {lin.num_parameters})" if rows else ""
+        raise ValueError(f"params must be a vector ({lin.num_parameters},){or_rows}, got shape {tuple(params.shape)}.")
     if params.dtype != lin.theta.dtype or params.device != lin.theta.device:
         raise ValueError(
             f"params are {params.dtype} on {params.device}, the posterior {lin.theta.dtype} on {lin.theta.device}; "

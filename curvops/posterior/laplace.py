@@ -311,6 +311,9 @@ class Laplace(GaussianWeights):
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws
 
+    def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
+        return self.shared.spectrum.log_determinant(self.prior, rtol, generator)
+
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         record = record_of_posterior(
             self.lin, self.curvature, self.prior, self.shared.terms, self.temperature, self.prior_error, inputs

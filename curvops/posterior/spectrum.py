@@ -175,8 +175,18 @@ class Spectrum:
                 return self._logdet_beside(prior, rtol, generator)
             return self._logdet_above(prior.plus(self._curvature), prior.diagonal, rtol, generator)
 
+    def log_determinant(self, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+        """log det(G + A) in nats, likewise."""
+        if prior.diagonal is not None:
+            return self.logdet(prior, rtol, generator) + self._log_diagonal(prior.diagonal)
+        with self._naming_the_ggn():
+            return self._logdet_of(prior.plus(self._curvature), rtol, generator)
+
+    def _log_diagonal(self, prior: Tensor) -> Tensor:
+        return prior.double().log().expand(len(self._lin.theta)).sum()
+
     def _logdet_above(self, precision: Any, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
-        reference = prior.double().log().expand(len(self._lin.theta)).sum()
+        reference = self._log_diagonal(prior)
         if precision._closed_form() is None:  # what is kept for other priors comes first
             spectrum = self._whole_spectrum(prior)
             if spectrum is not None and prior.ndim:

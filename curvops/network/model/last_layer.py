@@ -13,10 +13,10 @@ from curvops.network.model.model import Model
 # Linear, or affine, in all that is differentiated: views, casts, choices, sums, means, paddings, resampling.
 LINEAR = {
     "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D",
-    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index", "IndexSelect",
-    "MaskedFill", "Mean", "Neg", "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub", "Select", "Slice",
-    "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose", "Unbind", "Unfold",
-    "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
+    "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index",
+    "IndexSelect", "MaskedFill", "Mean", "Neg", "Permute", "PixelShuffle", "Repeat", "ReshapeAlias", "Roll", "Rsub",
+    "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose",
+    "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "UpsampleBilinear2D", "UpsampleNearest2D", "View", "Where",
 }  # fmt: skip
 # Linear in one factor where the others are constants.
 PRODUCTS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Convolution", "Linear", "Mul", "Div"}

@@ -1,0 +1,88 @@
+"""The log density of weights, against torch's normal distribution of the dense precision."""
+
+import pytest
+import torch
+
+import curvops as co
+from curvops.posterior.spectrum import Spectrum
+from tests.posterior.test_gaussian_posterior import forms
+from tests.posterior.test_priors import CURVATURES, PRIORS, REFUSED, dense_of
+from tests.posterior.trained import problem
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-8}
+MODEL, X, Y = problem(steps=20)
+LIN = co.linearize(MODEL, (X, Y), "classification")
+ROWS = LIN.theta + 0.3 * torch.randn(4, 51, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+def check(post, P):
+    """Rows, one vector, names, and the gradient in them; exactly."""
+    rows = ROWS.clone().requires_grad_()
+    dense = torch.distributions.MultivariateNormal(LIN.theta, precision_matrix=P / post.temperature)
+    found = post.log_prob(rows)
+    torch.testing.assert_close(found.value, dense.log_prob(ROWS), **TIGHT)
+    assert found.stderr.shape == (4,) and not found.stderr.any() and found.samples == 0
+    (gradient,) = torch.autograd.grad(found.value.sum(), rows)
+    torch.testing.assert_close(gradient, (LIN.theta - ROWS) @ P / post.temperature, **TIGHT)
+    for one in (ROWS[1], LIN.unflatten(ROWS[1])):
+        torch.testing.assert_close(post.log_prob(one).value, dense.log_prob(ROWS[1]), **TIGHT)
+    constant = post.log_prob(post.mean).value
+    torch.testing.assert_close(post.penalty(ROWS[2]), constant - post.log_prob(ROWS[2]).value, **TIGHT)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_it_is_that_of_the_dense_normal(curvature, prior, temperature):
+    if (curvature, prior) in REFUSED:
+        return  # no posterior either: tests/posterior/test_priors.py
+    G = CURVATURES[curvature](LIN)
+    post = co.laplace(LIN, G, PRIORS[prior](LIN), temperature=temperature, check_mode=False)
+    check(post, G.to_dense() + dense_of(LIN, prior))
+
+
+@pytest.mark.parametrize("form", forms(51))
+def test_gaussians_with_a_covariance_of_their_own(form):
+    sigma = forms(51)[form]
+    P = torch.linalg.inv(sigma.to_dense())
+    check(co.GaussianPosterior.of(LIN, sigma), (P + P.mT) / 2)
+    check(co.GaussianPosterior.of(LIN, precision=co.linalg.Dense((P + P.mT) / 2, psd=True)), (P + P.mT) / 2)
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_it_has_the_gradient_in_the_prior_precision(curvature):
+    G = CURVATURES[curvature](LIN)
+    alpha = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(co.laplace(LIN, G, alpha, check_mode=False).log_prob(ROWS).value.sum(), alpha)
+    dense = alpha * torch.eye(51, dtype=torch.float64) + G.to_dense()
+    expected = torch.distributions.MultivariateNormal(LIN.theta, precision_matrix=dense).log_prob(ROWS).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, alpha)[0], **TIGHT)
+
+
+def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
+    """One determinant for all rows: differences have no error."""
+    post = co.laplace(LIN, check_mode=False)
+    exact, ratio = post.log_prob(ROWS), post.log_evidence().log_determinant_ratio
+    estimated = co.linalg.Estimate(
+        ratio.value + 0.3, torch.tensor(0.4).double(), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT
+    )
+    monkeypatch.setattr(Spectrum, "logdet", lambda *_: estimated)
+    found = post.log_prob(ROWS)
+    torch.testing.assert_close(found.value, exact.value + 0.15, **TIGHT)
+    assert bool((found.stderr == 0.2).all()) and found.stderr.shape == (4,) and found.bias_bound == 0.01
+    assert (found.samples, found.matvecs, found.reason) == (7, 90, estimated.reason)
+
+
+WRONG = {
+    "a module": (MODEL, TypeError, "named_parameters"),
+    "a missing name": ({"0.weight": torch.zeros(6, 4).double()}, ValueError, "0.bias"),
+    "another length": (torch.zeros(2, 3).double(), ValueError, r"vector \(51,\) or rows \(k, 51\), got shape \(2, 3\)"),
+    "another dtype": (ROWS.float(), ValueError, "float32"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_weights_are_refused_by_name(case):
+    given, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        co.laplace(LIN, check_mode=False).log_prob(given)
