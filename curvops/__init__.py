@@ -6,6 +6,7 @@ from curvops import evidence, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
 from curvops.network import likelihoods
 from curvops.network.data.batches import DataChanged
+from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -66,6 +67,7 @@ __all__ = [
     "NoCurvature",
     "NoFactors",
     "NotAMode",
+    "RewardPairs",
     "SampledNormal",
     "StochasticDescent",
     "Subnetwork",

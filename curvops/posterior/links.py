@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def scaled(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
+def scaled(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
     return mean * (1 + math.pi / 8 * variance).rsqrt()
 
@@ -18,6 +18,13 @@ def scaled(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[
 def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
     """softmax(κ f), `scaled` per class (Gibbs 1997)."""
     return scaled(mean, variance).softmax(-1)
+
+
+def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
+    """Probabilities that the first and that the second of two rewards is the larger, `scaled` on their difference."""
+    apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
+    first = scaled(mean[:, 0] - mean[:, 1], apart)
+    return torch.stack([first, -first], -1).sigmoid()
 
 
 def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvops.linalg import Estimate, LowRank
 from curvops.linalg.core.limits import check_choice, check_flag, check_generator
 from curvops.network.data.inputs import as_inputs, num_points
-from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, Sequences
+from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.jacobian import Jacobian
@@ -150,11 +150,12 @@ class Predictive(ABC):
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
-            link: "probit" scales the logits by their variances; "mc" averages over draws of the logits (from `samples`
-                of the weights, else 1000 from each point's covariance); "bridge" is the Laplace bridge, "bridge_norm"
-                the same with variances normalised, better where they are large (classes only); "network" averages the
-                network itself over the samples (100 where none are given), for comparison: the posterior is that of the
-                linearised network, and the network at its draws predicts worse.
+            link: "probit" scales the logits by their variances (of the two rewards of `BradleyTerry` the difference by
+                its own); "mc" averages over draws of the logits (from `samples` of the weights, else 1000 from each
+                point's covariance); "bridge" is the Laplace bridge, "bridge_norm" the same with variances normalised,
+                better where they are large (classes only); "network" averages the network itself over the samples (100
+                where none are given), for comparison: the posterior is that of the linearised network, and the network
+                at its draws predicts worse.
             samples: draws (k, D) of the weights, as `sample` returns them.
             generator: source of the draws.
 
@@ -180,6 +181,8 @@ class Predictive(ABC):
         covariance = predicted.lazy_covariance_matrix
         if link.startswith("bridge"):
             return links.bridge(predicted.mean, covariance.to_dense(), normalised=link == "bridge_norm")
+        if isinstance(likelihood, BradleyTerry):
+            return links.preference(predicted.mean, covariance.to_dense())
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         if isinstance(likelihood, Bernoulli):
             return links.scaled(predicted.mean, variance).sigmoid()

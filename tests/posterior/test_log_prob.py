@@ -64,7 +64,7 @@ def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
     post = co.laplace(LIN, check_mode=False)
     exact, ratio = post.log_prob(ROWS), post.log_evidence().log_determinant_ratio
     estimated = co.linalg.Estimate(
-        ratio.value + 0.3, torch.tensor(0.4).double(), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT
+        ratio.value + 0.3, torch.tensor(0.4, dtype=torch.float64), 7, 90, 0.02, co.linalg.Reason.PRECISION_LIMIT
     )
     monkeypatch.setattr(Spectrum, "logdet", lambda *_: estimated)
     found = post.log_prob(ROWS)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from curvops.network.likelihoods.bernoulli import Bernoulli
+from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.from_distribution import FromDistribution
 from curvops.network.likelihoods.gaussian import Gaussian
@@ -24,6 +25,7 @@ from curvops.network.likelihoods.torch_losses import reading_of
 
 __all__ = [
     "Bernoulli",
+    "BradleyTerry",
     "Categorical",
     "FromDistribution",
     "Gaussian",

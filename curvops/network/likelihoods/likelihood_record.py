@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from curvops.network.likelihoods.bernoulli import Bernoulli
+from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
@@ -17,7 +18,8 @@ from curvops.network.likelihoods.poisson import Poisson
 from curvops.network.likelihoods.sequences import Sequences
 
 STORED: dict[str, type[Likelihood]] = {
-    kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
+    kind.__name__: kind
+    for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
 }
 """Each keeps its constructor's arguments as attributes of the same names."""
 

@@ -1,0 +1,79 @@
+"""Which of two items is preferred, given the reward of each?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from curvops.network.likelihoods.categorical import Categorical
+
+
+class BradleyTerry(Categorical):
+    """Preferences between the two items of a pair with rewards f (n, 2): p(the second is preferred) = σ(f₂ − f₁).
+
+    The softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the preferred
+    item, 0 or 1, of an integer dtype, or the probabilities of both, floating rows (n, 2). Where all rewards rise by one
+    number nothing changes: what is predicted of a preference is made of the difference, with the variance
+    v₁ + v₂ − 2 c₁₂ that the covariance of the two rewards gives it.
+
+    Args:
+        label_smoothing: as of `Categorical`.
+
+    Raises:
+        ValueError: label_smoothing out of range.
+
+    Source: Bradley & Terry 1952; of reward models Stiennon et al. 2020, section 3.3.
+    """
+
+    def __init__(self, label_smoothing: float | int = 0.0) -> None:
+        super().__init__(label_smoothing=label_smoothing)
+
+    def __repr__(self) -> str:
+        return f"BradleyTerry(label_smoothing={self.label_smoothing:g})"
+
+    def _check_classes(self, num_outputs: int) -> None:
+        if num_outputs != 2:
+            raise ValueError(
+                f"BradleyTerry compares two rewards, but the model has {num_outputs} outputs. Wrap a model that rates "
+                "one item, co.RewardPairs(model), and give pairs of items, inputs (n, 2, ...)."
+            )
+
+
+class RewardPairs(nn.Module):
+    """A model of one output per item, such as a reward model, applied to both items of each pair.
+
+    Inputs hold pairs: each tensor (n, 2, ...), alone, in a tuple or in a mapping, with the two items at dimension 1.
+    Outputs are (n, 2), so that predictions have the covariance of the two. The parameters are the model's own, under
+    names that begin with "model.".
+
+    Args:
+        model: returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice a pass.
+
+    Raises ValueError, when it is called, for inputs without such a dimension and for other outputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Float[Tensor, "n 2"]:
+        for tensor in (*inputs, *named.values()):
+            if tensor.ndim < 2 or tensor.shape[1] != 2:
+                raise ValueError(
+                    f"RewardPairs takes inputs (n, 2, ...), two items a point, got shape {tuple(tensor.shape)}; "
+                    "torch.stack([first, second], 1) makes them."
+                )
+        each = [self.model(*(x[:, i] for x in inputs), **{name: x[:, i] for name, x in named.items()}) for i in (0, 1)]
+        return torch.stack([_rewards(found) for found in each], 1)
+
+
+def _rewards(found: Any) -> Float[Tensor, " n"]:
+    rewards: Tensor = getattr(found, "logits", found)
+    if rewards.ndim > 2 or rewards.shape[1:].numel() != 1:
+        raise ValueError(
+            f"RewardPairs takes a model of one output per item, (n,) or (n, 1); it returns {tuple(rewards.shape)}."
+        )
+    return rewards.flatten()
