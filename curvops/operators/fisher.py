@@ -20,11 +20,12 @@ class EmpiricalFisher(Curvature):
 
     `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second
     moments of gradients, not for uncertainty. A sequence's g_n sums over its tokens; with `per_token=True` each token
-    has an outer product of its own. Class and sample weights multiply r_n, once. Cost to build: nothing at the
-    call; the first product makes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix products a
-    layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3 to make.
-    While a gradient for a hyperparameter is recorded it costs what the GGN's does. Memory: what the plan keeps, within
-    what is left of the budget.
+    has an outer product of its own. Class weights multiply r_n, sample weights the outer product: a point of weight two
+    counts as two (a sequence with weights for its positions by the largest, the others relative to it). Cost to build:
+    nothing at the call; the first product makes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix
+    products a layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3
+    to make. While a gradient for a hyperparameter is recorded it costs what the GGN's does. Memory: what the plan
+    keeps, within what is left of the budget.
     """
 
     OPTIONS = ("per_token",)

@@ -32,7 +32,8 @@ class Gradients(NetworkOperator):
         g = co.linearize(model, (x_test, y_test), likelihood).gradient()     # of the test loss, (D,)
         influence = lin.gradients() @ P.solve(g)                             # (N,): to first order, its increase
 
-    `G.mT @ G` is the empirical Fisher, `G @ P.inverse() @ G.mT` the influence of all points on one another.
+    `G @ P.inverse() @ G.mT` is the influence of all points on one another, `G.mT @ G` the empirical Fisher (of data
+    with sample weights it would have their squares: take `co.EmpiricalFisher`).
 
     Cost to build: nothing at the call; the first product makes the rows by layer, for 2/3 of a gradient whatever C (per
     token (1 + T) / 3). A product is one matrix product a layer, 0.25–0.5 gradients a vector, and as much transposed.
@@ -75,20 +76,21 @@ class Gradients(NetworkOperator):
     def _size(self) -> torch.Size:
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
-    def _each(self, columns: int) -> Iterator[tuple[Batch, Any]]:
-        """(batch, its rows as a map) for every batch."""
+    def _each(self, columns: int) -> Iterator[tuple[Batch, Any, Tensor | float]]:
+        """(batch, the root's rows as a map, how many times larger a gradient is than its row) for every batch."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
         for batch, J in (rows or self.lin.passes).each(columns):
-            yield batch, Reduced(J, Root(output, batch)) if rows is None else J
+            roots = output.weight_roots(batch)
+            yield batch, Reduced(J, Root(output, batch)) if rows is None else J, 1.0 if roots is None else roots
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NT K"]:
-        return torch.cat([G.push(block).flatten(1) for _, G in self._each(block.shape[1])], 1).mT
+        return torch.cat([(G.push(block) * roots).flatten(1) for _, G, roots in self._each(block.shape[1])], 1).mT
 
     def _transposed_product(self, block: Float[Tensor, "NT K"]) -> Float[Tensor, "D K"]:
         total: Tensor | None = None
         by_point = block.mT.unflatten(1, (-1, self._positions))
-        for batch, G in self._each(block.shape[1]):
-            total = accumulate(total, G.pull(by_point[:, batch.start : batch.start + batch.num_points]))
+        for batch, G, roots in self._each(block.shape[1]):
+            total = accumulate(total, G.pull(by_point[:, batch.start : batch.start + batch.num_points] * roots))
         assert total is not None
         return total

@@ -17,7 +17,7 @@ from tests.zoo import ZOO, call, parameters_of, points, reference
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """J (n, C, D) and H (n, C, C) of some points, residuals r (n, C), and the whole Hessian (D, D)."""
+    """J (n, C, D) and H (n, C, C) of some points, their residuals r (n, C) times the root of sample weights."""
 
     J: Tensor
     H: Tensor
@@ -50,7 +50,9 @@ def define(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None) -> De
     model, inputs = ZOO[name].build()
     f = call(model, inputs).detach()
     J = reference(name).unflatten(0, f.shape)
-    return Definition(J, output_fisher(likelihood, f, y, w), autograd_gradient(likelihood, f, y, w))
+    r = autograd_gradient(likelihood, f, y, None)  # a weight says how often a point counts: once in a product of two
+    r = r if w is None else r * w.sqrt().unsqueeze(1)
+    return Definition(J, output_fisher(likelihood, f, y, w), r)
 
 
 def hessian_products(name: str, likelihood: Likelihood, y: Tensor, w: Tensor | None, V: Tensor) -> Tensor:

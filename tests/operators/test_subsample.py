@@ -29,12 +29,68 @@ def lin(request):
     return co.linearize(model, data, "classification", weights=request.param == "weighted")
 
 
-@pytest.mark.parametrize("m", [1, 2, 5])
-def test_the_mean_over_all_subsets_is_the_full_operator(lin, m):
+def _factor(side, **options):
+    """One factor of each layer of KFAC: their product is no sum over points."""
+    return lambda lin: torch.cat([getattr(block, side).flatten() for block in co.KFAC(lin, **options).blocks])
+
+
+SUMS = {
+    "GGN": lambda lin: co.GGN(lin).to_dense(),
+    "Hessian": lambda lin: co.Hessian(lin).to_dense(),
+    "EmpiricalFisher": lambda lin: co.EmpiricalFisher(lin).to_dense(),
+    "EmpiricalFisher per token": lambda lin: co.EmpiricalFisher(lin, per_token=True).to_dense(),
+    "its diagonal": lambda lin: co.EmpiricalFisher(lin).diagonal(),
+    "BlockDiagonal": lambda lin: co.BlockDiagonal(lin).to_dense(),
+    "Subnetwork": lambda lin: co.Subnetwork(co.EmpiricalFisher(lin), torch.arange(5)).to_dense(),
+    "DiagonalGGN": lambda lin: co.DiagonalGGN(lin).entries,
+    "DiagonalGGN empirical": lambda lin: co.DiagonalGGN(lin, fisher="empirical").entries,
+    "KFAC": _factor("left"),
+    "KFAC empirical": _factor("left", fisher="empirical"),
+    "KFAC empirical, separate": _factor("left", fisher="empirical", bias="separate", sharing="reduce"),
+    "gradient": lambda lin: lin.gradient(),
+    "gradients": lambda lin: lin.gradients().mT @ torch.ones(lin.gradients().shape[0], dtype=DOUBLE),
+    "log-likelihood": lambda lin: lin.log_likelihood(),
+}
+DRAWN = {
+    "GGN drawn": lambda lin: co.GGN(lin, mc_samples=2, generator=generator()).to_dense(),
+    "DiagonalGGN drawn": lambda lin: co.DiagonalGGN(lin, fisher="mc", generator=generator()).entries,
+    "KFAC drawn": lambda lin: co.KFAC(lin, fisher="mc", generator=generator()).to_dense(),
+    "EKFAC drawn": lambda lin: co.EKFAC(lin, fisher="mc", generator=generator()).to_dense(),
+}
+PRODUCTS = {
+    "KFAC": lambda lin: co.KFAC(lin, fisher="empirical").to_dense(),
+    "EKFAC": lambda lin: co.EKFAC(lin, fisher="empirical").to_dense(),
+    "EKFAC exact": lambda lin: co.EKFAC(lin).to_dense(),
+}
+
+
+@pytest.mark.parametrize("m", [1, 3, 5])
+def test_the_mean_over_all_subsets_is_the_full_quantity(lin, m):
+    """Of empirical Fishers a weight was squared: with N/m for it they were N/m too large."""
     parts = [co.subsample(lin, torch.tensor(subset)) for subset in combinations(range(5), m)]
-    for make in (lambda lin: co.GGN(lin).to_dense(), lambda lin: lin.gradient(), lambda lin: lin.log_likelihood()):
-        torch.testing.assert_close(torch.stack([make(part) for part in parts]).mean(0), make(lin), **TIGHT)
+    for name, make in SUMS.items():
+        found = torch.stack([make(part) for part in parts]).mean(0)
+        assert torch.allclose(found, make(lin), rtol=1e-10, atol=1e-12), name
     assert all(part.num_data == m for part in parts)
+
+
+def test_a_weight_of_two_is_the_point_twice():
+    """Whatever a weight touches is linear in it; drawn targets are the same from equal seeds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y, w = torch.randn(5, 3, dtype=DOUBLE), torch.arange(5) % 2, torch.tensor([1, 2, 1, 0, 2]).double()
+    twice = torch.arange(5).repeat_interleave(w.long())
+
+    def weighted(factor):
+        return co.linearize(model, (x, y, factor * w), "classification", weights=True)
+
+    whole = co.linearize(model, (x[twice], y[twice]), "classification")
+    for name, make in SUMS.items():
+        if not name.startswith("KFAC"):  # its inputs are averaged over points, whatever these weigh
+            assert torch.allclose(make(weighted(1)), make(whole), rtol=1e-10, atol=1e-12), name
+    once = {**SUMS, **PRODUCTS, **DRAWN}
+    for name, make in once.items():
+        assert torch.allclose(make(weighted(3)), 3 * make(weighted(1)), rtol=1e-10, atol=1e-12), name
 
 
 def test_a_draw_is_without_replacement_and_given_by_its_generator(lin):

@@ -125,6 +125,8 @@ class Empirical(FromResiduals):
     """The residual at the true target: the empirical Fisher, one outer product a point (R = 1).
 
     With `positions` T above 1 a point is a sequence of T tokens, and each has an outer product of its own (R = T).
+    A sample weight says for how many points one stands: it multiplies the outer product, and so by its root the
+    residual. A sequence with a weight for each position stands for as many as the largest says, the others relative.
     """
 
     likelihood: Likelihood
@@ -147,8 +149,17 @@ class Empirical(FromResiduals):
         return columns.flatten(2)
 
     def _residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "n T C"]:
-        r = self.likelihood.residual(f, batch.targets, batch.weights)
-        return r.unflatten(1, (self.positions, -1))
+        r = self.likelihood.residual(f, batch.targets, batch.weights).unflatten(1, (self.positions, -1))
+        roots = self.weight_roots(batch)
+        return r if roots is None else r / roots.where(roots > 0, 1).unsqueeze(-1)
+
+    def weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
+        """√w of each row, by which a row of this root is less than the gradient of the weighted log-likelihood."""
+        w = batch.weights
+        if w is None:
+            return None
+        w = w.unsqueeze(1) if w.ndim == 1 else w
+        return (w.amax(1, keepdim=True) if self.positions == 1 else w.expand(-1, self.positions)).sqrt()
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,7 +83,7 @@ class _Copier:
     def _filled(self, value: Any) -> Any:
         """An object of the same class with copies of its attributes."""
         try:
-            other = type(value).__new__(type(value))
+            other: Any = value.__class__.__new__(value.__class__)
         except TypeError:  # it is made of arguments
             return value
         self.memo[id(value)] = other
