@@ -13,7 +13,7 @@ EDITABLE := $(INSTALL) --no-build-isolation --editable
 # Whatever the environment says: the two test processes, and those that tests start, compile each module once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench docs lint clean
+.PHONY: help demo test bench docs lint clean oldest
 .DELETE_ON_ERROR:
 
 help:
@@ -43,8 +43,19 @@ docs: .venv/.docs
 	$(BIN)/python -c 'import pathlib, benchmarks.figures as f; f.shrink_large(pathlib.Path("docs/figures"))'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The oldest torch of pyproject.toml, with versions of the rest that fit it.
+oldest: .venv-oldest/.installed
+
+.venv-oldest/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	sed 's/^torch==.*/torch==2.7.1/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(INSTALL)) torch hatchling
+	.venv-oldest/bin/python $(subst constraints.txt,.venv-oldest/constraints.txt,$(EDITABLE)) '.[demo,test]'
+	.venv-oldest/bin/python $(INSTALL) --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops opt_einsum
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
+	rm -rf .venv .venv-peers .venv-oldest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks site dist curvops-demo
 	find curvops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: what comes after must build on that very version.

@@ -9,6 +9,7 @@ one test of every class and every test of one class count as first cases.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -17,12 +18,12 @@ import torch
 
 from tests import shape_checks
 
-collect_ignore = ["cuda/stand_in.py"]  # a plugin for a process of its own
+collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1)  # two test processes share the two cores
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # two test processes share the two cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(which("g++") is None, reason="no g++, which compiles the stand-in for CUDA")
 def test_tests_marked_gpu_pass_on_the_stand_in() -> None:
     marked = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if "pytest.mark.gpu" in path.read_text("utf-8")]
-    options = ["-o", "addopts=--import-mode=importlib --strict-markers", "-q", "-p", "tests.cuda.stand_in", "-p", "no:cacheprovider", "-m", "gpu"]
+    options = [
+        "-o",
+        "addopts=--import-mode=importlib --strict-markers",
+        "-q",
+        "-p",
+        "tests.cuda.stand_in",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *map(str, marked)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0 and "skipped" not in found.stdout, found.stdout + found.stderr
