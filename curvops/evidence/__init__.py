@@ -7,12 +7,13 @@ from curvops.evidence.maximize import maximize
 from curvops.evidence.train import train
 from curvops.evidence.validate import validate
 from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.tuning import Ending, Tuning, TuningStep, Validation
+from curvops.posterior.tuning import Ending, StepsSpent, Tuning, TuningStep, Validation
 
 __all__ = [
     "Ending",
     "Evidence",
     "Oscillates",
+    "StepsSpent",
     "Tuning",
     "TuningStep",
     "Undetermined",

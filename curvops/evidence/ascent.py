@@ -86,6 +86,7 @@ class Ascent:
         self._check_limits(start, furthest)
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.taken), ending, targets=targets)
+        tuning.warn_of_ending(f"after {len(self.taken)} steps of maximize: ", stacklevel=3)
         return self.now.finished(tuning, self.generator)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:

@@ -27,7 +27,7 @@ from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
-PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers"}
+PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 LEAST_CURVATURE = 1e-6
 """Entries of diag(GGN) below this count as this in a g-prior."""
 STEADY = 0.5
@@ -77,7 +77,8 @@ def mackay(
         samples: K, how many draws; None counts γ exactly, where P has a closed form, up to 1,024 weights, or for "iso".
         steps: the most to be taken.
         prior: A = α A₀ with A₀ = I ("iso"); with A₀ = max(diag(GGN), 1e-6) at the noise of `post` ("g"), which does not
-            depend on the scale of the weights; or A₀ = I and an α for each layer ("layer").
+            depend on the scale of the weights; or A₀ = I and an α for each layer ("layer") or parameter tensor
+            ("tensor").
         update: "mackay", fast but not monotone, or "em", which never lowers the evidence of a Gaussian likelihood.
         noise: that of earlier deviations, to be used again; its count must be K or more.
         tune_noise: set the variance of a Gaussian likelihood, too, σ² ← Σw(y − f)² / (M − γ) for M targets, by "em"
@@ -101,7 +102,8 @@ def mackay(
         OSError: the checkpoint cannot be written.
         NotConverged: the draws or the mode were not solved for.
 
-    Warns with `Oscillates` where MacKay's update does, and halves its steps from there on.
+    Warns with `Oscillates` where MacKay's update does, and halves its steps from there on; with `StepsSpent` where the
+    steps ran out before the hyperparameters stopped changing.
 
     Cost: a step takes the products that `tuning` reports: K solves and those of `linear_mode`, fewer from step to step.
     """
@@ -221,6 +223,7 @@ class _FixedPoint:
         """The posterior where the steps ended."""
         names, steps = self.now.groups.names, tuple(self.taken)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
+        tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=4)
         return self.now.finished(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:

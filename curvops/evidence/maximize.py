@@ -39,15 +39,15 @@ def maximize(
     Args:
         post: a posterior by `co.laplace`, its prior precision a number or a vector.
         over: "scalar", one precision for all weights; "layers", one a layer (a module's parameters together);
-            "weights", one each; "noise", the variance of a Gaussian likelihood, the prior held; or "noise" with one of
-            the others, ("layers", "noise"). A search over "layers" starts at the geometric mean of the present
-            precisions in each.
+            "tensors", one a parameter tensor (a layer's weight and bias apart); "weights", one each; "noise", the
+            variance of a Gaussian likelihood, the prior held; or "noise" with one of the others, ("layers", "noise"). A
+            search over groups starts at the geometric mean of the present precisions in each.
         rtol: as in `Laplace.log_evidence`.
         xtol: relative accuracy of the maximum for these probes.
         generator: source of the probes.
         probes: how many, where γ is not exact. Over "weights" they are drawn anew in each step and averaged: the share
             of each weight keeps an error of about (probes · steps / 4)^-½.
-        steps: the most to be taken; `tuning.ending` says whether they were enough.
+        steps: the most to be taken.
         mode: where the evidence is taken, as in `Laplace.log_evidence`: at "map", the network's weights, or at
             "linear", the linear model's mode at the hyperparameters of each step, found from that before.
 
@@ -62,7 +62,7 @@ def maximize(
             cannot be made again (a sum, a matrix of one's own).
 
     Warns with `Undetermined` where the precision of single weights ends at 1e-6 or 1e6 times its start: what no output
-    depends on, say.
+    depends on, say; with `StepsSpent` where the steps ran out before the hyperparameters stopped changing.
 
     Source: MacKay 1992. At "linear" the maximum is the fixed point of `mackay`, at "map" it has another.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvops.operators import Linearization
 
-OVER = ("scalar", "layers", "weights")
+OVER = ("scalar", "layers", "tensors", "weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class PrecisionGroups:
 
 
 def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | None = None) -> PrecisionGroups:
-    """One group of all weights ("scalar"), one a layer ("layers": the module that has the parameters), one a weight."""
+    """One group of all weights ("scalar"), one a layer ("layers": a module's own parameters), a tensor or a weight."""
     selection, size = lin.model.selection, lin.num_parameters
     names: tuple[str, ...]
     if over == "scalar":
@@ -47,7 +47,7 @@ def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | 
     elif over == "weights":
         names, index = ("weights",), torch.arange(size)
     else:
-        owners = [name.rpartition(".")[0] or name for name in selection.names]
+        owners = [(over == "layers" and name.rpartition(".")[0]) or name for name in selection.names]
         names = tuple(dict.fromkeys(owners))
         places = selection.positions()
         index = torch.empty(size, dtype=torch.long)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from curvops.evidence.maximize import maximize
 from curvops.operators import KFAC, linearize
-from curvops.posterior.laplace import Laplace, laplace
-from curvops.posterior.tuning import Tuning
+from curvops.posterior.laplace import MODE_TOLERANCE, Laplace, NotAMode, laplace
+from curvops.posterior.tuning import StepsSpent, Tuning
 
 Parameters = Iterable[nn.Parameter]
 
@@ -54,11 +55,14 @@ def train(
         generator: source of the batches and of probes.
 
     Returns:
-        The posterior at the last weights and hyperparameters; `tuning.steps` are those of all updates.
+        The posterior at the last weights and hyperparameters; `tuning.steps` are those of all updates, and
+        `tuning.ending` says whether the last update was at its end.
 
     Raises:
         TypeError, ValueError: data that are no pair of tensors, numbers out of range, an optimiser with weight decay, a
             loss that is not finite (too long a step), and what `co.linearize`, `co.laplace` and `maximize` refuse.
+
+    Warns with `co.NotAMode` where training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
     """
@@ -73,7 +77,7 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
 
-    post, record = _posterior(model, data, likelihood, curvature, prior_precision), []
+    post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
     for epoch in range(1, epochs + 1):
         lin = post.lin
         layout, score = lin.model.layout, lin.likelihood.log_prob
@@ -94,10 +98,22 @@ def train(
         if epoch % every == 0 or epoch == epochs:
             post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
         if epoch % every == 0 and epoch < epochs:
-            post = maximize(post, over, generator=generator, steps=steps)
-            record.append(post.tuning)
-    taken = [each for each in record if isinstance(each, Tuning)]
-    whole = replace(taken[-1], steps=tuple(step for each in taken for step in each.steps)) if taken else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", StepsSpent)  # the next update goes on
+                post = maximize(post, over, generator=generator, steps=steps)
+            if isinstance(post.tuning, Tuning):
+                record.append(post.tuning)
+    if (gap := post.mode_gap) > MODE_TOLERANCE:
+        warnings.warn(
+            "training ended away from a mode of the posterior: the gradient of the log posterior is "
+            f"{gap:.2g} times the prior's own (0 at a mode), and evidence and posterior are those of a mode. Take more "
+            "epochs, larger batches, or an optimizer with a smaller learning rate.",
+            NotAMode,
+            stacklevel=2,
+        )
+    if not record:
+        return post
+    whole = replace(record[-1], steps=tuple(step for each in record for step in each.steps))
     return replace(post, tuning=whole)
 
 

@@ -16,7 +16,7 @@ from curvops.evidence.grid import checked_precisions
 from curvops.linalg.core.limits import check_flag
 from curvops.posterior.arguments import check_accuracy
 from curvops.posterior.laplace import Laplace, check_posterior
-from curvops.posterior.tuning import Validation
+from curvops.posterior.tuning import StepsSpent, Validation
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
 """Factors of the present value that a search tries before it looks closer."""
@@ -59,7 +59,8 @@ def validate(
             positive numbers, "noise" of another likelihood, or a curvature that cannot be made again at another noise.
 
     Warns with `Undetermined` where the best lies at the edge of what was tried: often the largest precision, under
-    which predictions are those of the network itself.
+    which predictions are those of the network itself; with `StepsSpent` where the search over both ended before it had
+    its accuracy.
     """
     check_posterior(post, "validate")
     check_accuracy(xtol, generator, "xtol")
@@ -139,8 +140,15 @@ class _Search:
             return -self.score(_moves(_moves(start)["scalar"](scale))["noise"](noise))
 
         simplex = [[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]
-        options = {"xatol": xtol, "fatol": 1e-9, "initial_simplex": simplex, "maxfev": 80}
-        minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options)
+        # The tolerance is one of the hyperparameters alone.
+        options = {"xatol": xtol, "fatol": math.inf, "initial_simplex": simplex, "maxfev": 80}
+        if not minimize(loss, [0.0, 0.0], method="Nelder-Mead", options=options).success:
+            warnings.warn(
+                "the search over prior precision and noise together tried 80 values before it had the accuracy xtol: "
+                "go on from the posterior returned, or raise xtol.",
+                StepsSpent,
+                stacklevel=3,
+            )
 
     def best(self) -> Laplace:
         post = max(self.tried, key=_value)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,6 +11,10 @@ from scipy.special import chdtri
 from torch import Tensor
 
 from curvops.linalg.core.summary import Summarised
+
+
+class StepsSpent(UserWarning):
+    """A tuning ended before its hyperparameters stopped changing: they are not those of largest evidence."""
 
 
 class Ending(Enum):
@@ -22,7 +27,7 @@ class Ending(Enum):
     )
     STEPS_SPENT = (
         "The steps were spent before the hyperparameters stopped changing. Go on from the posterior returned, or raise "
-        "steps; MacKay's update takes fewer than update='em'."
+        "steps."
     )
 
 
@@ -80,8 +85,10 @@ class Tuning(Summarised):
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
         """In which the data leave each precision: γ directions determine it as γ draws do a variance (χ²).
 
-        Of the last step; the sampling error of γ is not in it. ValueError for a level outside (0, 1).
+        Of the last step; the sampling error of γ is not in it. ValueError for a level outside (0, 1). Warns with
+        `StepsSpent` where the tuning has not converged: the interval is then not around its end.
         """
+        self._warn_of_intervals()
         last = self.steps[-1]
         low, high = _chi_squared(last.effective_parameters, level)
         return last.prior_precision * low, last.prior_precision * high
@@ -89,8 +96,9 @@ class Tuning(Summarised):
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
         """In which the data leave the noise, by the M − γ targets that are not used up by the weights.
 
-        Raises ValueError for a level outside (0, 1), and where the noise was not tuned.
+        Raises ValueError for a level outside (0, 1), and where the noise was not tuned. Warns as `prior_interval`.
         """
+        self._warn_of_intervals()
         last = self.steps[-1]
         if last.noise is None or self.targets is None:
             raise ValueError(
@@ -98,6 +106,16 @@ class Tuning(Summarised):
             )
         low, high = _chi_squared(self.targets - last.effective_parameters.sum(), level)
         return last.noise / float(high), last.noise / float(low)
+
+    def warn_of_ending(self, what: str, stacklevel: int) -> None:
+        """Warn with `StepsSpent` unless it converged; `what` is where that is said of."""
+        if self.converged:
+            return
+        faster = " update='mackay' takes fewer than update='em'." if self.method == "em" else ""
+        warnings.warn(f"{what}{self.ending.value}{faster}", StepsSpent, stacklevel=stacklevel + 1)
+
+    def _warn_of_intervals(self) -> None:
+        self.warn_of_ending("the interval is around values at which the tuning has not converged. ", stacklevel=3)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -45,7 +45,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
         if not parameter.requires_grad:
             continue
         if (layer := known.get(id(parameter))) is not None:
-            outputs = layer.out_channels // layer.groups if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
+            outputs = layer.out_channels if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
             inputs = parameter.numel() // outputs
             found[_as_glob(name)] = inputs / sw**2
         elif id(parameter) in biases:

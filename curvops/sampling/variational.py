@@ -26,7 +26,6 @@ from curvops.sampling.torch_optimizer import optimizer as in_torch
 from curvops.sampling.transition import common_arguments
 from curvops.sampling.weight_order import order_at_mean
 
-
 SETTLED = 0.1
 """A fit has settled where neither its mean, in standard deviations, nor its precision, relatively, is off by more."""
 AVERAGED = 3
@@ -50,8 +49,7 @@ class FitEnding(Enum):
         "lr=co.sampling.Cosine(lr, steps)."
     )
     NOISY = (
-        "The gradient's noise hides whether the fit has stopped moving. Take more steps, more draws= of each, or larger "
-        "batches."
+        "The gradient's noise hides whether the fit has stopped moving. More steps, more draws= or larger batches help."
     )
 
 

@@ -2,12 +2,16 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import nn
 
 import curvops as co
+from curvops.evidence.hyperparameters import Misfit
+from curvops.evidence.mackay import _FixedPoint, _left, _oscillates
 
 DOUBLE = torch.float64
 
@@ -113,7 +117,7 @@ def sides():
     return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.3)), check_mode=False)
 
 
-@pytest.mark.parametrize("prior", ["iso", "g", "layer"])
+@pytest.mark.parametrize("prior", ["iso", "g", "layer", "tensor"])
 def test_draws_agree_with_exact_counts_under_every_structure(sides, prior):
     exact = co.evidence.mackay(sides, None, 60, prior=prior)
     found = co.evidence.mackay(sides, 64, 60, prior=prior, generator=seed())
@@ -124,8 +128,9 @@ def test_draws_agree_with_exact_counts_under_every_structure(sides, prior):
     if prior == "g":
         ratio = exact.prior_precision / co.DiagonalGGN(sides.lin).entries.clamp_min(1e-6)
         torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-10, atol=0)
-    if prior == "layer":
-        assert found.tuning.groups == ("left", "right") and len(found.prior_precision.unique()) == 2
+    if prior in ("layer", "tensor"):
+        names = ("left", "right") if prior == "layer" else ("left.weight", "right.weight")
+        assert found.tuning.groups == names and len(found.prior_precision.unique()) == 2
         low, high = exact.tuning.prior_interval()
         assert bool((low < torch.tensor([1.0, 9.0])).all() and (torch.tensor([1.0, 9.0]) < high).all())
         by_gradient = co.evidence.maximize(sides, "layers", xtol=1e-7, mode="linear")
@@ -188,8 +193,75 @@ def test_mackay_that_oscillates_says_so_and_em_does_not(annotations_unchecked):
     exact = co.evidence.maximize(post, xtol=1e-6, mode="linear")
     torch.testing.assert_close(found.prior_precision, exact.prior_precision, rtol=1e-3, atol=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", co.evidence.Oscillates)
         assert not co.evidence.mackay(post, None, 5, update="em").tuning.oscillated
+
+
+@pytest.mark.parametrize("tune", ["em", "mackay", "gradient"])
+def test_steps_that_ran_out_are_said_to_have_and_so_are_their_intervals(tune, annotations_unchecked):
+    lin, *_ = linear(12, 40, alpha=2.0, noise=0.5)
+    post = co.laplace(lin, prior_precision=2000.0, check_mode=False)
+
+    def tuned(steps):
+        if tune == "gradient":
+            return co.evidence.maximize(post, ("scalar", "noise"), steps=steps, mode="linear")
+        return co.evidence.mackay(post, None, steps, update=tune, tune_noise=True)
+
+    with pytest.warns(co.evidence.StepsSpent, match="The steps were spent"):
+        found = tuned(2).tuning
+    assert not found.converged
+    for interval in (found.prior_interval, found.noise_interval):
+        with pytest.warns(co.evidence.StepsSpent, match="interval"):
+            interval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = tuned(2000).tuning
+        assert found.converged and found.prior_interval()[0] > 0 and found.noise_interval()[0] > 0
+
+
+def test_intervals_are_quantiles_of_chi_squared(annotations_unchecked):
+    """At both ends of each interval scipy's own distribution function says half of what the level leaves out."""
+    lin, *_ = linear(12, 40, alpha=2.0, noise=0.5)
+    found = co.evidence.mackay(co.laplace(lin, check_mode=False), None, 500, tune_noise=True).tuning
+    last = found.steps[-1]
+    gamma = float(last.effective_parameters)
+    for given in ({}, {"level": 0.95}, {"level": 0.5}):
+        half = (1 - given.get("level", 0.95)) / 2
+        low, high = (float(end) * gamma / float(last.prior_precision) for end in found.prior_interval(**given))
+        assert chi2.cdf(low, gamma) == pytest.approx(half, rel=1e-8)
+        assert chi2.sf(high, gamma) == pytest.approx(half, rel=1e-8)
+        low, high = (last.noise * (40 - gamma) / end for end in found.noise_interval(**given))
+        assert chi2.sf(low, 40 - gamma) == pytest.approx(half, rel=1e-8)
+        assert chi2.cdf(high, 40 - gamma) == pytest.approx(half, rel=1e-8)
+
+
+def test_what_is_left_is_the_sum_of_a_geometric_series():
+    first, ratio = torch.tensor([0.8, -0.8, 0.3]).double(), torch.tensor([0.5, -0.5, 0.9]).double()
+    found = _left([torch.ones(3).double(), first, first * ratio])
+    torch.testing.assert_close(found, sum((first * ratio).abs() * ratio.abs() ** k for k in range(1, 400)))
+    assert _left([first]).isinf().all()  # of one change no ratio is known
+    assert _left([first, -first]).isinf().all() and _left([first, 2 * first]).isinf().all()
+    assert _left([0 * first, 0 * first]).eq(0).all()
+
+
+def test_an_oscillation_alternates_beyond_its_error_bar_without_shrinking():
+    bar = torch.tensor([0.1]).double()
+    for changes, said in [
+        ((1.0, -1.0, 1.0), True), ((1.0, -0.8, 0.6), True), ((1.0, -0.8, 0.4), False), ((1.0, 1.0, 1.0), False),
+        ((1.0, -1.0, -1.0), False), ((0.09, -0.09, 0.09), False), ((-1.0, 1.0), False),
+        ((5.0, 1.0, -1.0, 1.0), True), ((0.15, -0.15, 0.12), True),
+    ]:  # fmt: skip
+        assert _oscillates([torch.tensor([each]).double() for each in changes], bar) is said, changes
+
+
+def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_most(annotations_unchecked):
+    """And the noise's error is that of γ over the targets that are left."""
+    gamma = torch.tensor([10.0]).double()
+    for stderr, bar in ((0.4, 0.01), (40.0, 0.05), (0.0, 1e-4)):
+        found = _FixedPoint._error_bar(
+            SimpleNamespace(xtol=1e-4), gamma, torch.tensor([stderr]).double(), Misfit(40.0, 7.0)
+        )
+        torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
 
 
 WRONG = {

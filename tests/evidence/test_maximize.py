@@ -50,9 +50,13 @@ def by_layer(network, each):
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("over", ["noise", ("scalar", "noise"), "layers", ("layers", "noise")])
+@pytest.mark.parametrize("over", ["noise", ("scalar", "noise"), "layers", ("layers", "noise"), ("tensors", "noise")])
 def test_the_dense_gradient_vanishes(network, curvature, over):
     post = posterior(network, CURVATURES[curvature])
+    if curvature == "KFAC" and "tensors" in over:
+        with pytest.raises(ValueError, match='bias="separate"'):
+            co.evidence.maximize(post, over)
+        return
     before, *_ = gradients(network, curvature, post)
     tuned = co.evidence.maximize(post, over, xtol=1e-9)
     value, slopes, of_noise = gradients(network, curvature, tuned)
@@ -62,6 +66,8 @@ def test_the_dense_gradient_vanishes(network, curvature, over):
     if "layers" in over:
         for layer in ("0", "2"):
             assert abs(parts[f"{layer}.weight"].sum() + parts[f"{layer}.bias"].sum()) < 1e-6
+    elif "tensors" in over:
+        assert tuned.tuning.groups == tuple(parts) and all(abs(part.sum()) < 1e-6 for part in parts.values())
     elif "scalar" in over:
         assert abs(slopes.sum()) < 1e-6 and tuned.prior_precision.ndim == 0
     else:

@@ -1,5 +1,7 @@
 """Training that tunes itself: a prior precision far off is corrected, and the network is what a good one gives."""
 
+import warnings
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -48,6 +50,25 @@ def test_the_posterior_is_at_the_last_weights_and_keeps_all_steps(digits):
     assert len(post.tuning.steps) == 4 and post.tuning.groups == ("0", "2")
     assert len(post.prior_precision.unique()) == 2
     assert isinstance(post.curvature, co.DiagonalGGN) and post.lin.num_data == 200
+
+
+def test_training_that_ends_away_from_a_mode_says_so(annotations_unchecked):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + 0.3 * torch.randn(40, 1, generator=generator).double()
+
+    def gap(epochs, lr):
+        torch.manual_seed(0)
+        optimizer = lambda p: torch.optim.Adam(p, lr)  # noqa: E731
+        options = {"epochs": epochs, "every": 1000, "optimizer": optimizer, "curvature": co.GGN}
+        return co.evidence.train(nn.Linear(2, 1).double(), (x, y), co.likelihoods.Gaussian(0.1), **options).mode_gap
+
+    with pytest.warns(co.NotAMode, match="more epochs") as caught:
+        away = gap(5, 1e-3)
+    assert away > 1 and len(caught) == 1 and "check_mode" not in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gap(800, 0.05) < 1e-2
 
 
 def test_the_noise_of_a_regression_is_found(annotations_unchecked):

@@ -113,6 +113,23 @@ def test_the_bridge_of_sure_logits_is_finite(normalised, dtype):
         torch.testing.assert_close(even, torch.full((1, 3), 1 / 3, dtype=dtype), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("c", [2, 3, 7])
+def test_the_normalised_bridge_scales_to_a_mean_variance_of_the_root_of_half_the_classes(c):
+    """Hobbhahn et al. 2022: logits that already have it, and any multiple of them, give one answer."""
+    g = generator()
+    mean, root = torch.randn(4, c, generator=g).double(), torch.randn(4, c, c, generator=g).double()
+    centring = torch.eye(c, dtype=DOUBLE) - 1 / c
+    mean, covariance = mean @ centring, centring @ root @ root.mT @ centring
+    share = covariance.diagonal(dim1=-2, dim2=-1).mean(-1) / (c / 2) ** 0.5
+    mean, covariance = mean / share.sqrt()[:, None], covariance / share[:, None, None]
+    expected = links.bridge(mean, covariance)
+    for size in (1.0, 1.01, 30.0):
+        found = links.bridge(mean * size**0.5, covariance * size, normalised=True)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    smaller = links.bridge(mean * 0.9**0.5, covariance * 0.9, normalised=True)
+    torch.testing.assert_close(smaller, links.bridge(mean * 0.9**0.5, covariance * 0.9), **TIGHT)
+
+
 def test_the_network_link_averages_the_network_at_the_draws(classes):
     draws = classes.sample(7, generator())
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.sampling.reprior_gap import plain_mean, weighted_mean
 from tests.sampling.repriors import flat, mlp, one, precision, regression, slope
 
 
@@ -68,6 +69,21 @@ def test_the_gradient_gap_of_draws_is_their_mean():
         each.append((flat(slope(rep, phi)) - flat(phi)).square().sum())
     torch.testing.assert_close(found.total.value, torch.stack(each).mean())
     torch.testing.assert_close(found.total.stderr, torch.stack(each).std() / 5**0.5)
+
+
+def test_a_weighted_mean_s_standard_error_is_the_jackknife_s_and_moves_with_no_constant():
+    generator = torch.Generator().manual_seed(0)
+    values, ratios = (torch.randn(400, generator=generator).double() for _ in range(2))
+    found, moved = weighted_mean(values, ratios), weighted_mean(values + 100, ratios)
+    torch.testing.assert_close(moved.stderr, found.stderr, rtol=1e-10, atol=0)
+    w = ratios.exp()
+    left_out = (w @ values - w * values) / (w.sum() - w)
+    assert float(found.stderr) == pytest.approx(
+        float((399 / 400 * (left_out - left_out.mean()).square().sum()).sqrt()), rel=0.02
+    )
+    plain, equal = plain_mean(values), weighted_mean(values, 0 * ratios)
+    assert float(equal.stderr) == pytest.approx(float(plain.stderr), rel=2e-3)
+    torch.testing.assert_close(plain_mean(values + 100).stderr, plain.stderr, rtol=1e-10, atol=0)
 
 
 def test_both_fall_with_the_width():

@@ -6,6 +6,7 @@ from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg import Dense, dual_descent
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.vectors import random_block
 from tests.linalg.systems import right_hand_sides, true_residuals
 
 
@@ -41,6 +42,52 @@ def test_operators_with_rows_and_the_generator():
         s = dual_descent(operator, b, noise=NOISE, batch_size=50, generator=seeded(1))
         torch.testing.assert_close(s.x, tensor.x, rtol=1e-10, atol=1e-12)
     assert not torch.equal(dual_descent(K, b, noise=NOISE, batch_size=50, generator=seeded(2)).x, tensor.x)
+
+
+def test_three_epochs_are_those_of_the_algorithm():
+    """Written out densely: steps of n/b rows' gradients, the last batch shorter, Nesterov's momentum, the average."""
+    n, batch, epochs, noise, momentum, beta = 30, 8, 3, 0.5, 0.8, 0.01
+    small = K[:n, :n]
+    b = right_hand_sides(n, 1)[:, 0]
+    y, generator = b / b.norm(), seeded()
+    alpha, average, velocity = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
+    seen = []
+    share = 100 * batch / (n * 4000)
+    for _ in range(epochs):
+        for index in torch.randperm(n, generator=generator).split(batch):
+            ahead = alpha + momentum * velocity
+            gradient = torch.zeros(n, dtype=torch.float64)
+            gradient[index] = n / len(index) * (small[index] @ ahead + noise * ahead[index] - y[index])
+            velocity = momentum * velocity - beta * gradient
+            alpha = alpha + velocity
+            average = average + share * (alpha - average)
+        seen += [average, alpha]
+    best = min(seen, key=lambda x: float((small @ x + noise * x - y).norm()))
+    told = []
+    options = {"noise": noise, "batch_size": batch, "momentum": momentum, "step_size": beta, "rtol": 1e-12}
+
+    def stop(epoch, residuals):
+        told.append(residuals)
+        if len(told) == 1 + 2 * epochs:  # the start, then the average and the last iterate of each epoch
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dual_descent(small, b, **options, maxiter=4000, generator=seeded(), callback=stop)
+    residual = float((small @ best + noise * best - y).norm())
+    assert float(told[-1][0]) == pytest.approx(residual, rel=1e-10)
+
+
+def test_the_default_step_is_one_over_the_smoothness_of_the_sampled_objective():
+    """Of K = 3 I every norm and diagonal is known: L = c + n/b (n − b)/(n − 1) c with c = 3 + noise."""
+    n, b, c = 30, 8, 3.5
+    L = c + n / b * (n - b) / (n - 1) * c
+    y, options = right_hand_sides(n, 2), {"noise": 0.5, "batch_size": b, "maxiter": 3, "rtol": 1e-12}
+    generator = seeded()
+    random_block(y, 1, generator=generator)  # what the power iterations start from
+    expected = dual_descent(3 * torch.eye(n).double(), y, step_size=1 / L, generator=generator, **options)
+    found = dual_descent(3 * torch.eye(n).double(), y, generator=seeded(), **options)
+    torch.testing.assert_close(found.x, expected.x, rtol=1e-10, atol=1e-14)
+    assert found.matvecs - expected.matvecs == 13
 
 
 def test_a_step_that_diverges_is_halved():
