@@ -18,7 +18,7 @@ from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batches, as_batches
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
-from curvops.network.likelihoods import as_likelihood
+from curvops.network.likelihoods import FromLoss, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import record_of_likelihood, recorded_likelihood
 from curvops.network.model.identity import identity_of, require_same_network
@@ -47,7 +47,7 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
         "index": model.selection.index,
         "outputs": {"shape": list(layout.shape), "class_dim": layout.class_dim},
         "tried": {"inputs": few, "outputs": outputs, "device": outputs.device.type},
-        "likelihood": record_of_likelihood(lin.likelihood) or _described(lin.likelihood, outputs),
+        "likelihood": record_of_likelihood(lin.likelihood) or _described(lin, outputs),
         "token": lin.token,
         "engine": lin.engine,
         "data": {
@@ -159,11 +159,14 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
 # The likelihood: by its arguments, or, where it holds a function, to be given again.
 
 
-def _described(likelihood: Likelihood, outputs: Tensor) -> dict[str, Any]:
-    """What tells a likelihood that cannot be stored from another: log p of targets drawn from it, if it can draw."""
-    generator = torch.Generator(device=outputs.device).manual_seed(0)
+def _described(lin: Linearization, outputs: Tensor) -> dict[str, Any]:
+    """What tells a likelihood that cannot be stored from another: log p of targets drawn from it, or of those given."""
+    likelihood, generator = lin.likelihood, torch.Generator(device=outputs.device).manual_seed(0)
     try:
-        drawn = likelihood.sample(outputs, generator)
+        if isinstance(likelihood.of_position, FromLoss):
+            drawn = next(iter(lin.data)).targets[: len(outputs)]
+        else:
+            drawn = likelihood.sample(outputs, generator)
         scores = likelihood.log_prob(outputs, drawn)
     except (TypeError, ValueError, RuntimeError):
         return {"given": repr(likelihood), "drawn": None, "scores": None}

@@ -16,7 +16,7 @@ from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.plan import EngineChoice
-from curvops.network.likelihoods import Sequences, as_likelihood
+from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
 from curvops.network.model.last_layer import last_layer
@@ -55,7 +55,8 @@ def linearize(
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
             `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
-            "classification" or "regression". A loss of torch takes outputs and targets in its own layout:
+            "classification" or "regression"; or any other loss, a function of (outputs, targets) that returns one a
+            point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A loss of torch takes outputs and targets in its own layout:
             `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the outputs last. Its `reduction` is
             not used, since likelihoods are sums. Its gradient is compared with the likelihood's on the first points.
         parameters: None (all that require a gradient), "last_layer" (the one in whose output the model's is linear,
@@ -179,28 +180,36 @@ def _check_scores(model: Model, likelihood: Likelihood, few: Inputs, targets: Te
     with torch.no_grad():
         outputs = model.raw(model.values, few)
     f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
-    likelihood.log_prob(f, rows)
+    likelihood.check_scores(f, rows)
     _warn_of_no_curvature(likelihood, f, rows)
-    if loss is not None:
+    if loss is not None and not isinstance(likelihood.of_position, FromLoss):
         require_same_loss(loss, likelihood, model.layout, outputs, y, f)
 
 
 def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn where residuals at drawn targets are zero, at these outputs and at smaller ones, far from saturation."""
+    """Warn where residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
     if not bool(likelihood.counted(y).any()):
         return  # nothing can be said of points that do not count
     generator = torch.Generator(device=f.device).manual_seed(0)
-    for g in (f, f / (1 + f.abs().max())):
+    noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
+    near = [y + 1e-3 * noise] if y.shape == f.shape and y.is_floating_point() else []
+    of_loss = isinstance(likelihood.of_position, FromLoss)
+    for g in (f, f / (1 + f.abs().max()), *near):
         try:
-            drawn = likelihood.mc_residual(_repeated(g), _repeated(y), None, generator)
+            if of_loss:
+                slopes = likelihood.hessian_product(g, noise, y)
+            else:
+                slopes = likelihood.mc_residual(_repeated(g), _repeated(y), None, generator)
         except (TypeError, ValueError, RuntimeError):
-            return  # it cannot draw
-        if bool(drawn.any()):
+            return  # it cannot draw, or is not convex
+        if bool(slopes.any()):
             return
+    why = "whatever target it draws at the first points, the gradient of log p is zero. The GGN, the Fishers and KFAC"
+    if of_loss:
+        why = "it is linear in the outputs at the first points. The GGN and KFAC"
     warnings.warn(
-        f"{likelihood} has no curvature: whatever target it draws at the first points, the gradient of log p is zero. "
-        "The GGN, the Fishers and KFAC will be zero, and a posterior the prior. Use a likelihood that changes with the "
-        "outputs.",
+        f"{likelihood} has no curvature: {why} will be zero, and a posterior the prior. Use a likelihood that changes "
+        "with the outputs, of losses one that curves.",
         NoCurvature,
         stacklevel=4,
     )

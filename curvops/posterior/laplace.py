@@ -335,6 +335,8 @@ class Laplace(GaussianWeights):
         Under a prior operator that is neither a closed form nor a curvature plus a number, its smallest eigenvalue is
         estimated too, and the reason is UNVERIFIED.
 
+        Under a loss of one's own (`co.likelihoods.FromLoss`) the likelihood is exp(−loss), without its normalising
+        constant: such evidences compare priors, and networks under one loss, but neither losses nor their options.
         The likelihood is that of the data of the curvature: for co.GGN(lin_a) + co.GGN(lin_b), of both. A matrix of
         the user's own (co.linalg.Dense, a product of operators) does not record its data, which are taken to be those
         of `lin`. The value carries gradients for the prior precision, and for the likelihood's hyperparameters where

@@ -276,8 +276,7 @@ class Predictive(ABC):
 
     def _target(self) -> Likelihood:
         """The likelihood of one position's target."""
-        likelihood = self.lin.likelihood
-        return likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
+        return self.lin.likelihood.of_position
 
     def _noise(self) -> Float[Tensor, "*C"]:
         likelihood = self._target()

@@ -16,6 +16,7 @@ from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical
 from curvops.network.likelihoods.from_distribution import FromDistribution
+from curvops.network.likelihoods.from_loss import FromLoss, required
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -28,6 +29,7 @@ __all__ = [
     "BradleyTerry",
     "Categorical",
     "FromDistribution",
+    "FromLoss",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
@@ -39,10 +41,6 @@ __all__ = [
 REMEDIES: dict[type[nn.Module], str] = {
     nn.NLLLoss: "It takes log-probabilities: say nn.CrossEntropyLoss(), which gives the same on them as on logits.",
     nn.BCELoss: "It takes probabilities: drop the model's last sigmoid and say nn.BCEWithLogitsLoss().",
-    nn.GaussianNLLLoss: (
-        "It takes the variance beside the outputs: let the model return m means, then m log variances, and say "
-        "curvops.likelihoods.HeteroscedasticGaussian(); for a known variance Gaussian(noise=variance)."
-    ),
 }
 
 
@@ -54,7 +52,9 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     point is a sample weight, given with the data); ``nn.PoissonNLLLoss(log_input=True)`` is ``Poisson()``, whether
     ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
     errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
-    ``FromDistribution``. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+    ``FromDistribution``. Any other loss of (outputs, targets), a function or a module (``nn.HuberLoss``,
+    ``nn.SmoothL1Loss``), is a ``FromLoss``; that of ``nn.GaussianNLLLoss`` takes m means, then m variances, as the
+    outputs. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
 
     Args:
         spec: a `Likelihood`, or one of those above.
@@ -62,7 +62,7 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
             torch.
 
     Raises:
-        TypeError: anything else.
+        TypeError: anything else, or a function that does not say how many arguments it takes.
         ValueError: options that have no counterpart.
     """
     if isinstance(spec, Likelihood):
@@ -75,11 +75,18 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     if spec == "regression":
         return Gaussian(noise=1.0)
     if callable(spec) and not isinstance(spec, nn.Module | type):
-        return FromDistribution(spec)
+        names = required(spec)
+        if names is None or not 1 <= len(names) <= 2:
+            raise TypeError(
+                f"{spec!r} takes neither one argument (outputs) nor two (outputs, targets), as far as can be seen. Say "
+                "which it is: curvops.likelihoods.FromDistribution(function) or .FromLoss(function)."
+            )
+        return FromDistribution(spec) if len(names) == 1 else FromLoss(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")
     raise TypeError(
         f"No likelihood for {spec!r}. {remedy} Accepted: curvops.likelihoods.Categorical(...), "
         ".Gaussian(noise=variance), .Bernoulli(...), .Poisson() and .HeteroscedasticGaussian(); instances of "
-        "torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; a function from outputs to a "
-        'torch.distributions.Distribution; "classification" and "regression".'
+        "torch.nn.CrossEntropyLoss, BCEWithLogitsLoss, PoissonNLLLoss and MSELoss; any other loss of (outputs, "
+        "targets), a module or a function, unreduced; a function from outputs to a torch.distributions.Distribution; "
+        '"classification" and "regression".'
     )

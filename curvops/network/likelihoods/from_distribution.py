@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributions
 from torch.distributions import Distribution
 
-from curvops.network.likelihoods.independent import weighted
-from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights
+from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
+from curvops.network.likelihoods.likelihood import Outputs, Weights
 
 # The points and draws on which a Hessian is looked at before it is taken for the Fisher.
 POINTS, DRAWS = 8, 64
 MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs samples and residuals alone"
 
 
-class FromDistribution(Likelihood):
+class FromDistribution(ByAutograd):
     """p(y | f) = function(f), any distribution with batch shape (n, ...); its batch dimensions are independent.
 
     Targets (n, ...) have the distribution's batch and event shape. What H is, C x C per point:
@@ -60,28 +59,6 @@ class FromDistribution(Likelihood):
             )
         return found
 
-    def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
-        return weighted(self._log_factors(f, y), w).sum(-1)
-
-    def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weighted(_recording(self._residual, f, y), w)
-
-    def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
-        """H of each point, weights included."""
-        H = _recording(self._fisher, f, y)
-        return H if w is None else H * w[:, None, None]
-
-    def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        return torch.einsum("ncd,...nd->...nc", self.fisher(f, y, w), u)
-
-    def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        values, vectors = torch.linalg.eigh(self.fisher(f, y, w))
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
-        return torch.einsum("ncd,...nd->...nc", root, z)
-
-    def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
-        return self.root_product(f, u, y, w)
-
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         found = self.distribution(f.detach())
         if generator is None:
@@ -114,11 +91,6 @@ class FromDistribution(Likelihood):
             return found.mean.reshape(len(f), -1)
         except NotImplementedError as error:
             raise TypeError(f"{self!r} gives a {type(found).__name__}, which has no mean.") from error
-
-    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        """As far as possible without outputs; shape and support are checked when targets are scored."""
-        if y.is_floating_point() and y.numel() and not bool(y.isfinite().all()):
-            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
 
     def _draw(self, found: Distribution) -> Tensor:
         try:
@@ -160,10 +132,6 @@ class FromDistribution(Likelihood):
             ) from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 
-    def _residual(self, f: Tensor, y: Tensor) -> Tensor:
-        gradient: Tensor = torch.func.grad(lambda g: -self._log_factors(g, y).sum())(f)
-        return gradient
-
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
         found = _base(self.distribution(f))
         if found.has_enumerate_support:
@@ -179,18 +147,11 @@ class FromDistribution(Likelihood):
         """The sum of p r r^T over values and factors, (n, C, C)."""
         H = torch.zeros_like(f.unsqueeze(2) * f.unsqueeze(1))
         for value in support:
-            log_p, pull = _vjp(partial(self._scored, value), f)
+            log_p, pull = vjp(partial(self._scored, value), f)
             for j in range(log_p.shape[1]):
                 (r,) = pull(torch.zeros_like(log_p).index_fill(1, torch.tensor([j], device=f.device), 1.0))
                 H = H + log_p[:, j, None, None].exp() * r.unsqueeze(2) * r.unsqueeze(1)
         return H
-
-    def _hessians(self, f: Tensor, y: Tensor) -> Tensor:
-        """Hessians (n, C, C) of -log p."""
-        _, pull = _vjp(lambda g: self._residual(g, y), f)
-        units = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
-        H = torch.stack([pull(unit.expand_as(f))[0] for unit in units], -1)
-        return (H + H.mT) / 2
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
         """Whether the Hessian was seen to be the Fisher: False where all draws were the same, so that nothing is known.
@@ -239,18 +200,3 @@ def _base(found: Distribution) -> Distribution:
     while isinstance(found, distributions.Independent):
         found = found.base_dist
     return found
-
-
-def _vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """function(f) and its pull of cotangents."""
-    result: Any = torch.func.vjp(function, f)
-    return result[0], result[1]
-
-
-def _recording(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
-    """compute(f, y), which differentiates, also where the caller records no gradients or is in inference mode."""
-    keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    with torch.inference_mode(False), torch.enable_grad():
-        f, y = (t.clone() if t.is_inference() else t for t in (f, y))
-        result = compute(f if keep or not f.requires_grad else f.detach(), y)
-    return result if keep or not result.requires_grad else result.detach()

@@ -30,6 +30,11 @@ class Likelihood(ABC):
     positions: int | None = None
     """The number of positions that a point must have; None where any will do."""
 
+    @property
+    def of_position(self) -> Likelihood:
+        """The likelihood of one position's target."""
+        return self
+
     @abstractmethod
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         """Log-likelihood of each point in nats, with its normalising constant, times the point's weight."""
@@ -85,6 +90,10 @@ class Likelihood(ABC):
         Without ``num_outputs`` (C is known only after a forward pass) whatever depends on C is left unchecked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
+
+    def check_scores(self, f: Outputs, y: Tensor) -> None:
+        """Refuse outputs and targets of the first points that do not go together."""
+        self.log_prob(f, y)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"]:
         """Which points (of sequences: positions) count: the weight not zero, the target not to be ignored."""

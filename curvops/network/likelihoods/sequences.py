@@ -35,6 +35,10 @@ class Sequences(Likelihood):
         return f"Sequences({self.likelihood!r}, positions={self.positions}, num_outputs={self.num_outputs})"
 
     @property
+    def of_position(self) -> Likelihood:
+        return self.likelihood
+
+    @property
     def output_shape(self) -> torch.Size:
         """(T, C)."""
         return torch.Size((self.positions, self.num_outputs))
@@ -90,6 +94,9 @@ class Sequences(Likelihood):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"With each of the {self.positions} positions as a point (n·T in all): {error}") from error
 
+    def check_scores(self, f: Outputs, y: Tensor) -> None:
+        self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
+
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"]:
         """Which positions count."""
         return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions))
@@ -126,5 +133,5 @@ class Sequences(Likelihood):
 
 def single_noise(likelihood: Likelihood) -> Tensor | None:
     """The noise of a Gaussian likelihood, of points or of positions, where it is one number; else None."""
-    each = likelihood.likelihood if isinstance(likelihood, Sequences) else likelihood
+    each = likelihood.of_position
     return each.noise if isinstance(each, Gaussian) and each.noise.numel() == 1 else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvops.network.data.layout import Layout
 from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.categorical import Categorical
+from curvops.network.likelihoods.from_loss import FromLoss
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.poisson import Poisson
@@ -22,7 +23,7 @@ class Reading:
     """How a class of losses is read.
 
     likelihood: made of a loss and, where it is known, the shape of a point's outputs. class_dim: the dimension of
-    (N, ...) that holds the classes. indices: whether targets may be class indices.
+    (N, ...) that holds the classes. indices: whether targets may be class indices, and outputs are never numbers.
     """
 
     likelihood: Callable[[nn.Module, torch.Size | None], Likelihood]
@@ -42,26 +43,54 @@ def _binary_cross_entropy(loss: nn.Module, shape: torch.Size | None) -> Likeliho
 
 def _poisson(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
     assert isinstance(loss, nn.PoissonNLLLoss)
-    if not loss.log_input:
-        raise ValueError("PoissonNLLLoss(log_input=False): let the model return log rates, and use log_input=True.")
-    return Poisson()
+    return Poisson() if loss.log_input else FromLoss(loss)
 
 
 def _squares(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
     return Gaussian(noise=0.5)
 
 
+def _gaussian(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
+    assert isinstance(loss, nn.GaussianNLLLoss)
+    return FromLoss(MeansAndVariances(loss))
+
+
+class MeansAndVariances(nn.Module):
+    """nn.GaussianNLLLoss of outputs (n, 2m): m means, then m variances."""
+
+    remedy = " For a GGN let the model return log variances: curvops.likelihoods.HeteroscedasticGaussian()."
+
+    def __init__(self, loss: nn.GaussianNLLLoss) -> None:
+        super().__init__()
+        self.loss, self.full, self.eps = copy.deepcopy(loss), loss.full, loss.eps
+        self.loss.__dict__["reduction"] = "none"
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape[1] != 2 * targets.shape[-1]:
+            raise ValueError(f"the outputs must be {targets.shape[-1]} means, then as many variances.")
+        mean, variance = outputs.chunk(2, -1)
+        found: Tensor = self.loss(mean, targets, variance)
+        return found
+
+
+NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
+"""Their outputs are made by the model's last layer, which belongs into the likelihood."""
+
 READINGS: dict[type[nn.Module], Reading] = {
     nn.CrossEntropyLoss: Reading(_cross_entropy, class_dim=1, indices=True),
     nn.BCEWithLogitsLoss: Reading(_binary_cross_entropy),
     nn.PoissonNLLLoss: Reading(_poisson),
     nn.MSELoss: Reading(_squares),
+    nn.GaussianNLLLoss: Reading(_gaussian),
 }
 
 
 def reading_of(spec: object) -> Reading | None:
-    """How a loss of torch is read; None for anything else."""
-    return next((reading for kind, reading in READINGS.items() if isinstance(spec, kind)), None)
+    """How a loss of torch, or one's own module, is read; None for anything else."""
+    found = next((reading for kind, reading in READINGS.items() if isinstance(spec, kind)), None)
+    if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
+        return Reading(lambda loss, shape: FromLoss(loss))
+    return found
 
 
 def require_same_loss(
@@ -96,7 +125,7 @@ def require_same_loss(
             raise ValueError(
                 f"{loss} has another gradient than {likelihood} (they differ by {float(difference):.2g}, the "
                 f"likelihood's own is {float(size):.2g}), so it is no plain {_plain(loss)}. Give the likelihood "
-                "itself: one of curvops.likelihoods, or a function from outputs to a torch.distributions.Distribution."
+                "itself, one of curvops.likelihoods; for this loss as it is curvops.likelihoods.FromLoss(loss)."
             )
 
 

@@ -210,10 +210,8 @@ def test_losses_that_stand_for_them() -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "remedy"),
     [
-        (nn.PoissonNLLLoss(log_input=False), ValueError, "return log rates, and use log_input=True"),
         (nn.NLLLoss(), TypeError, r"say nn.CrossEntropyLoss\(\)"),
         (nn.BCELoss(), TypeError, r"drop the model's last sigmoid and say nn.BCEWithLogitsLoss\(\)"),
-        (nn.GaussianNLLLoss(), TypeError, r"then m log variances, and say curvops.likelihoods.HeteroscedasticGaussian"),
     ],
     ids=str,
 )

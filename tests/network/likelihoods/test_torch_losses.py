@@ -211,7 +211,7 @@ BAD: dict[str, tuple[Any, tuple[int, ...], Tensor, type, str]] = {
     "weights of another size": (BCE(pos_weight=torch.ones(4)), (C,), events(C), ValueError, "does not broadcast"),
     "targets of another shape": (BCE(), (1,), events(), ValueError, r"Use y.unsqueeze\(-1\)"),
     "squares of integers": (nn.MSELoss(), (C,), labels(C), TypeError, r"Convert with y.float\(\)"),
-    "rates": (nn.PoissonNLLLoss(log_input=False), (C,), counts(C), ValueError, "use log_input=True"),
+    "rates": (nn.PoissonNLLLoss(log_input=False), (C,), counts(C), ValueError, "NaN or infinite at the first points"),
     "half counts": (nn.PoissonNLLLoss(), (C,), counts(C) / 2, ValueError, "whole numbers"),
     "weights of other positions": (co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C), ValueError,
                                    "is for 2 positions a point; given 3"),

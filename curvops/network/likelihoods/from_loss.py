@@ -1,0 +1,178 @@
+"""What is the likelihood of a loss that is no distribution's: exp(−loss), of which a posterior is a Gibbs posterior."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from curvops.network.likelihoods.by_autograd import ByAutograd
+from curvops.network.likelihoods.likelihood import Outputs, Weights
+
+OF_TARGETS = ("target", "targets", "label", "labels", "y", "y_true", "truth")
+
+
+class FromLoss(ByAutograd):
+    """The log-likelihood −loss(outputs, targets) of each point, up to a constant that a loss does not know.
+
+    The function takes outputs (n, C) and targets as the data give them, and returns a loss a point, unreduced: (n,), or
+    in the shape of the outputs or the targets, whose entries are summed. A torch loss is called with
+    ``reduction="none"``; its other options count. H is the Hessian of the loss in the outputs, by C gradients a
+    product: where an eigenvalue is negative there is no GGN, and a ValueError says so (looking waits for the device
+    once a batch). Where H vanishes, as in the tails of a Huber loss, a point adds nothing.
+
+    A posterior of it is the Gaussian approximation of exp(−loss) times the prior, a Gibbs or generalised posterior
+    (Bissiri, Holmes & Walker 2016): its spread has the scale that the loss has, `temperature` sets another. Evidences
+    lack the loss's normalising constant: they compare priors under one loss, not losses or their options. Nothing is
+    drawn: Monte-Carlo Fishers raise TypeError. Tensors inside a function must have the outputs' device.
+
+    Args:
+        function: the loss, a module of torch or any function of (outputs, targets).
+
+    Raises:
+        TypeError: no function of two arguments, or one whose first is named as the targets.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        names = required(function)
+        if names is not None and len(names) != 2:
+            raise TypeError(
+                f"a loss is a function of (outputs, targets); {_named(function)} takes ({', '.join(names)})."
+            )
+        if names and names[0] in OF_TARGETS and names[1] not in OF_TARGETS:
+            raise TypeError(
+                f"a loss takes the outputs first; {_named(function)} takes ({', '.join(names)}). Swap them: lambda "
+                "outputs, targets: loss(targets, outputs)."
+            )
+        if isinstance(function, nn.Module):
+            function = copy.deepcopy(function).requires_grad_(False)
+            if hasattr(function, "reduction"):
+                function.__dict__["reduction"] = "none"
+        self.function = function
+        self._target_shape: torch.Size | None = None
+
+    def __repr__(self) -> str:
+        return f"FromLoss({_named(self.function)})"
+
+    def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
+        """All targets have one shape, that of the first: a loss would broadcast another without a word."""
+        super().check_targets(y, num_outputs)
+        if self._target_shape not in (None, y.shape[1:]):
+            raise ValueError(
+                f"{self!r} was given targets of shape {('n', *self._target_shape)}, and now {tuple(y.shape)}."
+            )
+        self._target_shape = y.shape[1:]
+
+    def check_scores(self, f: Outputs, y: Tensor) -> None:
+        """Raise ValueError unless the loss of each point is finite, its own, and changes with the outputs."""
+        losses = -self._log_factors(f, y.clone())
+        if not bool(losses.isfinite().all()):
+            raise ValueError(f"{self!r} is NaN or infinite at the first points, at outputs {f[0].tolist()}.")
+        alone = -self._log_factors(f[:1], y[:1].clone())
+        if alone.shape[1] != losses.shape[1] or not bool((alone[0] - losses[0]).abs().max() <= _slack(losses)):
+            raise ValueError(
+                f"{self!r}: the loss of a point depends on the other points of its batch. Do the targets "
+                f"{tuple(y.shape)} broadcast against the outputs {tuple(f.shape)}? For one output use y.unsqueeze(-1); "
+                "take no mean over points."
+            )
+        random = torch.randn(f.shape, dtype=f.dtype, generator=torch.Generator().manual_seed(0)).to(f.device)
+        try:
+            known = any(bool(self.residual(at, y.clone()).any()) for at in (f, random))
+        except RuntimeError as error:
+            hint = (
+                "" if y.is_floating_point() else f" Give floating targets, y.float(), where {y.dtype} are no classes."
+            )
+            raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
+        if not known:
+            raise ValueError(
+                f"{self!r} has no gradient in the outputs: is there a detach(), an argmax or a comparison in it? A "
+                "loss to be minimised is a differentiable function of the outputs, its first argument."
+            )
+
+    def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
+        raise TypeError(
+            f"{self!r} is a loss, not a distribution of targets: there is nothing to draw. Use co.GGN(lin), "
+            "fisher='exact', or co.EmpiricalFisher(lin); or give the distribution itself, a function from outputs to a "
+            "torch.distributions.Distribution."
+        )
+
+    def mc_residual(
+        self,
+        f: Outputs,
+        y: Tensor,
+        w: Weights = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        return self.sample(f, generator)
+
+    def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
+        return self.sample(f)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FromLoss:
+        new = copy.copy(self)
+        if isinstance(self.function, nn.Module):
+            new.function = copy.deepcopy(self.function).to(device=device, dtype=dtype)
+        return new
+
+    def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
+        try:
+            found = self.function(f, y)
+        except Exception as error:
+            raise ValueError(
+                f"{self!r} cannot score outputs of shape {tuple(f.shape)} and targets of shape {tuple(y.shape)} "
+                f"({y.dtype}): {error} It is called as loss(outputs, targets)."
+            ) from error
+        if not isinstance(found, Tensor):
+            raise TypeError(f"{self!r} returns {type(found).__name__}, expected a tensor of losses ({len(f)},).")
+        if found.shape not in {f.shape[:1], f.shape, y.shape, (len(f), 1)}:
+            hint = " Is it reduced? Return a loss a point, reduction='none'." if found.ndim == 0 else ""
+            raise ValueError(
+                f"{self!r} made outputs {tuple(f.shape)} and targets {tuple(y.shape)} into {tuple(found.shape)}; "
+                f"expected a loss a point, ({len(f)},), or the shape of outputs or targets.{hint}"
+            )
+        return -found.reshape(len(f), -1).to(f.dtype)
+
+    def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
+        try:
+            H = self._hessians(f, y)
+        except RuntimeError as error:
+            raise ValueError(f"{self!r} has no second derivatives: {error}. Take co.EmpiricalFisher(lin).") from error
+        lowest = torch.linalg.eigvalsh(H.detach())[:, 0] if len(H) else H.new_zeros(1)
+        if not bool(lowest.min() >= -_slack(H)):
+            raise ValueError(
+                f"{self!r} is not convex in the outputs: its Hessian has an eigenvalue of {float(lowest.min()):.3g} at "
+                "a training point, so that there is no GGN. Take co.Hessian(lin), with a prior above its lowest "
+                f"eigenvalue, or co.EmpiricalFisher(lin).{getattr(self.function, 'remedy', '')}"
+            )
+        return H
+
+
+def required(function: Any) -> list[str] | None:
+    """The names of the arguments that a function must be given by position; None where they cannot be told."""
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
+    try:
+        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in found):
+        return None
+    return [p.name for p in found if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+
+def _slack(x: Tensor) -> Tensor:
+    """What rounding may make of zero beside the largest entry."""
+    return torch.finfo(x.dtype).eps ** 0.5 * x.detach().abs().max()
+
+
+def _named(function: Any) -> str:
+    if not isinstance(function, nn.Module):
+        return str(getattr(function, "__name__", function))
+    options = {name: value for name, value in vars(function).items() if isinstance(value, bool | int | float)}
+    said = ", ".join(f"{name}={value}" for name, value in options.items() if name[0] != "_" and name != "training")
+    return f"{type(function).__name__}({said})"
