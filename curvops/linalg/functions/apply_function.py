@@ -26,16 +26,19 @@ from curvops.linalg.core.vectors import (
     describe_square,
     norm,
     put,
+    random_block,
     shaped_as,
     zero_block,
 )
-from curvops.linalg.functions.ritz import SpectralFunction, approximants
+from curvops.linalg.functions.ritz import LEAST_DEPTH, ROUNDING, Approximants, SpectralFunction, approximants
 from curvops.linalg.solvers.systems import Callback, check
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity
 from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
+# Steps from a random start that show where the spectrum is.
+SEEN_DEPTH = 10
 
 
 def apply_function(
@@ -69,8 +72,9 @@ def apply_function(
     Returns:
         A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
         budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
-        PRECISION_LIMIT: rounding in A's dtype outweighs the rest. SINGULAR: f has no value at an eigenvalue
-        that is zero to working precision; the value is the last approximant that was defined, or zero.
+        PRECISION_LIMIT: rounding in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside
+        max |f| ‖b‖; an estimate of inf says that nothing is known of the value but that. SINGULAR: f has no value at
+        an eigenvalue that is zero to working precision; the value is the last approximant that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
@@ -78,7 +82,9 @@ def apply_function(
             100 eps ‖A‖ of 0 counts as 0.
 
     Before a column counts as converged the error estimate evaluates f at about a thousand points near the Ritz values,
-    so that a step or a peak between them is resolved, by up to n products. It cannot detect a narrower peak, nor an
+    so that a step or a peak between them is resolved, by up to n products. Where a column ends after few steps, and f
+    may be so large elsewhere that rounding in b would count, ten products from a random start look for the rest of the
+    spectrum, once; without the budget for them the column is UNVERIFIED. It cannot detect a narrower peak, nor an
     eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
@@ -118,6 +124,8 @@ class FunctionRun:
         self.wanted = min(B.shape[0], MOST_ITERATIONS if maxiter is None else maxiter)
         size = B.shape[0], B.dtype.itemsize, max(1, len(self.live)), memory_budget
         self.limit = depth_within(self.wanted, *size)
+        self.given = multiply, memory_budget
+        self.seen, self.looked = torch.zeros(0, dtype=torch.float64), 0
         self.run = LockStep(
             multiply, self.usable.scaled(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
         )
@@ -132,7 +140,7 @@ class FunctionRun:
 
     @property
     def matvecs(self) -> int:
-        return self.run.matvecs
+        return self.run.matvecs + self.looked
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
@@ -144,7 +152,7 @@ class FunctionRun:
             if target > self.run.capacity:
                 self.run.reserve(min(self.limit, 2 * target))
             self.run.extend(target)
-            self._judge(rtol)
+            self._judge(rtol, budget)
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
@@ -154,7 +162,7 @@ class FunctionRun:
         for k in self.active:
             self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else reason
 
-    def _judge(self, rtol: float) -> None:
+    def _judge(self, rtol: float, budget: int | None) -> None:
         """Estimate the errors of the active columns, and say which are done, and why."""
         if self.run.skewed:
             for k in self.active:
@@ -172,8 +180,14 @@ class FunctionRun:
         for m, together in by_depth.items():
             T = torch.stack([self.run.tridiagonal(k) for k in together])
             beta = self.run.betas[together, m - 1]
-            found = approximants(T, beta, self.f, self.run.scale, rtol)
-            truncation, rounding = found.relative()
+            given = T, beta, self.run.dropped[together], self.f, self.run.scale, rtol
+            found = approximants(*given, self.seen)
+            doubted = self._doubted(found, beta, rtol)
+            if bool(doubted.any()) and not len(self.seen) and self._look_around(budget):
+                found = approximants(*given, self.seen)
+            if len(self.seen):
+                doubted[:] = False
+            errors = found.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
                 if not bool(found.known[i]):
@@ -181,20 +195,49 @@ class FunctionRun:
                         self._stop(k, Reason.SINGULAR)
                     continue
                 self.best[k] = found.coefficients[i]
-                self.errors[int(self.live[k])] = truncation[i] + rounding[i]
-                reason = self._reason(float(truncation[i]), float(rounding[i]), complete, rtol)
+                self.errors[int(self.live[k])] = errors[i]
+                reason = self._reason(float(errors[i]), float(found.rounding[i]), bool(found.settled[i]), rtol)
                 self.unverified.discard(k)
                 if reason is not None and bool(found.verified[i]):
-                    self._stop(k, reason)
+                    self._stop(k, Reason.UNVERIFIED if bool(doubted[i]) else reason)
                 elif reason is Reason.CONVERGED:
                     self.unverified.add(k)
 
-    def _reason(self, truncation: float, rounding: float, complete: bool, rtol: float) -> Reason | None:
-        if truncation + rounding <= rtol:
+    def _reason(self, error: float, rounding: float, settled: bool, rtol: float) -> Reason | None:
+        if error <= rtol:
             return Reason.CONVERGED
-        if not math.isfinite(rounding):
-            return Reason.SINGULAR if complete or truncation <= rtol else None
-        return Reason.PRECISION_LIMIT if complete or truncation <= 0.1 * rounding else None
+        if not settled:
+            return None
+        return Reason.PRECISION_LIMIT if math.isfinite(rounding) else Reason.SINGULAR
+
+    def _doubted(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
+        """Columns to end whose few Ritz values leave open where the spectrum is, and f may be large in the rest."""
+        m = found.coefficients.shape[1]
+        if m == self.run.n:
+            return torch.zeros_like(found.settled)
+        few = found.settled & found.known & ((beta == 0) | (m < SEEN_DEPTH))
+        if not bool(few.any()):
+            return few
+        threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)
+        return few & (threat > torch.maximum(found.rounding, 0.1 * rtol * found.coefficients.norm(dim=1)))
+
+    def _look_around(self, budget: int | None) -> bool:
+        """Ritz values of a short run from a random start, within what is left of the budgets; whether there are any."""
+        store, (multiply, room) = self.run.store, self.given
+        left = None if room is None else room - store.shape[0] * store.shape[1] * store.dtype.itemsize
+        depth = depth_within(SEEN_DEPTH, store.shape[0], store.dtype.itemsize, 1, left)
+        depth = depth if budget is None else min(depth, budget - self.matvecs)
+        if depth < LEAST_DEPTH:
+            return False
+        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's stays as it is
+        run = LockStep(multiply, random_block(self.B, 1, "gaussian", generator), depth)
+        run.extend(depth)
+        self.looked += run.matvecs
+        T = run.tridiagonal(0)
+        if not bool(torch.isfinite(T).all()):
+            return False
+        self.seen = torch.linalg.eigvalsh(T)
+        return True
 
     def _stop(self, k: int, reason: Reason) -> None:
         self.reasons[int(self.live[k])] = reason

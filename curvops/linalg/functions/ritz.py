@@ -8,11 +8,16 @@ while the error stagnates.
 
 The largest value is sought at few points as long as they show an error above the tolerance. Before an error is accepted
 as small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
+
+Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. Where f(A) b is tiny beside max |f| ‖b‖,
+those outweigh it, and T may know nothing of them: of a b near an eigenvector it has a single entry. Their part is found
+at the same points, which cover all of the spectrum that this run or one from a random start (``seen``) has found.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +35,8 @@ POINTS_BELOW = 24
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
 AT_ONCE = 1024
+# Of the points in a gap, those that count where an eigenvalue may lie unseen: a pole of f takes the others.
+ALL_BUT_A_POLE = 0.9
 # With fewer steps too little of the spectrum is known for any estimate.
 LEAST_DEPTH = 3
 # Numbers this close, relative to the largest, are one.
@@ -41,6 +48,7 @@ class Approximants(NamedTuple):
 
     ``known`` is False where f has no value on a Ritz value that is zero to working precision; y is 0 there.
     ``verified`` is False where too little of the spectrum was seen for the estimate to mean anything.
+    ``settled`` says where more steps help no more: within the tolerance, below rounding, or the space is complete.
     """
 
     coefficients: Float[Tensor, "K m"]
@@ -48,14 +56,12 @@ class Approximants(NamedTuple):
     rounding: Float[Tensor, " K"]
     known: Bool[Tensor, " K"]
     verified: Bool[Tensor, " K"]
+    settled: Bool[Tensor, " K"]
 
-    def relative(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
-        """Truncation and rounding over ‖y‖; where f(T) e₁ = 0 exactly, no error counts as none."""
-        sizes = self.coefficients.norm(dim=1)
-        return tuple(  # type: ignore[return-value]
-            torch.where(part == 0, 0.0, torch.where(sizes == 0, math.inf, part / sizes))
-            for part in (self.truncation, self.rounding)
-        )
+    def relative(self) -> Float[Tensor, " K"]:
+        """The error over the least that ‖f(T) e₁‖ can be within rounding: ∞ where that is 0, but 0 for no error."""
+        error, least = self.truncation + self.rounding, (self.coefficients.norm(dim=1) - self.rounding).clamp_min(0)
+        return torch.where(error == 0, 0.0, torch.where(least == 0, math.inf, error / least))
 
 
 class SpectralFunction:
@@ -77,6 +83,12 @@ class SpectralFunction:
             got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"f must return a real tensor of the shape it is given, {tuple(flat.shape)}, got {got}.")
         return y.to(x).reshape(x.shape)
+
+    def largest_within(self, size: float) -> float:
+        """The largest finite |f| found on [−size, size], where all eigenvalues of a matrix of that norm are."""
+        x = torch.linspace(-size, size, 2 * MOST_POINTS + 1, dtype=torch.float64)
+        y = self.quietly(x).abs()
+        return float(y[torch.isfinite(y)].amax()) if bool(torch.isfinite(y).any()) else 0.0
 
     def at_zero(self) -> float:
         """f(0), which need not be finite."""
@@ -111,9 +123,19 @@ class SpectralFunction:
 
 
 def approximants(
-    T: Float[Tensor, "K m m"], beta: Float[Tensor, " K"], f: SpectralFunction, size: float, rtol: float
+    T: Float[Tensor, "K m m"],
+    beta: Float[Tensor, " K"],
+    dropped: Float[Tensor, " K"],
+    f: SpectralFunction,
+    size: float,
+    rtol: float,
+    seen: Float[Tensor, " s"],
 ) -> Approximants:
-    """f(T) e₁ for each T, and its errors; those within rtol are estimated once more, at many more points."""
+    """f(T) e₁ for each T, and its errors; of those that are settled, once more at many more points.
+
+    ``dropped`` is the β below rounding level at which a space counted as complete (β = 0); ``seen`` holds Ritz values
+    of a run from a random start, if there was one.
+    """
     nodes, V = torch.linalg.eigh(T)
     values = f.on_ritz_values(nodes, size)
     known = torch.isfinite(values).all(1)
@@ -121,16 +143,26 @@ def approximants(
     y = torch.einsum("kij,kj->ki", V, values * V[:, 0])
     rounding = _rounding(T, nodes, V, y, f, size)
     residuals = beta[:, None] * V[:, -1].abs()
-    truncation = _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f))
-    passed = truncation + rounding <= rtol * y.norm(dim=1)
-    again = (known & passed & (beta != 0)).nonzero().flatten()
-    if len(again):
-        between = _points_between(nodes[again], residuals[again], f)
-        finer = _truncation(nodes[again], V[again], values[again], beta[again], f, between)
-        truncation[again] = torch.maximum(truncation[again], finer)
+    truncation, allowed = (
+        _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f)),
+        rtol * y.norm(dim=1),
+    )
+    for k in (known & _settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
+        elsewhere = _rounding_elsewhere(nodes[k], V[k], values[k], float(dropped[k]), f, size, seen)
+        rounding[k] = rounding[k].clamp_min(elsewhere)
+        if beta[k] != 0:
+            here = slice(k, k + 1)
+            between = _points_between(*_outermost(nodes[here], residuals[here], f), seen)
+            finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between[None])
+            truncation[k] = torch.maximum(truncation[k], finer[0])
     # Where f is 0 at every Ritz value, f(A) b may be anything in comparison.
     truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
-    return Approximants(y, truncation, rounding, known, (beta == 0) | (T.shape[1] >= LEAST_DEPTH))
+    verified = (beta == 0) | (T.shape[1] >= LEAST_DEPTH)
+    return Approximants(y, truncation, rounding, known, verified, _settled(truncation, rounding, allowed, beta))
+
+
+def _settled(truncation: Tensor, rounding: Tensor, allowed: Tensor, beta: Tensor) -> Bool[Tensor, " K"]:
+    return (beta == 0) | (truncation <= torch.maximum(allowed - rounding, 0.1 * rounding))
 
 
 def _truncation(
@@ -139,22 +171,46 @@ def _truncation(
     """The largest |h| at these points, where f is finite."""
     found = torch.zeros_like(beta)
     for k in (beta != 0).nonzero().flatten().tolist():
-        largest = [_residual(x, nodes[k], values[k], V[k, -1] * V[k, 0], f) for x in points[k].split(AT_ONCE)]
-        found[k] = beta[k] * max(largest) if max(largest) > -math.inf else math.inf
+        weights, largest = V[k, -1] * V[k, 0], -math.inf
+        for _, gaps, rises in _differences(points[k], nodes[k], values[k], f):
+            largest = max(largest, float(((rises / gaps) @ weights).abs().nan_to_num(-math.inf, math.inf).amax()))
+        found[k] = beta[k] * largest if largest > -math.inf else math.inf
     return found
 
 
-def _residual(x: Tensor, nodes: Tensor, values: Tensor, weights: Tensor, f: SpectralFunction) -> float:
-    """The largest |Σᵢ wᵢ f[x, θᵢ]| at these points where f is finite; −∞ where it is at none."""
-    y = f.quietly(x)
-    x, y = x[torch.isfinite(y)], y[torch.isfinite(y)]
-    if not len(x):
-        return -math.inf
-    gaps = x[:, None] - nodes
-    # Points closer to a Ritz value than its own rounding say nothing of f between the two.
-    apart = gaps.abs() > SAME * nodes.abs().amax()
-    slopes = torch.where(apart, (y[:, None] - values) / torch.where(apart, gaps, 1.0), 0.0)
-    return float((slopes @ weights).abs().amax())
+def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
+    """F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
+    for part in x.split(AT_ONCE):
+        y, gaps = f.quietly(part), part[:, None] - nodes
+        y = torch.where(torch.isfinite(y), y, math.nan)
+        # Points closer to a Ritz value than its own rounding say nothing of f between the two.
+        apart = gaps.abs() > SAME * nodes.abs().amax()
+        yield y, torch.where(apart, gaps, 1.0), torch.where(apart | y.isnan()[:, None], y[:, None] - values, 0.0)
+
+
+def _rounding_elsewhere(
+    nodes: Tensor, V: Tensor, values: Tensor, dropped: float, f: SpectralFunction, size: float, seen: Tensor
+) -> float:
+    """What eps ‖b‖, eps ‖A‖ and a dropped β can bring in along an eigenvector anywhere in the spectrum.
+
+    A perturbation of A by E adds (f(x) − f(θ))/(x − θ) times its entry of E along the eigenvector of x, but no more
+    than a full turn of the eigenvectors, f(x) − f(θ). A tenth of each gap is left out: f may have a pole there.
+    """
+
+    def brought_in(x: Tensor) -> Tensor:
+        found = []
+        for y, gaps, rises in _differences(x, nodes, values, f):
+            turned = (rises * (level / gaps.abs()).clamp_max(1.0)).square() @ first.square()
+            carried = dropped * ((rises / gaps) @ (last * first)).abs()
+            found.append((f.eps * y.abs() + turned.sqrt() + carried).nan_to_num(0.0))
+        return torch.cat(found)
+
+    edges, level, first, last = torch.cat([nodes, seen]).sort().values, f.eps * size, V[0], V[-1]
+    largest = brought_in(edges).amax()
+    if len(edges) > 1:
+        between = brought_in(_points_between(edges)).unflatten(0, (len(edges) - 1, -1))
+        largest = torch.maximum(largest, between.quantile(ALL_BUT_A_POLE, dim=1).amax())
+    return float(largest)
 
 
 def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor]:
@@ -175,14 +231,19 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float
     return torch.cat([low, high, middles, geometric, below], 1)
 
 
-def _points_between(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
-    """Points that leave no feature of f unseen: all over the range, denser towards each Ritz value."""
+def _outermost(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, ...]:
+    """The Ritz values of one column, and the ends of where eigenvalues are expected."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
-    edges = torch.cat([torch.where(first > 0, floor, low), nodes, high], 1)
-    count = max(LEAST_BETWEEN, MOST_POINTS // edges.shape[1])
-    share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=nodes.dtype) / (count + 1))) / 2
-    return (edges[:, :-1, None] + edges.diff(dim=1)[:, :, None] * share).flatten(1)
+    return torch.where(first > 0, floor, low)[0], nodes[0], high[0]
+
+
+def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
+    """Points that leave no feature of f unseen: all over the range of these, denser towards each."""
+    edges = torch.cat(parts).sort().values
+    count = max(LEAST_BETWEEN, MOST_POINTS // len(edges))
+    share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=edges.dtype) / (count + 1))) / 2
+    return (edges[:-1, None] + edges.diff()[:, None] * share).flatten()
 
 
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:

@@ -143,9 +143,9 @@ class LockStep:
     """Lanczos for K start vectors at once: one block product a step, each vector with its own basis.
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
-    ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, and
-    ``done`` (K,) says whose Krylov space has become invariant. ``extend`` may be called again to go deeper; ``most`` is
-    how deep memory allows it.
+    ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, ``done``
+    (K,) says whose Krylov space has become invariant, and ``dropped`` (K,) is the last beta, which counted as 0 there.
+    ``extend`` may be called again to go deeper; ``most`` is how deep memory allows it.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class LockStep:
         self.betas = torch.zeros(self.K, 0, dtype=torch.float64)
         self.depths = torch.zeros(self.K, dtype=torch.long)
         self.done = torch.zeros(self.K, dtype=torch.bool)
+        self.dropped = torch.zeros(self.K, dtype=torch.float64)
         self.scale = 0.0
         self.gaps, self.images = torch.zeros(2, self.K, dtype=torch.float64)
         self.matvecs = 0
@@ -262,8 +263,9 @@ class LockStep:
         self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
         # What is left after two passes is rounding once it falls to eps times the largest image seen.
         ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
+        self.dropped[live] = torch.where(ended, beta_host, 0.0)
         if m + 1 == self.n:
-            ended[:] = True
+            ended[:] = True  # no direction is left
         beta_host = torch.where(ended & torch.isfinite(beta_host), 0.0, beta_host)
         alphas, betas = torch.zeros(2, self.K, 1, dtype=torch.float64)
         alphas[live, 0], betas[live, 0] = alpha_host, beta_host
