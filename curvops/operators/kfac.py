@@ -15,7 +15,7 @@ from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.direct_sum import OfDirectSum
+from curvops.linalg.operators.direct_sum import OfDirectSum, OfProducts
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.operators.fisher import DrawnInPassing, output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
@@ -25,28 +25,15 @@ from curvops.operators.reading import OfLinearization, Stored, made_of
 
 
 class OfLayerBlocks(OfDirectSum):
-    """The closed form of KFAC or EKFAC plus a prior, which says what to do with a prior that it does not take."""
+    """Layer by layer; a layer that is too large for Cholesky has a closed form under one number alone."""
 
-    def _form(self, i: int, damped: Any) -> ClosedForm:
-        form = super()._form(i, damped)
-        try:
-            form.require_fit()
-        except ValueError:
-            own = type(self.base)
-            kind = "KFAC" if own is LayerBlocks else own.__name__  # a multiple of one, or a sum of several
-            raise ValueError(
-                f"{kind} + prior has a closed form only where the prior precision is one number per layer; what is "
-                f"added to it (the prior, and any DiagonalGGN of the curvature) varies within block {i} "
-                f"({', '.join(self.base.names[i])}). Use one prior precision a layer, {kind} with "
-                'bias="separate" where weights and biases have their own, or a curvature that takes any prior '
-                "precision: DiagonalGGN, low_rank(GGN(lin)), or the GGN itself. Solves alone work with this one by CG, "
-                f"{kind}(lin).add_diagonal(prior).cg(B); an EKFAC whitened by the prior is not available."
-            ) from None
-        return form
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return not any(isinstance(form, OfProducts) for form in OfDirectSum(base, shift).forms)
 
 
 class LayerBlocks(DirectSum):
-    """What KFAC and EKFAC share: a block for each layer's parameters, damped by a diagonal prior alone."""
+    """What KFAC and EKFAC share: a block for each layer's parameters."""
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OfLayerBlocks
 
@@ -73,8 +60,7 @@ class LayerBlocks(DirectSum):
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
             raise ValueError(
-                f"the prior is a matrix {tuple(diag.shape)}, but {type(self).__name__} has closed forms only under a "
-                "diagonal one that is constant in each layer: give a number, or a vector (D,). A matrix can be added, "
+                f"the diagonal is a matrix {tuple(diag.shape)}: give a number or a vector (D,). A matrix can be added, "
                 f"{type(self).__name__} + prior, and is solved with by conjugate gradients."
             )
         return super().add_diagonal(diag)

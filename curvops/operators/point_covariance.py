@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.operators.jacobian import Jacobian, selected_rows
 from curvops.operators.kfac import LayerBlocks
-from curvops.operators.kfac_factors import PARTS, Sides, kept_entries, members, rotate
+from curvops.operators.kfac_factors import PARTS, Sides, members, rotate
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.moments import block_bytes, row_blocks
 
@@ -110,7 +110,7 @@ def _metric(model: Model, precision: Damped, form: Any) -> Metric | None:
     if isinstance(form, OfDiagonal):
         return Elementwise(model, form.inverse_diagonal())
     if isinstance(form, OfDirectSum) and isinstance(precision.base, LayerBlocks):
-        return InEigenbases(model, dict(zip(precision.base.names, form.forms)))
+        return InEigenbases(model, precision.base, form)
     return InDenseBlocks(model, form) if isinstance(form, OfDirectSum) else None
 
 
@@ -250,17 +250,23 @@ class Elementwise(Metric):
 class InEigenbases(Metric):
     """KFAC or EKFAC plus a prior: by name, the form of each block."""
 
-    def __init__(self, model: Model, forms: Mapping[tuple[str, ...], Any]) -> None:
-        self.forms, self.positions = forms, model.selection.positions()
+    def __init__(self, model: Model, blocks: LayerBlocks, form: OfDirectSum) -> None:
+        self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.forms))
+        self.parts = dict(zip(blocks.names, blocks.partition.parts))
+        self.positions = model.selection.positions()
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the layers were found otherwise when the curvature was built."""
         whole, parts = self.forms.get(group.names), members(group, self.forms)
         if whole is not None and not isinstance(whole, OfEigenKronecker):
-            kept = kept_entries(self.positions, group.names)
+            order = _order(self.positions, group.names, self.parts[group.names])
+            if order is None:
+                return False
             for part, rows in _rows(target, group, most_bytes):
-                _add_solved(part, rows[..., kept], whole)
+                _add_solved(part, rows[..., order.to(rows.device)], whole)
             return True
+        if not all(isinstance(self.forms[names], OfEigenKronecker) for names, _ in parts):
+            return False
         for names, matrices in parts:
             _add(target, matrices, self._of_layer(names), most_bytes)
         return bool(parts)
@@ -279,7 +285,7 @@ class InEigenbases(Metric):
         whole = tuple(sorted(names.values()))
         if isinstance(self.forms.get(whole), OfEigenKronecker):
             return [(self._of_layer(whole), inputs)]
-        if not all((name,) in self.forms for name in names.values()) or len(names) == 1:
+        if not all(isinstance(self.forms.get((name,)), OfEigenKronecker) for name in names.values()) or len(names) == 1:
             return None
         return [(self._of_layer((names[local],)), inputs[:, part]) for local, part in PARTS.items()]
 
@@ -289,22 +295,34 @@ class InDenseBlocks(Metric):
 
     def __init__(self, model: Model, form: OfDirectSum) -> None:
         self.positions = model.selection.positions()
-        self.forms = {}
-        for part, own in zip(form.base.partition.parts, form.forms):
-            index = torch.arange(part.start, part.stop) if isinstance(part, range) else part.cpu()
-            self.forms[int(index.min())] = index, own
+        parts = form.base.partition.parts
+        self.forms = {
+            int(part[0] if isinstance(part, range) else part.min()): (part, own) for part, own in zip(parts, form.forms)
+        }
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the group's weights are not those of one block."""
         entries = torch.cat([self.positions[name].flatten() for name in group.names])
-        kept = (entries >= 0).nonzero().squeeze(1)
-        order = kept[entries[kept].argsort()]
-        index, form = self.forms.get(int(entries[kept].min()), (None, None)) if len(kept) else (None, None)
-        if index is None or not torch.equal(index, entries[order]):
-            return not len(kept)
+        if not bool((entries >= 0).any()):
+            return True
+        positions, form = self.forms.get(int(entries[entries >= 0].min()), (range(0), None))
+        order = _order(self.positions, group.names, positions)
+        if order is None:
+            return False
         for part, rows in _rows(target, group, most_bytes):
             _add_solved(part, rows[..., order.to(rows.device)], form)
         return True
+
+
+def _order(positions: Mapping[str, Tensor], names: tuple[str, ...], block: Tensor | range) -> Int[Tensor, " p"] | None:
+    """Where each weight of a block stands in the rows of these tensors; None where they hold others."""
+    entries = torch.cat([positions[name].flatten() for name in names])
+    index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
+    kept = (entries >= 0).nonzero().squeeze(1)
+    ascending = kept[entries[kept].argsort()]
+    if not torch.equal(entries[ascending], index.sort().values):
+        return None
+    return ascending[index.argsort().argsort()]
 
 
 def _add(target: Target, matrices: list[Sides], layer: OfLayer, most_bytes: int) -> None:

@@ -110,8 +110,8 @@ class Systems:
         return root._matmul(self.of_points(root))
 
     def right_sides(self) -> Float[Tensor, "D k"]:
-        """Aθ⁰ + Sε ~ N(0, P); of an indefinite curvature, which has no S, draws of N(0, P) itself."""
-        if not is_psd(self.curvature):
+        """Aθ⁰ + Sε ~ N(0, P); draws of N(0, P) itself for an indefinite curvature, and where P is not G + A in full."""
+        if not is_psd(self.curvature) or self.prior.error_of_sum(self.curvature) is not None:
             return self.noise.of_curvature(self.precision, self.columns)
         return self.of_prior() + self.of_data()
 

@@ -438,7 +438,7 @@ class Laplace(GaussianWeights):
         form = continual.check_form(form, rank)
         chosen = continual.made_alike(self.curvature, lin, generator) if curvature is None else curvature
         kept, error = self.prior_for(lin, form, rank, generator)
-        prior = read_prior(kept, self.mean, lin.model)
+        prior = read_prior(kept, self.mean, lin.model, posterior=True)
         if form == "kronecker":
             prior = KroneckerPrior(prior.precision, prior.mean)
         return _posterior(lin, chosen, prior, 1.0, check_mode, error)
@@ -531,7 +531,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior
             "prior_precision=post.precision.detached_from_weights()."
         )
     kept, _ = prior_precision.prior_for(lin)
-    return read_prior(kept, prior_precision.mean, lin.model)
+    return read_prior(kept, prior_precision.mean, lin.model, posterior=True)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from curvops.linalg import draw
 from curvops.linalg.core.vectors import join
+from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
 from curvops.posterior.priors import Prior
 
 LARGEST_SEED = 2**62
 DRAWN_TOGETHER = 8
 """Draws of a matrix without columns of its own that are made together, whatever memory has room for."""
+STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
+"""The independent streams of each draw: what is added up in one draw takes its numbers from different ones."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,33 @@ class Noise:
 
     def of_data(self, size: int, columns: range, like: Tensor) -> Float[Tensor, "{size} k"]:
         """Standard normal columns, for the square root of the curvature."""
-        return self._columns(0, size, columns, like)
+        return self._columns(OF_CURVATURE, size, columns, like)
 
     def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
         """Draws of N(0, G) for a curvature that has no square root by points."""
-        parts = []
-        for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
-            drawn = draw(curvature, DRAWN_TOGETHER, self._generator(start, 0, curvature.device))
-            parts.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
-        return join(*parts)
+        return self._drawn(OF_CURVATURE, curvature, columns)
 
     def of_prior(self, prior: Prior, columns: range, like: Tensor) -> Float[Tensor, "D k"]:
         """Draws ξ of N(0, A)."""
         if prior.diagonal is None:
             assert isinstance(prior.precision, LinearOperator)
-            return self.of_curvature(prior.precision, columns)
+            return self._drawn(OF_PRIOR, prior.precision, columns)
         scale = prior.diagonal.sqrt()
-        normal = self._columns(1, self.num_parameters, columns, like)
+        normal = self._columns(OF_PRIOR, self.num_parameters, columns, like)
         return normal * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
     def generator(self, device: Any) -> torch.Generator:
         """A source of further numbers."""
-        return self._generator(0, 2, device)
+        return self._generator(0, FURTHER, device)
+
+    def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:
+        if not is_psd(operator):  # not by its parts, then, which have no root; a shift says that the whole is definite
+            operator = operator.add_diagonal(0.0)
+        blocks = []
+        for start in range(columns.start - columns.start % DRAWN_TOGETHER, columns.stop, DRAWN_TOGETHER):
+            drawn = draw(operator, DRAWN_TOGETHER, self._generator(start, part, operator.device))
+            blocks.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
+        return join(*blocks)
 
     def _columns(self, part: int, size: int, columns: range, like: Tensor) -> Tensor:
         rows = torch.empty(len(columns), size, dtype=like.dtype, device=like.device)
@@ -85,4 +93,4 @@ class Noise:
         return rows.mT
 
     def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
-        return torch.Generator(device=device).manual_seed(self.seed + 3 * column + part)
+        return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + part)

@@ -93,15 +93,15 @@ class KroneckerPrior(Prior):
         return WithCurvature(blocks.add_diagonal(self.precision.shift), error)
 
 
-def read_prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
-    """The prior that a user's arguments mean.
+def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:
+    """The prior that a user's arguments mean, or the precision of an earlier posterior, which is positive definite.
 
     Raises TypeError for another kind of argument, ValueError for a wrong size, a precision that is not positive and
     finite, a mapping that does not name each parameter once, or an operator that is not known to be positive
     semidefinite, is of other parameters or was made at other weights.
     """
     if isinstance(prior_precision, LinearOperator):
-        return Prior(_checked_operator(prior_precision, network), _read_mean(prior_mean, network))
+        return Prior(_checked_operator(prior_precision, network, posterior), _read_mean(prior_mean, network))
     precision = read_precision("prior_precision", prior_precision, network, ", an operator or an earlier posterior")
     return Prior(precision, _read_mean(prior_mean, network))
 
@@ -114,13 +114,13 @@ def _read_mean(given: Any, network: Model) -> Tensor:
     return mean
 
 
-def _checked_operator(given: LinearOperator, network: Model) -> LinearOperator:
+def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> LinearOperator:
     """A precision operator (D, D) at these weights, or at none."""
     kind = type(given).__name__
     if not isinstance(given, Operator):
         raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")
     check_operator("prior_precision", given, network)
-    if not is_psd(given):
+    if not (definite or is_psd(given)):
         raise ValueError(
             f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "
             "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."

@@ -94,15 +94,13 @@ class Spectrum:
             return self._kept
 
     def require_usable(self, prior: Prior) -> None:
-        """Raise ValueError where G's closed form does not take this prior, or where G + A is seen to be indefinite.
+        """Raise ValueError where G and A do not add up, NotPositiveSemidefinite where G + A is seen to be indefinite.
 
-        The latter is a NotPositiveSemidefinite. A G known to be psd costs nothing.
+        A G known to be psd costs nothing.
         Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
         indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
         """
-        form = prior.plus(self._curvature)._closed_form()
-        if form is not None:
-            form.require_fit()
+        prior.plus(self._curvature)
         if is_psd(self._curvature):
             return
         lowest, vector = self._least_ritz()

@@ -179,11 +179,6 @@ WRONG = {
         ValueError,
         "operator",
     ),
-    "weights of KFAC": (
-        lambda post: co.evidence.maximize(co.laplace(post.lin, co.KFAC, check_mode=False), "weights"),
-        ValueError,
-        "one number per layer",
-    ),
     "noise of an empirical Fisher": (
         lambda post: co.evidence.maximize(co.laplace(post.lin, co.EmpiricalFisher, check_mode=False), "noise"),
         ValueError,

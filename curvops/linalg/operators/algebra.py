@@ -142,9 +142,6 @@ class OfScaled(ClosedForm):
         factor: Tensor = self.base.factor
         return factor
 
-    def require_fit(self) -> None:
-        self.inner.require_fit()
-
     def require_definite(self) -> None:
         self.inner.require_definite()
 

@@ -48,9 +48,6 @@ class ClosedForm(ABC):
         """Whether this form holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
-    def require_fit(self) -> None:  # noqa: B027 - most take any shift
-        """Raise ValueError where there is no closed form for this shift, for which nothing is factorised."""
-
     def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 

@@ -22,7 +22,7 @@ from curvops.linalg.estimators.logdet import Shifted
 from curvops.linalg.operators.algebra import OfOne, is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.draws import draw_dense, draw_together, normal
+from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.nystrom import nystrom
 from curvops.linalg.solvers.solve import Promises
 
@@ -242,8 +242,8 @@ class Damped(OfOne):
         form = self._closed_form()
         if form is not None:
             return form.draw(k, generator)
-        if not is_psd(self.base) and self._is_small:
-            return draw_dense(self, k, generator)  # an indefinite A has no root, while P may be positive definite
+        if not is_psd(self.base):  # A has no root, while P may be positive definite
+            return (draw_dense if self._is_small else draw_by_products)(self, k, generator)
         if bool((self.shift < 0).any()):
             raise ValueError(f"no root of A + diag(d) is known for a negative shift ({float(self.shift.min()):.3g}).")
         if self.shift.ndim > 1:

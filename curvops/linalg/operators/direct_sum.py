@@ -44,13 +44,6 @@ class OfDirectSum(ClosedForm):
     def _split(self, block: Tensor) -> list[Tensor]:
         return [part.mT for part in self.base.partition.split(block.mT)]
 
-    def require_fit(self) -> None:
-        for i, form in enumerate(self.forms):
-            try:
-                form.require_fit()
-            except ValueError as error:
-                raise ValueError(f"block {i} of {type(self.base).__name__}: {error}") from None
-
     def require_definite(self) -> None:
         for form in self.forms:
             form.require_definite()

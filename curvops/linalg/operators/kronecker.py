@@ -50,7 +50,12 @@ class Details:
 
 
 class OfEigenKronecker(Spectral):
-    """U_g (diag(values_g) + d_g I) U_gᵀ: the shift must be one number per group."""
+    """U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is one number per group."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        by_group = shift.expand(base.shape[-1]).reshape(base.sizes[0], -1)
+        return bool((by_group == by_group[:, :1]).all())
 
     @cached_property
     def eigen(self) -> EigenKronecker:
@@ -62,17 +67,7 @@ class OfEigenKronecker(Spectral):
         """The shift of each group, (g, 1) or 0-d."""
         if self.shift.ndim == 0:
             return self.shift
-        by_group = self.shift.reshape(self.base.sizes[0], -1)
-        if not bool((by_group == by_group[:, :1]).all()):
-            raise ValueError(
-                f"{type(self.base).__name__} + diag(d) has a closed form only where d is one number per group; this d "
-                "varies within one. Give one number per group, or use an approximation that takes any positive d: "
-                "Diagonal or low_rank(...)."
-            )
-        return by_group.mean(1, keepdim=True)
-
-    def require_fit(self) -> None:
-        _ = self.level
+        return self.shift.reshape(self.base.sizes[0], -1).mean(1, keepdim=True)
 
     @cached_property
     def spectrum(self) -> Tensor:

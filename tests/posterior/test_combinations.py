@@ -1,0 +1,248 @@
+"""Every curvature crossed with every prior, method and temperature, against dense references: one table.
+
+The map from standard normal numbers to a draw is linear. Here it is written out as a matrix M: in place of random
+numbers the columns of an orthogonal matrix go in, one a draw, and M Mᵀ is T P⁻¹ or the draws have another law.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.posterior.noise import Noise
+
+DOUBLE = torch.float64
+CLOSE = {"rtol": 1e-10, "atol": 1e-11}
+
+
+def network(i):
+    """A network of 15 weights, and the data of a task."""
+    torch.manual_seed(i)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3)).double()
+    x = torch.randn(5, 2, dtype=DOUBLE)
+    return model, (x, x.cos().sum(1).long() % 3)
+
+
+@functools.cache
+def task(i):
+    """The network of a task, linearised."""
+    return co.linearize(*network(i), "classification")
+
+
+X = torch.linspace(-1, 1, 8, dtype=DOUBLE).view(4, 2)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def positive(n, low=0.5, high=2.0):
+    return torch.linspace(low, high, n, dtype=DOUBLE)
+
+
+def low_rank(lin):
+    return co.low_rank(co.GGN(lin), rank=6, generator=seeded())
+
+
+CURVATURES = {
+    "GGN": co.GGN,
+    "MC GGN": lambda lin: co.GGN(lin, mc_samples=2, generator=seeded(3)),
+    "EmpiricalFisher": co.EmpiricalFisher,
+    "Hessian": co.Hessian,
+    "DiagonalGGN": co.DiagonalGGN,
+    "KFAC": co.KFAC,
+    "KFAC, biases apart": lambda lin: co.KFAC(lin, bias="separate"),
+    "EKFAC": co.EKFAC,
+    "BlockDiagonal": co.BlockDiagonal,
+    "LowRank": low_rank,
+    "LowRank + diagonal": lambda lin: low_rank(lin).with_diagonal(co.GGN(lin).diagonal()),
+    "half KFAC, half diagonal": lambda lin: 0.5 * co.KFAC(lin) + 0.5 * co.DiagonalGGN(lin),
+    "half a GGN": lambda lin: 0.5 * co.GGN(lin),
+    "GGN + KFAC": lambda lin: 0.5 * co.GGN(lin) + 0.5 * co.KFAC(lin),
+    "Subnetwork": lambda lin: co.Subnetwork(co.GGN(lin), range(lin.num_parameters)),
+    "Dense": lambda lin: co.linalg.Dense(co.GGN(lin).to_dense(), psd=True),
+}
+
+
+def under(prior):
+    """The posterior under a prior that a function of the linearisation gives."""
+
+    def made(curvature, temperature):
+        lin = task(0)
+        return co.laplace(lin, curvature(lin), prior(lin), temperature=temperature, check_mode=False)
+
+    return made
+
+
+def after(first=None, tasks=1, cooled=1.0, **options):
+    """The posterior after updates of an earlier one, of a curvature and a temperature of its own."""
+
+    def made(curvature, temperature):
+        post = co.laplace(task(1), (first or curvature)(task(1)), 12.0, temperature=cooled, check_mode=False)
+        for i in range(2, tasks + 2):
+            lin = task(i)
+            post = post.update(lin, curvature(lin), check_mode=False, generator=seeded(), **options)
+        return dataclasses.replace(post, temperature=temperature)
+
+    return made
+
+
+def spread(n):
+    """A covariance with eigenvalues of 0.02 to 0.2."""
+    root = torch.linalg.qr(torch.randn(n, n, dtype=DOUBLE, generator=seeded(2)))[0]
+    return co.linalg.Dense(root @ torch.diag(positive(n, 0.02, 0.2)) @ root.mT, psd=True)
+
+
+def variational(covariance):
+    """What variational inference and filters give, of other data."""
+    return under(lambda lin: co.GaussianPosterior.of(task(1), covariance(task(1))))
+
+
+def constant(curvature):
+    return under(lambda lin: curvature(task(1)).add_diagonal(5.0).detached_from_weights())
+
+
+PRIORS = {
+    "number": under(lambda lin: 5.0),
+    "vector": under(lambda lin: positive(lin.num_parameters, 5.0, 9.0)),
+    "by layer": under(lambda lin: {"0.*": 5.0, "2.*": 7.0}),
+    "by tensor": under(lambda lin: {"0.weight": 5.0, "0.bias": 6.0, "2.weight": 7.0, "2.bias": 5.5}),
+    "matrix": under(lambda lin: co.linalg.Dense(torch.linalg.inv(spread(lin.num_parameters).tensor), psd=True)),
+    "diagonal operator": under(lambda lin: co.linalg.Diagonal(positive(lin.num_parameters, 5.0, 9.0))),
+    "GGN + number": constant(co.GGN),
+    "KFAC + number": constant(co.KFAC),
+    "DiagonalGGN + number": constant(co.DiagonalGGN),
+    "low rank + number": constant(low_rank),
+    "variational, diagonal": variational(lambda lin: co.linalg.Diagonal(positive(lin.num_parameters, 0.05, 0.2))),
+    "variational, dense": variational(lambda lin: spread(lin.num_parameters)),
+    "variational, low rank": variational(lambda lin: (0.01 * low_rank(lin)).add_diagonal(0.1)),
+    "update": after(),
+    "update of a tempered one": after(cooled=0.5),
+    "updates": after(tasks=3),
+    "update of a GGN": after(co.GGN),
+    "update of a KFAC": after(co.KFAC),
+    "low-rank updates": after(tasks=2, form="low_rank"),
+    "low-rank updates with their diagonals": after(tasks=2, form="low_rank_diagonal"),
+    "Kronecker updates": after(tasks=2, form="kronecker"),
+}
+
+
+def matrix_of(prior):
+    """A, as a matrix."""
+    A, n = prior.precision, task(0).num_parameters
+    return torch.diag(A.expand(n)) if isinstance(A, Tensor) else A.to_dense()
+
+
+def matrix_of_draws(post, method, monkeypatch):
+    """M (D, m) for the m standard normal numbers that a draw is made of, times an orthogonal matrix."""
+    streams, places, seeds = {}, {}, []
+    made, normal, randn = Noise._generator, Tensor.normal_, torch.randn
+
+    def generator(self, column, part, device):
+        found = made(self, column, part, device)
+        seeds.append(found.initial_seed())
+        streams[id(found)] = [found, column, made(self, 0, part, device).initial_seed(), 0]
+        return found
+
+    design = torch.zeros(0, 1, dtype=DOUBLE)
+
+    def numbers(block, *args, generator=None, **options):
+        if id(generator) not in streams:
+            return normal(block, *args, generator=generator, **options)
+        _, column, stream, position = known = streams[id(generator)]
+        n = block.shape[-1] if block.ndim < 3 else block.shape[1:].numel()
+        known[3] += n
+        first = places.setdefault((stream, position, n), sum(size for *_, size in places))
+        rows = block.unsqueeze(0) if block.ndim == 1 else block
+        values = torch.zeros(n, len(rows), dtype=DOUBLE)
+        taken = design[first : first + n, column : column + len(rows)]
+        values[: taken.shape[0], : taken.shape[1]] = taken
+        block.copy_(values.mT.reshape(block.shape))
+        return block
+
+    monkeypatch.setattr(Noise, "_generator", generator)
+    monkeypatch.setattr(Tensor, "normal_", numbers)
+
+    def filled(*size, generator=None, **options):
+        return torch.empty(*size, **options).normal_(generator=generator)
+
+    monkeypatch.setattr(torch, "randn", filled)
+    try:
+        post.deviations(1, method=method, rtol=1e-12, generator=seeded())
+        m = sum(size for *_, size in places)
+        design = torch.linalg.qr(randn(m, m, dtype=DOUBLE, generator=seeded(1)))[0]
+        seeds.clear()
+        found = post.deviations(m, method=method, rtol=1e-12, generator=seeded()).draws.mT
+    finally:
+        monkeypatch.undo()
+    assert len(set(seeds)) == len(seeds)  # nothing is drawn twice, for no two draws
+    return found
+
+
+def methods_of(post):
+    kinds = ["cg"]
+    if post.precision._closed_form() is not None:
+        kinds.append("closed form")
+    if isinstance(post.curvature, co.GGN | co.EmpiricalFisher) and post.prior.diagonal is not None:
+        kinds.append("dual")
+    return kinds
+
+
+BY_DATA = {"GGN", "MC GGN", "EmpiricalFisher", "Hessian", "half a GGN", "GGN + KFAC"}
+"""Curvatures that are saved by reference to their data: not those of another task, then."""
+
+
+def holds_other_data(curvature, prior):
+    """Whether the prior holds the curvature of another task, by reference."""
+    if prior in ("update", "update of a tempered one", "updates"):
+        return curvature in BY_DATA
+    return prior in ("GGN + number", "update of a GGN")
+
+
+def refusal(curvature, prior):
+    """Why there is no such posterior, in words of its error; None where there is one."""
+    if prior == "Kronecker updates" and "KFAC" not in (curvature, curvature.split(",")[0]):
+        return "form='kronecker' keeps KFACs"
+    if curvature == "Hessian" and "low-rank" in prior:
+        return "not positive semidefinite"
+    return None
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_every_answer_is_that_of_dense_matrices(curvature, prior, monkeypatch, tmp_path):
+    T, (make, wrong) = 0.7, (PRIORS[prior], refusal(curvature, prior))
+    if wrong is not None:
+        with pytest.raises(ValueError, match=wrong):
+            make(CURVATURES[curvature], T)
+        return
+    post = make(CURVATURES[curvature], T)
+    G, A, J = post.curvature.to_dense(), matrix_of(post.prior), post.lin.jacobian(X).to_dense()
+    P = post.precision.to_dense() if prior == "Kronecker updates" else G + A
+    inverse = torch.linalg.inv(P)
+    torch.testing.assert_close(post.precision.to_dense(), P, **CLOSE)
+    for method in methods_of(post):
+        M = matrix_of_draws(post, method, monkeypatch)
+        torch.testing.assert_close(M @ M.mT, T * inverse, **CLOSE)
+    covariance = T * J @ inverse @ J.mT
+    torch.testing.assert_close(post.predict(X, joint=True).covariance_matrix, covariance, **CLOSE)
+    blocks = covariance.view(4, 3, 4, 3).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    torch.testing.assert_close(post.predict(X).covariance_matrix, blocks, **CLOSE)
+    gap = torch.linspace(-1, 1, len(P), dtype=DOUBLE)
+    torch.testing.assert_close(post.penalty(post.mean + gap), 0.5 * gap @ P @ gap / T, **CLOSE)
+    torch.testing.assert_close(
+        post.shared.spectrum.logdet(post.prior, 1e-10).value, torch.logdet(P) - torch.logdet(A), **CLOSE
+    )
+    torch.testing.assert_close(post.effective_parameters(1e-10).value, (inverse @ G).trace(), **CLOSE)
+    if holds_other_data(curvature, prior):
+        with pytest.raises(ValueError, match="of other data.* is saved by reference to its data"):
+            post.save(tmp_path / "post")
+        return
+    post.save(tmp_path / "post")
+    again = co.load(tmp_path / "post", *network(next(i for i in range(5) if task(i) is post.lin)))
+    torch.testing.assert_close(again.precision.to_dense(), P, **CLOSE)
+    assert torch.equal(again.predict(X).covariance_matrix, post.predict(X).covariance_matrix)
+    assert torch.equal(again.sample(2, seeded()), post.sample(2, seeded()))
