@@ -159,7 +159,8 @@ class Damped(OfOne):
 
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
         kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
-        cost no iterations. With a ``checkpoint`` it is the one of that folder, or a new one, as in `nystrom`.
+        cost no iterations. With a ``checkpoint`` it is the one of that folder, or a new one, as in `nystrom`. Without a
+        ``generator`` it has a seed of its own: a solve leaves torch's generator as it is, and is the same each time.
         """
         cache = self._cache
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
@@ -180,6 +181,7 @@ class Damped(OfOne):
         shift = self.shift.detach()
         if not bool((shift > 0).all()):
             return None
+        generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whitened(shift)
         if memory_budget is None and (room := room_for(self, None, 0)) is not None:
             memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for

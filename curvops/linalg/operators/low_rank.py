@@ -211,9 +211,9 @@ class LowRank(Operator):
             raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
         own = self._diagonal()
         rest = diagonal - own
-        # What rounding leaves of a Nyström approximation (its stabilising shift), and of the sum over its rank.
+        # Rounding of a Nyström approximation (its stabilising shift), and of the sums over points that both are made of.
         eps = torch.finfo(self.dtype).eps
-        slack = eps * (math.sqrt(n) * self.values.detach().norm() + 10 * len(self.values) * own.detach().abs())
+        slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * own.detach().abs()
         if not bool((rest.detach() >= -slack).all()):
             worst = int((rest.detach() + slack).argmin())
             raise ValueError(

@@ -147,6 +147,14 @@ def test_with_diagonal_has_the_exact_diagonal_and_stays_closed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_diagonal_below_its_low_rank_part_by_the_rounding_of_a_long_sum_is_none(dtype):
+    """Both are sums over points: thousands of roundings apart, where the low-rank part is the whole matrix."""
+    found = co.low_rank(positive(1, 4)[0].to(dtype), 4, generator=generator())
+    below = found.diagonal() * (1 - 1e3 * torch.finfo(dtype).eps)
+    assert not found.with_diagonal(below).shift.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_diagonal_that_is_too_small_is_an_error_but_rounding_is_not(dtype):
     U = rotation(50)[:, :4]
     A = ((U * uniform(4)) @ U.mT).to(dtype)
