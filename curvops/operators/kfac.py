@@ -83,8 +83,9 @@ class KFAC(OfLinearization, LayerBlocks):
     `PrecisionLimit` warning says when the prior precision is below the rounding of single precision.
 
     Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
-    computed once: products, solves, log-determinants, samples. `heuristic_damping` gives Martens & Grosse's factored
-    damping instead.
+    computed once: products, solves, log-determinants, samples. Under a prior that varies within a layer, layers of up
+    to 2,048 weights are factorised; with a larger one among them everything comes from conjugate gradients and probes.
+    `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     `checkpoint`, a folder, keeps the sums over the points done, every half minute at most: a build that was killed goes
     on from there and ends with the same bits. It keeps the result, too, and is refused for another network, other data

@@ -475,10 +475,9 @@ def laplace(
 
     Raises:
         ValueError: a prior precision that is not positive and finite, that does not name each parameter once, that is
-            an operator not known to be positive semidefinite, or that varies within a block of KFAC or EKFAC
-            (bias="separate" gives biases blocks of their own); a temperature that is not positive; a curvature of
-            another size, at other weights or not known to be symmetric; G + A found to be indefinite; or (with
-            check_mode) a gradient that is not finite.
+            or that is an operator not known to be positive semidefinite; a temperature that is not positive; a
+            curvature of another size, at other weights or not known to be symmetric; G + A found to be indefinite; or
+            (with check_mode) a gradient that is not finite.
         TypeError: an argument of another kind, or parameters in half precision.
 
     A curvature that may be indefinite (co.Hessian, differences) is tested with 20 products, about 80 gradients for a

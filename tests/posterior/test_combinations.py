@@ -170,14 +170,11 @@ def matrix_of_draws(post, method, monkeypatch):
         return torch.empty(*size, **options).normal_(generator=generator)
 
     monkeypatch.setattr(torch, "randn", filled)
-    try:
-        post.deviations(1, method=method, rtol=1e-12, generator=seeded())
-        m = sum(size for *_, size in places)
-        design = torch.linalg.qr(randn(m, m, dtype=DOUBLE, generator=seeded(1)))[0]
-        seeds.clear()
-        found = post.deviations(m, method=method, rtol=1e-12, generator=seeded()).draws.mT
-    finally:
-        monkeypatch.undo()
+    post.deviations(1, method=method, rtol=1e-12, generator=seeded())
+    m = sum(size for *_, size in places)
+    design = torch.linalg.qr(randn(m, m, dtype=DOUBLE, generator=seeded(1)))[0]
+    seeds.clear()
+    found = post.deviations(m, method=method, rtol=1e-12, generator=seeded()).draws.mT
     assert len(set(seeds)) == len(seeds)  # nothing is drawn twice, for no two draws
     return found
 
@@ -225,7 +222,8 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, monkeypatch, t
     inverse = torch.linalg.inv(P)
     torch.testing.assert_close(post.precision.to_dense(), P, **CLOSE)
     for method in methods_of(post):
-        M = matrix_of_draws(post, method, monkeypatch)
+        with monkeypatch.context() as patched:
+            M = matrix_of_draws(post, method, patched)
         torch.testing.assert_close(M @ M.mT, T * inverse, **CLOSE)
     covariance = T * J @ inverse @ J.mT
     torch.testing.assert_close(post.predict(X, joint=True).covariance_matrix, covariance, **CLOSE)
@@ -246,6 +244,21 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, monkeypatch, t
     torch.testing.assert_close(again.precision.to_dense(), P, **CLOSE)
     assert torch.equal(again.predict(X).covariance_matrix, post.predict(X).covariance_matrix)
     assert torch.equal(again.sample(2, seeded()), post.sample(2, seeded()))
+
+
+@pytest.mark.parametrize("prior", ["vector", "update of a GGN", "low-rank updates with their diagonals"])
+@pytest.mark.parametrize("curvature", ["GGN", "KFAC", "EKFAC", "half KFAC, half diagonal"])
+def test_draws_by_iterations(curvature, prior, monkeypatch):
+    """As of large networks: nothing is formed, and a layer under a vector has no closed form."""
+    for place in ("contract", "direct_sum"):
+        name = "DENSE_SIZE" if place == "contract" else "DENSE_BLOCK"
+        monkeypatch.setattr(f"curvops.linalg.operators.{place}.{name}", 2)
+    post = PRIORS[prior](CURVATURES[curvature], 0.7)
+    assert post.precision._closed_form() is None
+    with monkeypatch.context() as patched:
+        M = matrix_of_draws(post, "cg", patched)
+    P = post.curvature.to_dense() + matrix_of(post.prior)
+    torch.testing.assert_close(M @ M.mT, 0.7 * torch.linalg.inv(P), **CLOSE)
 
 
 QUESTIONS = {

@@ -88,10 +88,7 @@ def test_a_last_layer_is_a_selection():
     assert float(post.predict(x[:2]).variance.min()) > 0
 
 
-def test_a_prior_that_splits_a_kronecker_block_names_the_alternatives(lin):
-    prior = torch.linspace(0.5, 2.0, lin.num_parameters, dtype=torch.float64)
-    with pytest.raises(ValueError, match="low_rank"):
-        co.laplace(lin, co.KFAC, prior_precision=prior, check_mode=False)
+def test_a_prior_of_one_number_a_layer_keeps_the_closed_form(lin):
     by_layer = torch.cat([torch.full((30,), 0.5), torch.full((21,), 2.0)]).double()
     post = co.laplace(lin, co.KFAC, prior_precision=by_layer, check_mode=False)
     P = post.curvature.to_dense() + torch.diag(by_layer)

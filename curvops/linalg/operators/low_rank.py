@@ -211,7 +211,7 @@ class LowRank(Operator):
             raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
         own = self._diagonal()
         rest = diagonal - own
-        # Rounding of a Nyström approximation (its stabilising shift), and of the sums over points that both are made of.
+        # Rounding of a Nyström approximation (its stabilising shift), and of sums over points, which both are made of.
         eps = torch.finfo(self.dtype).eps
         slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * own.detach().abs()
         if not bool((rest.detach() >= -slack).all()):
