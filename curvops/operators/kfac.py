@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import OfDirectSum, OfProducts
+from curvops.linalg.operators.kronecker import OfKronecker, decompose
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.operators.fisher import DrawnInPassing, output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
@@ -30,6 +32,12 @@ class OfLayerBlocks(OfDirectSum):
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
         return not any(isinstance(form, OfProducts) for form in OfDirectSum(base, shift).forms)
+
+    @cached_property
+    def decomposed(self) -> list[ClosedForm]:
+        """The forms, the eigendecompositions that they take made side by side."""
+        decompose(block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, OfKronecker))
+        return self.forms
 
 
 class LayerBlocks(DirectSum):

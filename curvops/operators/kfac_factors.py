@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import in_parts
-from curvops.linalg.operators.kronecker import Details
+from curvops.linalg.operators.kronecker import Details, decompose
 from curvops.network.engines.layerwise import Layer
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.parameters import Blocks
@@ -236,6 +236,7 @@ def eigenvalue_corrected(
     walk = SummedWalk(lin, fisher, kept)
     factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}
     if walk.sums is None:
+        decompose(factored.values(), lin.passes.progress)
         bases = [found.eigen() for found in factored.values()]
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # with their bases: of equal eigenvalues another machine may find others

@@ -251,7 +251,7 @@ class InEigenbases(Metric):
     """KFAC or EKFAC plus a prior: by name, the form of each block."""
 
     def __init__(self, model: Model, blocks: LayerBlocks, form: OfDirectSum) -> None:
-        self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.forms))
+        self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.decomposed))
         self.parts = dict(zip(blocks.names, blocks.partition.parts))
         self.positions = model.selection.positions()
 
@@ -297,7 +297,8 @@ class InDenseBlocks(Metric):
         self.positions = model.selection.positions()
         parts = form.base.partition.parts
         self.forms = {
-            int(part[0] if isinstance(part, range) else part.min()): (part, own) for part, own in zip(parts, form.forms)
+            int(part[0] if isinstance(part, range) else part.min()): (part, own)
+            for part, own in zip(parts, form.decomposed)
         }
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:

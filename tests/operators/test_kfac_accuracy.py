@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.linalg import Dense, Kronecker
-from curvops.linalg.core.results import PrecisionLimit, Reason
+from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit, Reason
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.operators import moments
@@ -284,3 +284,29 @@ def test_channels_that_lie_apart_are_summed_point_by_point() -> None:
     total, details = found.matrix(1, torch.float32)
     assert details.rest is not None
     torch.testing.assert_close(total.double() + details.rest, 5 * expected, rtol=1e-12, atol=1e-12)
+
+
+def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
+    """They were made one after the other in silence: two threads that share one had taken eight times as long."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    x, y = torch.randn(100, 30).double(), torch.arange(100) % 3
+    seen = []
+    lin = co.linearize(model, (x, y), "classification", progress=lambda *step: seen.append(step))
+    v, threads = torch.linspace(-1, 1, lin.num_parameters).double(), torch.get_num_threads()
+    expected = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
+    assert not any(what == "eigendecompositions" for what, *_ in seen)  # small ones are not worth a thread
+    monkeypatch.setattr("curvops.linalg.operators.kronecker.AT_ONCE", 0)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        try:
+            found = [co.EKFAC(lin) @ v, co.KFAC(lin).add_diagonal(0.3).solve(v)]
+            assert torch.get_num_threads() == count
+        finally:
+            torch.set_num_threads(threads)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert ("eigendecompositions", 4, 4) in seen
+        seen.clear()
+    wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
+    with pytest.raises(NotPositiveSemidefinite, match="right factor"):
+        wrong.eigen()

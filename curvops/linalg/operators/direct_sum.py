@@ -32,6 +32,11 @@ class OfDirectSum(ClosedForm):
         shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
         return [self._form(i, block.add_diagonal(shift)) for i, (block, shift) in enumerate(zip(blocks, shifts))]
 
+    @cached_property
+    def decomposed(self) -> list[ClosedForm]:
+        """The same to be computed with: a subclass prepares here what is cheaper for all blocks at once."""
+        return self.forms
+
     def _form(self, i: int, damped: Any) -> ClosedForm:
         form: ClosedForm | None = damped._closed_form()
         if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
@@ -45,33 +50,33 @@ class OfDirectSum(ClosedForm):
         return [part.mT for part in self.base.partition.split(block.mT)]
 
     def require_definite(self) -> None:
-        for form in self.forms:
+        for form in self.decomposed:
             form.require_definite()
 
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self._join([form.solve(part, rtol) for form, part in zip(self.forms, self._split(block))])
+        return self._join([form.solve(part, rtol) for form, part in zip(self.decomposed, self._split(block))])
 
     def logdet(self) -> Tensor:
-        return torch.stack([form.logdet() for form in self.forms]).sum()
+        return torch.stack([form.logdet() for form in self.decomposed]).sum()
 
     def logdet_error(self) -> float:
-        return sum(form.logdet_error() for form in self.forms)
+        return sum(form.logdet_error() for form in self.decomposed)
 
     def inverse_diagonal(self) -> Tensor:
-        diagonal: Tensor = self.base.partition.join([form.inverse_diagonal() for form in self.forms])
+        diagonal: Tensor = self.base.partition.join([form.inverse_diagonal() for form in self.decomposed])
         return diagonal
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._join([form.draw(k, generator) for form in self.forms])
+        return self._join([form.draw(k, generator) for form in self.decomposed])
 
     def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return self._join([form.draw_inverse(k, generator, rtol) for form in self.forms])
+        return self._join([form.draw_inverse(k, generator, rtol) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self._join([form.inverse_root(part) for form, part in zip(self.forms, self._split(block))])
+        return self._join([form.inverse_root(part) for form, part in zip(self.decomposed, self._split(block))])
 
     def eigenbasis(self) -> Eigenbasis | None:
-        found = [form.eigenbasis() for form in self.forms]
+        found = [form.eigenbasis() for form in self.decomposed]
         bases = [basis for basis in found if basis is not None]
         if len(bases) < len(found):
             return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -17,6 +19,10 @@ from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
+from curvops.progress import PATIENCE, Progress, shown
+
+AT_ONCE = 2**26
+"""Operations of all eigendecompositions from which on they run side by side: LAPACK makes little of threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,10 +255,16 @@ class Kronecker(_Grouped):
         """Take an eigendecomposition that was made of the same factors."""
         self._kwargs["cache"].kept("eigen", self._args, lambda: eigen)
 
+    @property
+    def factors(self) -> tuple[Factor, Factor]:
+        """Both factors, with what is known of them and their names."""
+        return (self.left, self.details[0], "left"), (self.right, self.details[1], "right")
+
     def _eigen(self) -> EigenKronecker:
-        of_left, of_right = self.details
-        left_values, left_vectors = _eigh(self.left, of_left, "left")
-        right_values, right_vectors = _eigh(self.right, of_right, "right")
+        return self._of_factors(*_decompositions(self.factors))
+
+    def _of_factors(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
+        (left_values, left_vectors), (right_values, right_vectors), (of_left, of_right) = left, right, self.details
         values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
         rounding = of_left.rounding + of_right.rounding
         return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), rounding)
@@ -382,6 +394,50 @@ def _diagonal_of(factor: Tensor) -> Tensor:
 def _shifted(factor: Tensor, levels: Tensor) -> Tensor:
     diagonal = levels.unsqueeze(1).expand(factor.shape[:2])
     return factor + (diagonal if factor.ndim == 2 else torch.diag_embed(diagonal))
+
+
+Factor = tuple[Tensor, Details, str]
+
+
+def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
+    """Make the eigendecompositions that Kronecker blocks do not have yet, side by side; each keeps its own."""
+    wanted = [
+        b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not recorded((b.left, b.right))
+    ]
+    found = _decompositions([factor for block in wanted for factor in block.factors], progress)
+    for block, left, right in zip(wanted, found[::2], found[1::2]):
+        block.keep_eigen(block._of_factors(left, right))
+
+
+def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> list[tuple[Tensor, Tensor]]:
+    """`_eigh` of each factor. On a CPU large ones run side by side, as many threads as torch has shared among them."""
+    costs = [factor.shape[0] * factor.shape[1] ** 3 if factor.ndim == 3 else 0 for factor, *_ in factors]
+    tensors = [factor for factor, *_ in factors]
+    if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or recorded(tensors):
+        return [_eigh(*factor) for factor in factors]
+    threads = torch.get_num_threads()
+    workers = min(threads, math.ceil(sum(costs) / max(costs)))
+    inference = torch.is_inference_mode_enabled()
+
+    def work(factor: Factor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(inference), torch.no_grad():  # modes are a thread's own
+            return _eigh(*factor)
+
+    limit: Callable[[int], None] = torch.set_num_threads
+    try:
+        with (
+            shown("eigendecompositions", len(factors), progress) as steps,
+            ThreadPoolExecutor(workers, initializer=limit, initargs=(threads // workers,)) as pool,
+        ):
+            largest_first = sorted(range(len(factors)), key=lambda i: -costs[i])
+            futures = {i: pool.submit(work, factors[i]) for i in largest_first}
+            waiting = set(futures.values())
+            while waiting:
+                done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
+                steps.advance(len(done))
+            return [futures[i].result() for i in range(len(factors))]
+    finally:
+        torch.set_num_threads(threads)  # what later threads begin with
 
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
