@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.linalg import Reason
 from curvops.posterior import selection
 from tests.posterior.trained import problem
 
@@ -115,6 +116,43 @@ def test_the_distance_is_gelbrichs(lin, curvature, size):
     torch.testing.assert_close(by_diagonal.value, 0.5 * (1 / P.diagonal())[left].sum(), **TIGHT)
     if curvature is co.DiagonalGGN:
         torch.testing.assert_close(found.value, by_diagonal.value, **TIGHT)
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN])
+@pytest.mark.parametrize("prior", [1e-3, 1.0, 1e4])
+def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, prior):
+    """A regression of 31 weights, where tr P⁻¹ is far above the distance; in single precision beside double."""
+    found = []
+    for dtype in (DOUBLE, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double().to(dtype)
+        x = torch.randn(20, 4, dtype=DOUBLE).to(dtype)
+        post = co.laplace(co.linearize(model, (x, x[:, :1]), "regression"), curvature, prior, check_mode=False)
+        found.append([co.wasserstein(post, range(size)) for size in (31, 30, 5)])
+        if dtype == DOUBLE:
+            P = post.precision.to_dense()
+    for size, exact, single in zip((31, 30, 5), *found):
+        own = torch.zeros(31, 31, dtype=DOUBLE)
+        own[:size, :size] = torch.linalg.inv(P[:size, :size])
+        assert exact.samples == 0 and exact.value >= 0 and single.value >= 0
+        torch.testing.assert_close(exact.value, distance(torch.linalg.inv(P), own), rtol=1e-6, atol=1e-6)
+        if single.reason is Reason.CONVERGED:
+            assert abs(single.value - exact.value) <= 0.01 * exact.value
+        else:
+            assert single.reason is Reason.PRECISION_LIMIT and single.stderr > 0
+    assert found[0][0].value == found[1][0].value == 0
+
+
+def test_beyond_what_is_formed_the_variances_left_out_are_estimated(lin, monkeypatch):
+    monkeypatch.setattr(selection, "WHOLE", 0)
+    post = co.laplace(lin, prior_precision=100.0, check_mode=False)
+    inverse = torch.linalg.inv(post.precision.to_dense())
+    for size in (50, 5):
+        own = torch.zeros(51, 51, dtype=DOUBLE)
+        own[:size, :size] = torch.linalg.inv(post.precision.to_dense()[:size, :size])
+        found = co.wasserstein(post, range(size), rtol=0.01, generator=generator())
+        # To 1 % of the distance itself, which is a fiftieth of tr P⁻¹ for all weights but one.
+        assert abs(found.value - distance(inverse, own)) <= 0.03 * found.value and found.reason is Reason.CONVERGED
 
 
 def test_keeping_the_largest_variances_is_best_for_a_diagonal(lin):
