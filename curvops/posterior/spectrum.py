@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.carried_gradients import carried
-from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
@@ -225,9 +225,10 @@ class Spectrum:
         precision = prior.plus(self._curvature)
         form = precision._closed_form()
         if form is not None and prior.diagonal is not None:
-            value, error = (1 - (prior.diagonal * form.inverse_diagonal()).double()).sum(), form.logdet_error()
-            reason = Reason.CONVERGED if error <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
-            return Estimate.exact(value, bias_bound=error, reason=reason)
+            left = (prior.diagonal * form.inverse_diagonal()).double()
+            # Each share is a difference from 1 in P's dtype: where γ is far below D, it is rounding.
+            value, error = (1 - left).sum(), form.logdet_error()
+            return _within_rounding(value, error + torch.finfo(precision.dtype).eps * left.detach().sum(), rtol)
         if recorded(precision.representation()):
             raise ValueError(
                 "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
@@ -235,7 +236,7 @@ class Spectrum:
             )
         with self._naming_the_ggn(), torch.no_grad():
             if prior.diagonal is None:
-                return self._dimension_beside(precision, rtol, generator)
+                return self._dimension_beside(prior, rtol, generator)
             return self._dimension_above(prior.diagonal, rtol, generator)
 
     def normal_mode(self, prior: Prior) -> Float[Tensor, " D"] | None:
@@ -284,7 +285,8 @@ class Spectrum:
         if spectrum is not None and prior.ndim:
             found, inverse = spectrum.beside(prior.detach(), rtol)
             shares = 1 - prior.detach().double() * inverse.diagonal()
-            return dataclasses.replace(found, value=shares.sum())
+            # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
+            return _within_rounding(shares.sum(), found.bias_bound, rtol, found.matvecs)
         if spectrum is not None:
             return spectrum.effective_dimension(float(prior.detach()), rtol)
         if (kernel := self.formed_kernel(prior)) is not None:
@@ -298,13 +300,17 @@ class Spectrum:
             return self._decomposed().effective_dimension(float(prior.detach()), rtol)
         return found
 
-    def _dimension_beside(self, precision: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
+    def _dimension_beside(self, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
         """The same under an operator A: dense up to `WHOLE` weights, else by a solve for each probe."""
         if len(self._lin.theta) <= WHOLE:
-            G = self._curvature.to_dense().double()
-            factor = torch.linalg.cholesky(precision.to_dense().double())
-            return Estimate.exact(torch.cholesky_solve(G, factor).trace(), 2 * len(G))
-        shares = precision.inverse() @ self._curvature
+            known = self._decomposed()
+            G = known.semidefinite()
+            P = G + prior.precision.to_dense().double()
+            definite_logdet(P)  # refuses an indefinite one by name
+            factor = torch.linalg.cholesky(P)
+            error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
+            return _within_rounding(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
+        shares = prior.plus(self._curvature).inverse() @ self._curvature
         return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=MOST_SOLVES, generator=generator)
 
     def prepare(self, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
@@ -388,3 +394,9 @@ class Spectrum:
         if state is not None:
             smallest, rtol, record = state
             self._found.range = smallest, rtol, recorded_result(SpectralQuadrature, record)
+
+
+def _within_rounding(value: Tensor, error: Tensor | float, rtol: float, matvecs: int = 0) -> Estimate:
+    """A value without probes that rounding can have changed by so much."""
+    reason = Reason.CONVERGED if float(error) <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
+    return Estimate.exact(value, matvecs, error, reason)

@@ -96,3 +96,26 @@ def test_a_range_is_prepared_for_once(lin, dense, monkeypatch):
     curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seed())
     for value, point in zip((3.0, 30.0), curve):
         assert within(point, expected(lin, dense, value))
+
+
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC, co.DiagonalGGN, co.EmpiricalFisher])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e2])
+@pytest.mark.parametrize("kind", ["number", "vector", "operator"])
+def test_effective_parameters_in_single_precision_are_within_their_error(curvature, scale, kind):
+    """Large inputs under a weak prior: rounding decides what counts; small ones under a strong prior: 1 − 1 is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, prior = torch.randn(20, 4, dtype=torch.float64) * scale, scale**-1.5
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        lin = co.linearize(model.to(dtype), (x.to(dtype), x[:, :3].to(dtype)), "regression")
+        given = torch.full_like(lin.theta, prior)
+        if kind == "operator":
+            given = co.linalg.Diagonal(given)
+        post = co.laplace(lin, curvature, prior if kind == "number" else given, check_mode=False)
+        found.append(post.effective_parameters())
+    exact, single = found
+    gap = abs(float(single.value) - float(exact.value))
+    assert gap <= float(single.bias_bound) + float(exact.bias_bound) + 1e-4 * abs(float(exact.value)), found
+    for each in found:
+        assert (each.reason is Reason.CONVERGED) == (each.stderr == 0), each

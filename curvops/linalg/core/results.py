@@ -204,7 +204,8 @@ def caution(samples: int) -> float:
 class Estimate(Summarised):
     """A stochastic number, or an array of them, with its error bar.
 
-    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means an exact value. ``bias_bound``
+    ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means a value without probes, exact but
+    for rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound, which is all that is known. ``bias_bound``
     bounds what more probes would not remove. ``inflation`` is by how much the interval widens a standard error that
     is known to run low, as that of leave-one-out estimates of diagonals does; ``widening`` by how much it widens
     Student's t for few, skewed samples (`caution`), of xdiag also by the jackknife of each entry. Value, stderr and
@@ -225,8 +226,11 @@ class Estimate(Summarised):
     def exact(
         cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
     ) -> Estimate:
-        """A value computed without probes."""
-        return cls(value, torch.zeros_like(value), 0, matvecs, bias_bound, reason)
+        """A value computed without probes; where rounding decides, its standard error is what rounding can change."""
+        stderr = torch.zeros_like(value)
+        if reason is Reason.PRECISION_LIMIT:
+            stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
+        return cls(value, stderr.detach(), 0, matvecs, bias_bound, reason)
 
     def __float__(self) -> float:
         """The value of a single number; ValueError for an array of them."""

@@ -12,7 +12,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Description, ScalarFunction
-from curvops.linalg.estimators.brackets import SpectralQuadrature, stacked
+from curvops.linalg.estimators.brackets import SpectralQuadrature, share, stacked
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 
 
@@ -61,11 +61,13 @@ class DenseSpectrum:
         """
         _ = self._logdet(mu, rtol)  # refuses an indefinite matrix
         size = float(self.values.abs().amax())
-        values = torch.where(
-            self.values.abs() <= len(self.values) * self.eps * size, self.values.clamp_min(0), self.values
-        )
-        delta, total = max(ROUNDING_UNITS * self.eps * size, 0.0), values + mu
-        value, bias = (values / total).sum(), (delta * mu / total**2).clamp_max(1.0).sum()
+        near = self.values.abs() <= len(self.values) * self.eps * size
+        values = torch.where(near, self.values.clamp_min(0), self.values)
+        # One near zero cannot be told from zero, whatever it was found to be.
+        delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
+        of = share(mu)
+        least = torch.minimum(values, (values - delta).clamp_min(0))
+        value, bias = of(values).sum(), torch.maximum(of(values + delta) - of(values), of(values) - of(least)).sum()
         reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
         return Estimate.exact(value, len(values), bias, reason)
 
@@ -73,15 +75,22 @@ class DenseSpectrum:
         """(A + μ − bound)⁻¹."""
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
 
+    def _clamped(self) -> Float[Tensor, " n"]:
+        """The eigenvalues, those within rounding of zero not below it where no other is."""
+        noise = len(self.values) * self.eps * float(self.values.abs().amax())
+        return self.values.clamp_min(0) if float(self.values[0]) >= -noise else self.values
+
+    def semidefinite(self) -> Float[Tensor, "n n"]:
+        """A − bound in float64, without the negative eigenvalues that rounding left."""
+        return (self.vectors * self._clamped()) @ self.vectors.mT
+
     def beside(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
         """Log det(P) − log det(diag(d)) of P = A − bound + diag(d), d > 0, and P⁻¹ in float64, by Cholesky.
 
         The bias bound is what rounding can have changed. Raises NotPositiveSemidefinite for an indefinite P.
         """
-        scale, values, n = diagonal.double().rsqrt(), self.values, len(self.values)
+        scale, values, n = diagonal.double().rsqrt(), self._clamped(), len(self.values)
         size = float(values.abs().amax())
-        if float(values[0]) >= -n * self.eps * size:
-            values = values.clamp_min(0)  # within rounding of zero
         root = scale[:, None] * self.vectors
         whitened = (root * values) @ root.mT
         whitened.diagonal().add_(1)  # no pivot of a psd A is below 1, whatever the range of d

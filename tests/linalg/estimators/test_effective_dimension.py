@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.vectors import describe_square, product
+from curvops.linalg.estimators.dense_spectrum import dense_spectrum
 from curvops.linalg.estimators.effective_dimension import effective_dimension
 from tests.linalg.faulty import nan_from_the_seventh_product
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
@@ -104,3 +106,21 @@ def test_failures():
 def test_errors_at_the_door(prior, options, words):
     with pytest.raises(ValueError, match=words):
         effective_dimension(torch.eye(4), prior, **options)
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("rank", [30, 120])
+def test_what_rounding_changed_is_in_the_error(name, rank):
+    """The products are float32: no prior precision, however weak, gives a γ whose error is beyond what is said."""
+    values = SPECTRA[name].sort(descending=True).values
+    values[rank:] = 0
+    G = symmetric(values, rank).float()
+    spectrum = dense_spectrum(product(G), describe_square(G), 0.0)
+    for prior in (1e-12, 1e-8, 1e-5, 1e-3, 1.0):
+        e, exact = spectrum.effective_dimension(prior, 0.01), (values / (values + prior)).sum()
+        low, high = e.interval()
+        assert low - 1e-9 <= exact <= high + 1e-9, (prior, e, exact)
+        if e.reason is Reason.PRECISION_LIMIT:
+            assert e.stderr == e.bias_bound > 0
+        else:
+            assert e.stderr == 0 and abs(e.value - exact) <= 0.01 * exact
