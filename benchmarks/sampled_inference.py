@@ -94,8 +94,9 @@ def paths_table(found: dict[str, co.Laplace]) -> str:
         last, steps = post.tuning.steps[-1], post.tuning.steps
         gamma = f"{float(last.effective_parameters):.1f} ± {float(last.stderr):.1f}"
         products = ", ".join(str(step.matvecs) for step in steps)
-        rows.append([name, f"{float(post.prior_precision):.4f}", gamma, str(len(steps)), products])
-    return table(["update", "α", "γ at the last step", "steps", "products of each"], rows)
+        ending = "converged" if post.tuning.converged else "steps ran out"
+        rows.append([name, f"{float(post.prior_precision):.4f}", gamma, str(len(steps)), ending, products])
+    return table(["update", "α", "γ at the last step", "steps", "ending", "products of each"], rows)
 
 
 def likelihoods(given: Setting, alpha: float, seed: int) -> list[list[str]]:

@@ -23,6 +23,7 @@ from curvops.network.walks.passes import BatchMap
 from curvops.operators import EmpiricalFisher
 from curvops.operators.reading import OfLinearization
 from curvops.posterior.laplace import Laplace
+from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.tuning import Tuning
 
 # A search reaches this factor below and above the start.
@@ -74,7 +75,8 @@ class Hyperparameters:
         if not found.converged:
             raise ValueError(
                 f"the linear model's mode was not found at prior precisions {summary(self.alpha)}. "
-                f"{found.reason.value} maximize takes mode='map', at the network's own weights."
+                f"{REMEDIES.get(found.reason, found.reason.value)} maximize takes mode='map', at the network's own "
+                "weights."
             )
         return found.theta, found.matvecs
 

@@ -29,6 +29,7 @@ from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvature_root import CurvatureRoot, root_of
+from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.noise import Noise
 from curvops.posterior.priors import Prior
 from curvops.posterior.stochastic_descent import StochasticDescent
@@ -308,7 +309,7 @@ class NotSolved(NotConverged):
     def __init__(self, found: Deviations, rtol: float) -> None:
         self.deviations, self.rtol = found, rtol
         measure = f"true relative residual {{}} after {found.matvecs} products, asked for {rtol:.2e}"
-        RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals))
+        RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals, REMEDIES))
 
 
 def tempered(draws: Tensor, temperature: float) -> Tensor:

@@ -33,6 +33,22 @@ ROUNDINGS = 10
 SUFFICIENT = 1e-4
 """Share of the decrease that a Newton step promises which a step must give (Armijo)."""
 
+REMEDIES = {
+    Reason.ITERATION_LIMIT: (
+        "The iterations of a solve inside were spent before its tolerance. A larger prior precision, weights nearer to "
+        "a mode, or float64 make it shorter."
+    ),
+    Reason.STAGNATION: (
+        "The residual stopped shrinking far above the rounding level. A larger prior precision, or float64, makes it "
+        "better conditioned; a curvature of random draws must give one product each time."
+    ),
+    Reason.NOT_POSITIVE_DEFINITE: (
+        "Curvature plus prior is not positive definite. Take a larger prior precision, or co.GGN as curvature."
+    ),
+    Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Take a larger prior precision, or float64.",
+}
+"""Of solves inside posteriors and their tuning, whose callers have no options of the solvers."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearMode(Summarised):
@@ -147,7 +163,7 @@ def linear_mode(
             M, spent = preconditioner(1)
             spent = 0 if kept and steps else spent
         found = cg(precision, -model.gradient, preconditioner=M, rtol=goal, checkpoint=kept.part(f"solve-{steps}"))
-        found.raise_if_failed(goal)
+        found.raise_if_failed(goal, REMEDIES)
         moved, length = _searched(lins, model, found.x)
         matvecs, steps = matvecs + found.matvecs + spent + 2, steps + 1
         # What a Newton step promises is what the loss has left; less than its rounding cannot be had.

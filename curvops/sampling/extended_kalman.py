@@ -46,6 +46,10 @@ class ExtendedKalmanFilter(Transition):
     transition_noise: float
     rank: int
 
+    def step_taken(self, step: int) -> tuple[str, float]:
+        """`lr`, the fraction that a batch counts as."""
+        return "lr", self.step_size(step)
+
     @property
     def _state_type(self) -> type[State]:
         return KalmanState

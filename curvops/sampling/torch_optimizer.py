@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -47,6 +48,12 @@ class Optimizer(Transition):
     def with_step_size(self, step_size: Any) -> Optimizer:
         """The same with another `lr`. States go on."""
         return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
+
+    def step_taken(self, step: int) -> tuple[str, float]:
+        """`lr`, the optimiser's own default where none is given."""
+        if self.scheduled:
+            return "lr", self.step_size(step)
+        return "lr", float(self.make([torch.zeros(1, requires_grad=True)], **self.options).defaults.get("lr", math.nan))
 
     def _step(self, state: OptimizerState, batch: Any, noise: NoiseSource) -> Info:
         value, g = self._gradient(state, batch)

@@ -118,6 +118,10 @@ class Transition(ABC):
     """Whether proposals are accepted or rejected."""
     largest_step: ClassVar[float] = math.inf
 
+    def step_taken(self, step: int) -> tuple[str, float]:
+        """The option that sets the step's length, and its value."""
+        return "step_size", self.step_size(step)
+
     def stability_limit(self, curvature: float) -> float | None:
         """The largest ε that is stable on a quadratic of this curvature (of D^½ H D^½); None where there is none."""
         return None
@@ -156,10 +160,11 @@ class Transition(ABC):
             return ValueError(
                 f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
             )
-        epsilon = self.step_size(step)
+        name, epsilon = self.step_taken(step)
+        measured = " (co.sampling.run measures the curvature and names the limit.)"
         return Diverged(
-            f"log_posterior is {found} at step {step} with step_size={epsilon:g}, which is probably beyond stability; "
-            f"try step_size={epsilon / 4:.2g}. (co.sampling.run measures the curvature and names the limit.)"
+            f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
+            f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
         )
 
     def _check_state(self, state: Any) -> None:

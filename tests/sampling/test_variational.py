@@ -204,6 +204,35 @@ def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
         assert [said.value in str(each.message) for each in caught] == [True] * (said is not endings.SETTLED)
 
 
+@pytest.mark.usefixtures("annotations_unchecked")
+@pytest.mark.parametrize("method", ["vi", "optimizer", "ekf"])
+@pytest.mark.parametrize("way", ["update", "run"])
+def test_what_diverges_names_the_step_that_its_user_can_set(method: str, way: str) -> None:
+    """The default lr of Adam, where none was given: 1e-3. After some steps the energy runs away, or is NaN."""
+    _, batch, log_posterior, _, _ = linear()
+    calls = []
+
+    def away(params, batch):
+        calls.append(1)
+        value = log_posterior(params, batch)
+        return value * (torch.nan if len(calls) > 5 else 1.0) if way == "update" else value - 1e9 * (len(calls) > 5)
+
+    if method == "ekf":
+        sampler = co.sampling.ekf(log_posterior, lr=0.5)
+        error = sampler._not_finite(torch.tensor(torch.nan), 7)
+        assert "with lr=0.5" in str(error) and "try lr=0.12" in str(error) and "step_size" not in str(error)
+        return
+    make = co.sampling.vi if method == "vi" else lambda f, **given: co.sampling.optimizer(torch.optim.Adam, f, **given)
+    with pytest.raises(co.posterior.Diverged, match=r"lr=0\.001.*lr=0\.00025\.$") as caught:
+        sampler = make(away, data_size=N)
+        if way == "run":
+            co.sampling.run(sampler, log_posterior.params, [batch], steps=30, progress=False)
+        state = sampler.init(log_posterior.params)
+        for _ in range(30):
+            state, _ = sampler.update(state, batch)
+    assert "step_size" not in str(caught.value)
+
+
 def test_both_gradients_are_the_same_in_the_mean() -> None:
     """On cubature points they differ by the score's mean, which is zero for quadratic log q."""
     _, batch, log_posterior, _, _ = linear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -107,14 +107,21 @@ class Reasoned:
         """Whether each column converged, or is as accurate as the dtype allows."""
         return all(reason in ACCEPTED for reason in self.reasons)
 
-    def failures(self, kind: str, measure: str, errors: Tensor) -> str:
-        """A line on how many columns failed and the worst of their errors, and the remedy of each reason."""
+    def failures(self, kind: str, measure: str, errors: Tensor, remedies: Mapping[Reason, str] | None = None) -> str:
+        """A line on how many columns failed and the worst of their errors, and the remedy of each reason.
+
+        `remedies` are those of a caller whose users cannot set the options that a reason names.
+        """
+        remedies = remedies or {}
         failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
         worst = max((float(errors[j].nan_to_num(math.inf, math.inf)) for j in failed), default=0.0)
         counts = Counter(self.reasons[j] for j in failed)
         return "\n".join(
             [f"{len(failed)} of {len(self.reasons)} {kind} did not converge; worst {measure.format(f'{worst:.2e}')}."]
-            + [f"{reason.name} ({count} {kind}): {reason.value}" for reason, count in counts.items()]
+            + [
+                f"{reason.name} ({count} {kind}): {remedies.get(reason, reason.value)}"
+                for reason, count in counts.items()
+            ]
         )
 
 
@@ -144,8 +151,12 @@ class Solution(Summarised, Reasoned):
     exact_matvecs: int = 0
     groups: int = 1
 
-    def raise_if_failed(self, rtol: float) -> Solution:
+    def raise_if_failed(self, rtol: float, remedies: Mapping[Reason, str] | None = None) -> Solution:
         """Return self if every column is accepted.
+
+        Args:
+            rtol: what was asked for.
+            remedies: by reason, where the options that the reasons name are not the caller's.
 
         Raises:
             NotPositiveDefinite: a column failed because the operator is not positive definite.
@@ -154,7 +165,7 @@ class Solution(Summarised, Reasoned):
         if self.accepted:
             return self
         indefinite = Reason.NOT_POSITIVE_DEFINITE in self.reasons
-        raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol)
+        raise (NotPositiveDefinite if indefinite else NotConverged)(self, rtol, remedies)
 
 
 def accept(solution: Solution, rtol: float) -> Vectors:
@@ -167,11 +178,11 @@ def accept(solution: Solution, rtol: float) -> Vectors:
 class NotConverged(RuntimeError):
     """A solve failed; ``solution`` holds what was reached."""
 
-    def __init__(self, solution: Solution, rtol: float) -> None:
+    def __init__(self, solution: Solution, rtol: float, remedies: Mapping[Reason, str] | None = None) -> None:
         self.solution = solution
         self.rtol = rtol
         measure = f"true relative residual {{}} at iteration {solution.iterations}, asked for {rtol:.2e}"
-        super().__init__(solution.failures("columns", measure, solution.relative_residuals))
+        super().__init__(solution.failures("columns", measure, solution.relative_residuals, remedies))
 
 
 class NotPositiveDefinite(NotConverged, NotPSDError):
