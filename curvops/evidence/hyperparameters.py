@@ -136,6 +136,10 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
 def check_noise_scales(post: Laplace) -> None:
     """ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
     _ = post.observation_noise
+    if post.shared.terms.power != 1:
+        raise ValueError(
+            "the noise of a tempered likelihood is not tuned: give the curvature once, not a multiple of it."
+        )
     curvature = post.curvature
     if not isinstance(curvature, OfLinearization) or curvature.asked is None:
         raise ValueError(

@@ -13,7 +13,8 @@ from curvops.operators import Linearization
 def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Linearization, ...] | str:
     """The linearisations whose log-likelihoods add up to the one that the curvature is of; else why it is not known.
 
-    Every operator made of a linearisation, or of such an operator, says which data it is of and how often it counts
+    A curvature times a number, (1 / T) * co.GGN(lin), is of the likelihood to this power (`power_of`). Every operator
+    made of a linearisation, or of such an operator, says which data it is of and how often it counts
     them. A matrix of the user's own does not: alone it is taken for that of `lin`.
     """
     found = sources_of(curvature)
@@ -32,9 +33,11 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
             "the curvature holds, beside what is known to be of these data, an operator that does not say which data "
             "it is of (a matrix, say)."
         )
-    uneven = [count for count in counts.values() if abs(count - 1) > 1e-12]
-    if uneven:
-        return f"the curvature counts data {uneven[0]:.4g} times, their likelihood counts once."
+    uneven = [count for count in counts.values() if abs(count - counts[own]) > 1e-12]
+    if (found.repeated or uneven or counts[own] < 0) and (
+        not_once := [c for c in counts.values() if abs(c - 1) > 1e-12]
+    ):
+        return f"the curvature counts data {not_once[0]:.4g} times, their likelihood counts once."
     known: dict[Hashable, Linearization] = {each.source: each for each in _linearizations(curvature)}
     known[own] = lin
     if not counts.keys() <= known.keys():
@@ -44,6 +47,13 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
             "of those."
         )
     return tuple(known[source] for source in counts)
+
+
+def power_of(lin: Linearization, curvature: LinearOperator) -> float:
+    """The power of the likelihood, 1/T where it is tempered, that a curvature whose data are known is of."""
+    found = sources_of(curvature)
+    count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
+    return 1.0 if abs(count - 1) <= 1e-12 else count
 
 
 def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:

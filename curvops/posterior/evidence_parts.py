@@ -17,12 +17,14 @@ from curvops.linalg import Estimate
 class Evidence(Estimate):
     """log p(data) = log_likelihood − ½ (scatter + log_determinant_ratio), in nats, by `post.log_evidence()`.
 
+    Of a tempered likelihood it is log ∫ p(data | θ)^power p(θ) dθ.
+
     An `Estimate`: its error bar is that of the log-determinants, the other parts are exact. A sum with a constant or a
     multiple has no such parts, and is a plain Estimate.
     """
 
     log_likelihood: Float[Tensor, ""] = field(kw_only=True)
-    """Σ_n log p(y_n | x_n, θ) in nats, at θ."""
+    """Σ_n log p(y_n | x_n, θ) in nats, at θ, times `power`."""
     scatter: Float[Tensor, ""] = field(kw_only=True)
     """(θ − m)ᵀA(θ − m) around the prior's mean m: twice what the prior costs θ, in nats."""
     log_determinant_ratio: Estimate = field(kw_only=True)
@@ -32,6 +34,8 @@ class Evidence(Estimate):
     """The weights θ at which likelihood and scatter are taken."""
     mode: str = field(default="map", kw_only=True)
     """Which these are: "map", the network's own θ*, or "linear", the mode of its linear model."""
+    power: float = field(default=1.0, kw_only=True)
+    """1/T of a tempered likelihood, by which `log_likelihood` is multiplied."""
 
     @classmethod
     def of(
@@ -42,6 +46,7 @@ class Evidence(Estimate):
         log_ratio: Estimate,
         count: Callable[[], Estimate],
         mode: str = "map",
+        power: float = 1.0,
     ) -> Evidence:
         """The sum of the parts."""
         whole = log_ratio * -0.5 + (log_likelihood - 0.5 * scatter)
@@ -53,6 +58,7 @@ class Evidence(Estimate):
             count=count,
             theta=theta,
             mode=mode,
+            power=power,
         )
 
     @cached_property
@@ -79,7 +85,7 @@ class Evidence(Estimate):
         parts = (
             f"log_likelihood={float(self.log_likelihood):.6g}, scatter={float(self.scatter):.6g}, "
             f"log_determinant_ratio={float(self.log_determinant_ratio.value):.6g}, mode={self.mode!r}"
-        )
+        ) + ("" if self.power == 1 else f", power={self.power:.6g}")
         return f"Evidence({whole}, {parts})"
 
 

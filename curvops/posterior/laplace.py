@@ -299,7 +299,8 @@ class Laplace(GaussianWeights):
             return kernel.inverse_of_weights(float(self.prior.precision.detach())), 0
 
         made = sketch if ours else None
-        return linear_mode(lins, self.prior, start, float(rtol), checked_count(maxiter), made, checkpoint, begun)
+        power, most = self.shared.terms.power, checked_count(maxiter)
+        return linear_mode(lins, self.prior, start, float(rtol), most, made, checkpoint, begun, power)
 
     def _require_gradients(self) -> None:
         self.shared.terms.require_gradients()
@@ -325,8 +326,10 @@ class Laplace(GaussianWeights):
     ) -> Evidence:
         """log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
 
-        It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A], whatever the temperature, which belongs
-        to the approximation and not to the model. Likelihood and scatter are taken at θ*, or at the linear model's own
+        It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A], whatever `temperature`, which widens the
+        approximation N(θ*, T P⁻¹) and is not of the model. A tempered *likelihood* is: of a curvature times 1/T, as
+        (1 / T) * co.GGN(lin), it is log ∫ p(y|θ)^(1/T) p(θ) dθ, the normaliser of the power posterior (Friel & Pettitt
+        2008), with the log-likelihood times 1/T. Likelihood and scatter are taken at θ*, or at the linear model's own
         mode θ̄ (`linear_mode`), with P at θ* in both cases: at θ̄ it is the exact evidence of the linear model of a
         Gaussian likelihood. Where layers normalise activations or weights, the scale of θ* is arbitrary, and θ̄ alone
         gives an evidence of the prior (Antorán et al. 2022). The log-determinants are exact where P has a closed form,
@@ -358,8 +361,8 @@ class Laplace(GaussianWeights):
 
         Raises:
             ValueError: a gradient for anything else is asked for; the curvature is of other data or another likelihood,
-                or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted exactly once
-                (0.5 * KFAC(lin), GGN(lin) + GGN(lin)); or one operator in a sum does not record its data.
+                or of further data that it does not keep (KFAC(lin_a) + KFAC(lin_b)); data are not counted evenly
+                (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
         return self.evidence_from(None, rtol, generator, checked_mode(mode, self.lin))
@@ -373,13 +376,14 @@ class Laplace(GaussianWeights):
         count = partial(self.effective_parameters, rtol, generator)
         if mode == "map":
             log_likelihood = self.shared.terms.log_likelihood()
-            return Evidence.of(self.mean, log_likelihood, self.prior.quadratic(self.mean), log_ratio, count)
+            scatter = self.prior.quadratic(self.mean)
+            return Evidence.of(self.mean, log_likelihood, scatter, log_ratio, count, "map", self.shared.terms.power)
         found = self.linear_mode(start)
         log_likelihood = self.shared.terms.linear_log_likelihood(found.theta)
         if not found.converged:
             log_ratio = dataclasses.replace(log_ratio, reason=found.reason)
         scatter = self.prior.quadratic(found.theta)
-        return Evidence.of(found.theta, log_likelihood, scatter, log_ratio, count, "linear")
+        return Evidence.of(found.theta, log_likelihood, scatter, log_ratio, count, "linear", self.shared.terms.power)
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.

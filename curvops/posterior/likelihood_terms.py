@@ -18,7 +18,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.operators.reading import require_no_gradient
-from curvops.posterior.data_terms import data_terms
+from curvops.posterior.data_terms import data_terms, power_of
 
 
 @dataclass(eq=False)
@@ -54,12 +54,18 @@ class LikelihoodTerms:
         """The linearisations that the curvature is of; a sentence on why where that is not known."""
         return data_terms(self.lin, self.curvature)
 
+    @cached_property
+    def power(self) -> float:
+        """How often the curvature counts these data: 1/T where their likelihood is tempered."""
+        return power_of(self.lin, self.curvature)
+
     def known_data(self, what: str) -> tuple[Linearization, ...]:
         """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
         if isinstance(self.data, str):
             raise ValueError(
                 f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
-                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b)."
+                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of that, which "
+                "tempers the likelihood."
             )
         return self.data
 
@@ -105,23 +111,23 @@ class LikelihoodTerms:
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
 
-        Raises ValueError where the data are not known, or counted otherwise than once.
+        Of a tempered likelihood it is times 1/T. Raises ValueError where the data are not known, or counted unevenly.
         """
         data = self.known_data("the log evidence")
         if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
-            return torch.stack([lin.log_likelihood() for lin in data]).sum()
+            return self.power * torch.stack([lin.log_likelihood() for lin in data]).sum()
         with self.lock:
             found = self._found
             if found.log_likelihood is None:
                 with torch.no_grad():
-                    found.log_likelihood = torch.stack([lin.log_likelihood() for lin in data]).sum()
+                    found.log_likelihood = self.power * torch.stack([lin.log_likelihood() for lin in data]).sum()
             return found.log_likelihood
 
     def linear_log_likelihood(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
         """That of the linear model at other weights, with its gradient in hyperparameters."""
         delta = theta - self.lin.theta
         parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in self.known_data("the log evidence")]
-        return torch.stack([part.log_likelihood() for part in parts]).sum()
+        return self.power * torch.stack([part.log_likelihood() for part in parts]).sum()
 
     def gradient(self) -> Float[Tensor, " D"] | None:
         """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
@@ -129,7 +135,7 @@ class LikelihoodTerms:
             found = self._found
             if found.gradient is None and not isinstance(self.data, str):
                 with torch.no_grad():
-                    found.gradient = torch.stack([lin.gradient() for lin in self.data]).sum(0)
+                    found.gradient = self.power * torch.stack([lin.gradient() for lin in self.data]).sum(0)
             return found.gradient
 
     def known(self) -> tuple[Tensor | None, Tensor | None]:

@@ -72,12 +72,13 @@ class LinearMode(Summarised):
 
 
 class _LinearModel:
-    """−log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
+    """−power · log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
 
-    def __init__(self, lins: Sequence[Linearization], prior: Prior, delta: Tensor) -> None:
+    def __init__(self, lins: Sequence[Linearization], prior: Prior, power: float, delta: Tensor) -> None:
+        self.power = power
         self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
         self.parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in lins]
-        of_data = sum((part.gradient() for part in self.parts[1:]), self.parts[0].gradient())
+        of_data = power * sum((part.gradient() for part in self.parts[1:]), self.parts[0].gradient())
         of_prior = prior.gradient(self.theta)
         self.gradient = of_data + of_prior
         scale = float(of_data.double().norm() + of_prior.double().norm())
@@ -88,11 +89,11 @@ class _LinearModel:
         total: LinearOperator = self.parts[0]
         for part in self.parts[1:]:
             total = total + part
-        return self.prior.plus(total)
+        return self.prior.plus(total if self.power == 1 else self.power * total)
 
     def log_likelihood(self, steps: Sequence[Tensor | float] = ()) -> float:
         given = steps or [0.0] * len(self.parts)
-        return sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
+        return self.power * sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
 
     @cached_property
     def present(self) -> float:
@@ -121,15 +122,18 @@ def linear_mode(
     preconditioner: Callable[..., tuple[Any, int]] | None = None,
     checkpoint: Place | None = None,
     begun: Callable[[], tuple[Tensor, int] | None] = lambda: None,
+    power: float = 1.0,
 ) -> LinearMode:
     """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one.
 
-    `begun` may find weights nearer to it, with the products that it took; it is asked once in a run.
+    `begun` may find weights nearer to it, with the products that it took; it is asked once in a run. `power` is that of
+    a tempered likelihood.
     """
     theta = lins[0].theta
     for lin in lins if checkpoint is not None else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
-    model = _LinearModel(lins, prior, torch.zeros_like(theta) if start is None else start - theta)
+    at = partial(_LinearModel, lins, prior, power)
+    model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps, reason = 2, 0, Reason.CONVERGED
     asked = {"rtol": rtol, "maxiter": maxiter, "the start": None if start is None else digest([start])}
 
@@ -142,11 +146,11 @@ def linear_mode(
     sketches = kept.source("sketches", None, theta.device)
     if kept.state is None:
         if (near := begun()) is not None:
-            model, matvecs = _LinearModel(lins, prior, near[0] - theta), matvecs + near[1] + 2
+            model, matvecs = at(near[0] - theta), matvecs + near[1] + 2
         kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
-        model = _LinearModel(lins, prior, delta)
+        model = at(delta)
     if kept and preconditioner is not None:  # read from the folder once, not in each step
         preconditioner = cache(partial(preconditioner, checkpoint=kept.part("preconditioner")))
     while model.relative > rtol:
@@ -174,7 +178,7 @@ def linear_mode(
             reason = Reason.PRECISION_LIMIT if limited else Reason.STAGNATION
             break
         rounding, nothing = model.rounding, promised <= ROUNDINGS * eps * abs(model.present)
-        before, model = model.relative, _LinearModel(lins, prior, moved)
+        before, model = model.relative, at(moved)
         stuck = model.relative > 0.5 * before and (model.relative < math.sqrt(eps) or promised <= rounding)
         if stuck or nothing:
             reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT

@@ -68,7 +68,6 @@ def test_a_half_that_is_no_mode_of_its_own_still_warns(halves):
 
 
 UNKNOWN = {
-    "half": (lambda a, b: 0.5 * co.GGN(b), "0.5 times"),
     "twice": (lambda a, b: co.GGN(b) + co.GGN(b), "2 times"),
     "uneven": (lambda a, b: co.GGN(b) + 0.5 * co.GGN(a), "0.5 times"),
     "other data": (lambda a, b: co.GGN(a), "other data"),
@@ -87,6 +86,71 @@ UNKNOWN = {
     "a detached one alone": (lambda a, b: co.KFAC(b).detached_from_weights(), "detached"),
     "a Hessian too": (lambda a, b: co.GGN(b) + co.EmpiricalFisher(b), "2 times"),
 }
+
+
+TEMPERED = {
+    "GGN": lambda a, b, both: 0.4 * co.GGN(both),
+    "a sum": lambda a, b, both: 0.4 * (co.GGN(a) + co.GGN(b)),
+    "each": lambda a, b, both: co.GGN(a) * 0.4 + 0.4 * co.GGN(b),
+    "KFAC": lambda a, b, both: 0.4 * co.KFAC(both),
+    "EKFAC": lambda a, b, both: co.EKFAC(both) * 0.4,
+    "diagonal": lambda a, b, both: 0.4 * co.DiagonalGGN(both),
+    "low rank": lambda a, b, both: 0.4 * co.low_rank(co.GGN(both), rank=3, generator=seed()),
+    "of a low rank": lambda a, b, both: co.low_rank(0.4 * co.GGN(both), rank=3, generator=seed()),
+    "Hessian": lambda a, b, both: 0.4 * co.Hessian(both),
+}
+
+
+@pytest.mark.parametrize("name", TEMPERED)
+@pytest.mark.parametrize("mode", ["map", "linear"])
+def test_a_multiple_of_a_curvature_tempers_the_likelihood(halves, name, mode):
+    """log ∫ p(y|θ)^0.4 p(θ) dθ, at θ* and at the tempered linear model's mode, under each prior; any temperature."""
+    a, b, both = halves
+    curvature = TEMPERED[name](a, b, both)
+    D, theta = both.num_parameters, both.theta
+    vector = torch.full((D,), 2.0, dtype=DOUBLE) if "KFAC" in name else torch.linspace(1.0, 3.0, D, dtype=DOUBLE)
+    y = torch.cat([batch.targets for batch in both.data])
+    J, H = both.jacobian().to_dense(), both.outputs()
+    for prior in (3.0, vector):
+        post = co.laplace(b if name in ("a sum", "each") else both, curvature, prior, temperature=0.3, check_mode=False)
+        found = post.log_evidence(mode=mode)
+        A = torch.as_tensor(prior, dtype=DOUBLE).expand(D)
+        at = theta if mode == "map" else post.linear_mode(rtol=1e-10).theta
+        f = (H.flatten() + J @ (at - theta)).view(20, 2)
+        fit = 0.4 * f.log_softmax(1)[torch.arange(20), y].sum()
+        gradient = 0.4 * J.mT @ (f.softmax(1) - nn.functional.one_hot(y, 2)).flatten() + A * at
+        assert mode == "map" or float(gradient.norm()) < 1e-6
+        expected = fit - 0.5 * ((A * at.square()).sum() + torch.logdet(curvature.to_dense() + A.diag()) - A.log().sum())
+        torch.testing.assert_close(found.value, expected, rtol=1e-8, atol=1e-8)
+        assert found.power == pytest.approx(0.4) and "power=0.4" in repr(found)
+        data_gradient = 0.4 * both.gradient()
+        gap = (data_gradient + A * theta).norm() / (A * theta).norm()
+        assert post.mode_gap == pytest.approx(float(gap), rel=1e-8)
+
+
+def test_the_tempered_evidence_of_a_linear_gaussian_model_is_the_integral():
+    """N(y; f, σ²)^β is N(y; f, σ²/β) times (2πσ²/β)^½ (2πσ²)^(−β/2) for each target; exact, and tuned by maximize."""
+    x = torch.randn(15, 3, generator=seed(), dtype=DOUBLE)
+    y = x.sum(1, keepdim=True) + torch.randn(15, 1, generator=seed(), dtype=DOUBLE)
+    noise, beta, alpha = 0.7, 0.25, 1.5
+    lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, y), co.likelihoods.Gaussian(noise))
+    post = co.laplace(lin, beta * co.GGN(lin), alpha, check_mode=False)
+    eye = torch.eye(15, dtype=DOUBLE)
+
+    def exact(alpha):
+        normal = torch.distributions.MultivariateNormal(torch.zeros(15).double(), noise / beta * eye + x @ x.mT / alpha)
+        constant = 0.5 * math.log(2 * math.pi * noise / beta) - 0.5 * beta * math.log(2 * math.pi * noise)
+        return float(normal.log_prob(y[:, 0])) + 15 * constant
+
+    assert float(post.log_evidence(mode="linear")) == pytest.approx(exact(alpha), abs=1e-9)
+    best = co.evidence.maximize(post, mode="linear", xtol=1e-6)
+    a = float(best.prior_precision)
+    assert exact(a) > max(exact(1.01 * a), exact(0.99 * a))
+    other = co.evidence.mackay(post, None, 300, xtol=1e-8)
+    assert float(other.prior_precision) == pytest.approx(a, rel=1e-3)
+    for tune in (lambda: co.evidence.maximize(post, "noise"), lambda: co.evidence.mackay(post, tune_noise=True)):
+        with pytest.raises(ValueError, match="tempered|how it was made"):
+            tune()
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -171,8 +235,8 @@ def test_every_curvature_is_of_the_data_that_it_was_made_of(halves, name):
 def test_scaled_curvatures_and_sums_are_of_their_data_or_refused(halves, name):
     a, b, _ = halves
     first, second = KINDS[name](a), KINDS[name](b)
-    is_refused(b, 0.5 * second, "0.5 times")
-    is_refused(b, second / 4, "0.25 times")
+    for tempered in (0.5 * second, second / 2):
+        assert co.laplace(b, tempered, 100.0, check_mode=False).log_evidence().power == pytest.approx(0.5)
     is_refused(b, second + second, "2 times")
     is_refused(b, 2 * first, "other data")
     is_refused(b, second.detached_from_weights(), "detached")

@@ -12,12 +12,13 @@ class Sources:
     """Data by name, and the factor before each; equal names are the same data.
 
     `partial`: there is a further part whose data are not known. `detached`: a part was detached from the weights at
-    which it was made.
+    which it was made. `repeated`: equal data are in several terms of a sum, so that their factor is no temperature.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)
     partial: bool = False
     detached: bool = False
+    repeated: bool = False
 
     def times(self, factor: Any) -> Sources:
         """Those of the operator times a number."""
@@ -46,10 +47,13 @@ def merged(*sources: Sources | None) -> Sources | None:
     if len(known) < 2:
         return known[0] if known else None
     counts: dict[Hashable, float] = {}
+    repeated = any(found.repeated for found in known)
     for found in known:
+        repeated |= not counts.keys().isdisjoint(found.counts)
         for name, count in found.counts.items():
             counts[name] = counts.get(name, 0.0) + count
-    return Sources(counts, any(found.partial for found in known), any(found.detached for found in known))
+    partial, detached = any(found.partial for found in known), any(found.detached for found in known)
+    return Sources(counts, partial, detached, repeated)
 
 
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
