@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from curvops.evidence.maximize import maximize
+from curvops.network.data.batches import holds_all, parts_of
+from curvops.network.data.inputs import move, move_tensor, normalise, take
 from curvops.operators import KFAC, linearize
 from curvops.posterior.laplace import MODE_TOLERANCE, Laplace, NotAMode, laplace
 from curvops.posterior.tuning import StepsSpent, Tuning
@@ -21,7 +24,7 @@ Parameters = Iterable[nn.Parameter]
 
 def train(
     model: nn.Module,
-    data: tuple[Tensor, Tensor],
+    data: Any,
     likelihood: Any,
     *,
     epochs: int,
@@ -42,14 +45,15 @@ def train(
 
     Args:
         model: trained in place, and left in evaluation mode. Parameters that require a gradient are trained.
-        data: tensors (X, y), all training points.
+        data: all training points, as `co.linearize` takes them: tensors (X, y), a Dataset, or a DataLoader (or list of
+            batches), whose own batches are then trained on, in its own order.
         likelihood: as `co.linearize` takes it.
         epochs: passes over the data.
         every: epochs between updates of the hyperparameters. The first is after as many.
         prior_precision: A of the first epochs, as `co.laplace` takes it, of diagonal form; for "scalar" a number.
         over: what is tuned, as in `maximize`; a "scalar" alone is set by its search, the others by a few steps.
         curvature: of the posterior: an operator class.
-        batch_size: points of a step, drawn anew in each epoch; None takes all.
+        batch_size: points of a step, drawn anew in each epoch; None takes all (of a DataLoader its own batches).
         optimizer: makes the optimiser of the parameters, `lambda p: torch.optim.SGD(p, 0.1)`, without weight decay.
         steps: of `maximize` at each update, at most one nat (a factor e) each.
         generator: source of the batches and of probes.
@@ -59,38 +63,39 @@ def train(
         `tuning.ending` says whether the last update was at its end.
 
     Raises:
-        TypeError, ValueError: data that are no pair of tensors, numbers out of range, an optimiser with weight decay, a
-            loss that is not finite (too long a step), and what `co.linearize`, `co.laplace` and `maximize` refuse.
+        TypeError, ValueError: weights of points, a batch size beside a loader's own, numbers out of range, an optimiser
+            with weight decay, a loss that is not finite (too long a step), and what `co.linearize`, `co.laplace` and
+            `maximize` refuse.
 
     Warns with `co.NotAMode` where training ended away from a mode.
 
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
     """
-    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError("train takes data as tensors (X, y), all training points.")
-    x, y = data
-    size = len(x) if batch_size is None else batch_size
-    for name, number in (("epochs", epochs), ("every", every), ("batch_size", size), ("steps", steps)):
-        if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
+    for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
 
     post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
+    epoch_of, size = _batches(data, batch_size, generator), post.lin.num_data
     for epoch in range(1, epochs + 1):
         lin = post.lin
         layout, score = lin.model.layout, lin.likelihood.log_prob
         assert layout is not None
         penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
         weights = {name: p for name, p in model.named_parameters() if name in penalties}
+        at = lin.theta.device, lin.theta.dtype
         model.train()
-        device = None if generator is None else generator.device
-        for chosen in torch.randperm(len(x), generator=generator, device=device).to(x.device).split(size):
+        for item in epoch_of():
+            given, targets, _ = parts_of(item, False)
+            inputs, y = move(normalise(given), *at), move_tensor(targets, *at)
+            arguments, named = lin.model.calls.arguments(inputs)
             stepper.zero_grad()
-            fit = score(layout.rows(model(x[chosen])), layout.targets(y[chosen])).mean()
+            fit = score(layout.rows(model(*arguments, **named)), layout.targets(y)).mean()
             prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
-            loss = prior / (2 * len(x)) - fit
+            loss = prior / (2 * size) - fit
             if not bool(loss.isfinite()):
                 raise ValueError(f"the loss is not finite in epoch {epoch}: take a smaller learning rate.")
             loss.backward()
@@ -115,6 +120,30 @@ def train(
         return post
     whole = replace(record[-1], steps=tuple(step for each in record for step in each.steps))
     return replace(post, tuning=whole)
+
+
+def _batches(data: Any, batch_size: int | None, generator: torch.Generator | None) -> Callable[[], Iterable[Any]]:
+    """What gives the batches of an epoch, with which `parts_of` deals."""
+    if isinstance(data, Dataset):
+        device = None if generator is None else generator.device
+        seeds = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
+        size = len(data) if batch_size is None else batch_size  # type: ignore[arg-type]
+        loader = DataLoader(data, size, shuffle=True, generator=seeds)
+        return lambda: loader
+    if not holds_all(data):
+        if batch_size is not None:
+            raise ValueError(f"batch_size={batch_size} beside data that come in batches: leave it out.")
+        return lambda: data
+    given, targets, _ = parts_of(data, False)
+    inputs, count = normalise(given), len(targets)
+
+    def epoch() -> Iterator[Any]:
+        device = None if generator is None else generator.device
+        order = torch.randperm(count, generator=generator, device=device).to(targets.device)
+        for chosen in order.split(batch_size or count):
+            yield take(inputs, chosen), targets[chosen]
+
+    return epoch
 
 
 def _posterior(model: nn.Module, data: Any, likelihood: Any, curvature: Any, prior_precision: Any) -> Laplace:

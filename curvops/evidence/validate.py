@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
 from curvops.linalg.core.limits import check_flag
+from curvops.network.data.batches import as_source, holds_all, parts_of
+from curvops.network.data.inputs import Inputs, normalise
+from curvops.network.data.randomness import items
 from curvops.posterior.arguments import check_accuracy
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.tuning import StepsSpent, Validation
@@ -26,7 +30,7 @@ PARTS = (("scalar",), ("noise",), ("scalar", "noise"))
 def validate(
     post: Laplace,
     x: Any,
-    y: Tensor,
+    y: Any = None,
     over: str | Sequence[str] = "scalar",
     *,
     prior_precisions: Sequence[float] | Tensor | None = None,
@@ -40,7 +44,8 @@ def validate(
 
     Args:
         post: a posterior by `co.laplace`.
-        x: held-out inputs.
+        x: held-out inputs; or, without y, held-out data as `co.linearize` takes them: (X, y), a Dataset, a DataLoader,
+            batches. Those are read once and kept.
         y: their targets.
         over: "scalar", a factor of the prior precision, whatever that is (a vector or an operator keeps its shape);
             "noise", the variance of a Gaussian likelihood; or ("scalar", "noise"), both.
@@ -68,6 +73,8 @@ def validate(
     parts = (over,) if isinstance(over, str) else over
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
+    if y is None:
+        x, y = _held_out(x, post)
     search = _Search(post, x, y, joint, generator)
     with torch.no_grad():
         if prior_precisions is not None:
@@ -83,6 +90,16 @@ def validate(
         if len(parts) > 1:
             search.together(xtol)
         return search.best()
+
+
+def _held_out(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
+    """The inputs and targets of data that come in any form, as if they had been given so."""
+    source = [data] if holds_all(data) else items(as_source(data, max(post.lin.data.sizes)), post.mean.device)
+    parts = [parts_of(item, False) for item in source]
+    if not parts:
+        raise ValueError("the held-out data hold no points.")
+    inputs: Any = tree_map(lambda *tensors: torch.cat(tensors), *(normalise(given) for given, _, _ in parts))
+    return inputs, torch.cat([y for _, y, _ in parts])
 
 
 @dataclass(eq=False)

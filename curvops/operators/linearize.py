@@ -48,17 +48,19 @@ def linearize(
             (N, C), or (N, ..., C) where a point has several positions (tokens of a sequence, pixels of an image):
             targets are then (N, ...) or (N, ..., m), and positions are left out by ignore_index or by zeros in weights
             (N, ...).
-        data: tensors (X, y), a Dataset, a DataLoader or any iterable of (inputs, targets) that can be read again;
-            inputs may be a tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype. Each item may
-            be a mapping {"inputs": ..., "targets": ..., "weights": ...} instead: weights, (N,) or one per position,
-            multiply log-likelihoods.
+        data: tensors or NumPy arrays (X, y), a Dataset, a DataLoader (one that shuffles is read in the order of its
+            dataset, each point once) or any iterable of (inputs, targets) that can be read again; inputs may be a
+            tensor, a tuple or a mapping. Floating data are cast to the parameters' dtype. Each item may be a mapping
+            instead: {"inputs": ..., "targets": ..., "weights": ...}, or a batch of Hugging Face's, whose "labels" are
+            the targets and everything else the inputs. Weights, (N,) or one per position, multiply log-likelihoods.
         likelihood: one of `co.likelihoods` (`Categorical(...)`, `Gaussian(noise=variance)`, `Bernoulli(...)`,
             `Poisson()`, `HeteroscedasticGaussian()`); `nn.CrossEntropyLoss(...)`, `nn.BCEWithLogitsLoss(...)`,
             `nn.PoissonNLLLoss()` or `nn.MSELoss()`; a function from outputs to a `torch.distributions.Distribution`;
             "classification" or "regression"; or any other loss, a function of (outputs, targets) that returns one a
-            point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A loss of torch takes outputs and targets in its own layout:
-            `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the outputs last. Its `reduction` is
-            not used, since likelihoods are sums. Its gradient is compared with the likelihood's on the first points.
+            point, or a module such as `nn.HuberLoss()` (see `co.likelihoods.FromLoss`). A loss of torch takes outputs
+            and targets in its own layout: `nn.CrossEntropyLoss` has the C classes at dimension 1, all others have the
+            outputs last. Its `reduction` is not used, since likelihoods are sums. The gradient of a loss that is read
+            as one of `co.likelihoods` is compared with that likelihood's on the first points.
         parameters: None (all that require a gradient), "last_layer" (the one in whose output the model's is linear,
             found by running it), a glob or a list of globs over names, a predicate (name, tensor) -> bool, or positions
             (indices or a mask) in the flat vector of all parameters: a subnetwork.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvops.linalg import Estimate, LowRank
 from curvops.linalg.core.limits import check_choice, check_flag, check_generator
+from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -221,7 +222,7 @@ class Predictive(ABC):
     def log_likelihood(
         self,
         x: Any,
-        y: Tensor,
+        y: Any,
         joint: bool = False,
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
@@ -263,6 +264,7 @@ class Predictive(ABC):
 
     def _targets(self, x: Any, y: Any) -> Tensor:
         """Targets by position, checked."""
+        y = tensor_of(y)
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
         y = y.to(device=self.mean.device, dtype=self.mean.dtype if y.is_floating_point() else None)

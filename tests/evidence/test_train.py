@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 
@@ -83,8 +84,36 @@ def test_the_noise_of_a_regression_is_found(annotations_unchecked):
     assert post.observation_noise == pytest.approx(0.09, rel=0.25)
 
 
+def test_data_in_any_form_are_trained_on(digits, annotations_unchecked):
+    """A list of one batch is full-batch training; a loader that shuffles trains in its order, by its own generator."""
+    x, y = (part[:60] for part in digits)
+    dataset, options = TensorDataset(x, y), {"epochs": 3, "every": 2, "steps": 1, "curvature": co.DiagonalGGN}
+
+    def ended(data, **more):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 10)
+        seeds = torch.Generator().manual_seed(1)
+        post = co.evidence.train(model, data, "classification", generator=seeds, **options, **more)
+        assert post.lin.num_data == 60
+        return post.mean
+
+    torch.testing.assert_close(ended([(x, y)]), ended((x, y)), rtol=1e-5, atol=1e-6)
+    assert torch.equal(ended((x.numpy(), y.numpy())), ended({"input": x, "labels": y}))
+    assert torch.equal(ended(dataset, batch_size=20), ended(dataset, batch_size=20))
+    shuffled = [
+        ended(DataLoader(dataset, 20, shuffle=True, generator=torch.Generator().manual_seed(s))) for s in (0, 0, 1)
+    ]
+    assert torch.equal(shuffled[0], shuffled[1]) and not torch.equal(shuffled[0], shuffled[2])
+
+
 WRONG = {
-    "a loader": (lambda m, d: co.evidence.train(m, [d], "classification", epochs=1), TypeError, "tensors"),
+    "weights": (lambda m, d: co.evidence.train(m, (*d, d[1]), "classification", epochs=1), TypeError, "third item"),
+    "an iterator": (lambda m, d: co.evidence.train(m, iter([d]), "classification", epochs=1), TypeError, "only once"),
+    "a loader and a size": (
+        lambda m, d: co.evidence.train(m, [d], "classification", epochs=1, batch_size=3),
+        ValueError,
+        "data that come in batches",
+    ),
     "no epochs": (lambda m, d: co.evidence.train(m, d, "classification", epochs=0), ValueError, "epochs"),
     "half a batch": (
         lambda m, d: co.evidence.train(m, d, "classification", epochs=1, batch_size=2.5),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from curvops.posterior import predictive
@@ -42,6 +43,31 @@ def test_no_neighbour_scores_better(regression, over, annotations_unchecked):
     )  # the generating variance; 40 targets leave 22 % of it
 
 
+def test_data_in_any_form_are_those_tensors(regression, annotations_unchecked):
+    post, x, y = regression
+    precisions = [0.1, 1.0, 10.0]
+    expected = co.evidence.validate(post, x, y, prior_precisions=precisions).tuning.scores
+    dataset = TensorDataset(x, y)
+    forms = [
+        (x, y),
+        dataset,
+        DataLoader(dataset, 7),
+        DataLoader(dataset, 7, shuffle=True),
+        [(x[:3], y[:3]), (x[3:], y[3:])],
+    ]
+    forms += [(x.numpy(), y.numpy()), {"inputs": x, "targets": y}]
+    for data in forms:
+        assert co.evidence.validate(post, data, prior_precisions=precisions).tuning.scores == expected
+    for data, error, message in [
+        ([], ValueError, "no points"),
+        (x, TypeError, "A batch is"),
+        ((x, y, y), TypeError, "a third item"),
+        (iter([(x, y)]), TypeError, "read only once"),
+    ]:
+        with pytest.raises(error, match=message):
+            co.evidence.validate(post, data)
+
+
 def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monkeypatch, annotations_unchecked):
     monkeypatch.setattr(predictive, "OUTPUT_DRAWS", 40)
     model, x, y = problem()
@@ -71,7 +97,7 @@ def test_of_given_precisions_the_best_is_returned_and_all_are_noted(regression):
 
 WRONG = {
     "no posterior": (lambda p, x, y: co.evidence.validate(p.lin, x, y), TypeError, "posterior"),
-    "no targets": (lambda p, x, y: co.evidence.validate(p, x, None), TypeError, "None"),
+    "no targets": (lambda p, x, y: co.evidence.validate(p, x, None), TypeError, "A batch is"),
     "too few targets": (lambda p, x, y: co.evidence.validate(p, x, y[:-1]), ValueError, "39"),
     "layers": (lambda p, x, y: co.evidence.validate(p, x, y, "layers"), ValueError, "scalar"),
     "a number": (lambda p, x, y: co.evidence.validate(p, x, y, 3), ValueError, "scalar"),

@@ -104,3 +104,16 @@ def test_the_cost_is_unknown_without_a_rule():
 
     lin = co.linearize(Scaled(), (torch.randn(4, 3), torch.arange(4) % 3), "classification")
     assert gram_matrix.gram_cost(lin.plan, 4) == math.inf
+
+
+def test_a_prior_by_layers_is_that_vector():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)).double()
+    lin = co.linearize(model, (torch.randn(4, 3).double(), torch.randn(4, 1).double()), "regression")
+    vector = torch.cat([torch.full((8,), 2.0), torch.tensor([3.0, 4.0]), torch.full((1,), 5.0)]).double()
+    given = {"0.*": 2.0, "2.weight": torch.tensor([[3.0, 4.0]]), "2.bias": 5}
+    torch.testing.assert_close(
+        co.TangentKernel(lin, given).to_dense(), co.TangentKernel(lin, vector).to_dense(), rtol=1e-12, atol=0
+    )
+    with pytest.raises(ValueError, match="no glob matches"):
+        co.TangentKernel(lin, {"0.*": 2.0})

@@ -64,7 +64,7 @@ WRONG_USES = {
     "an empty block": (lambda post: post.predict(X, samples=torch.zeros(0, 26, dtype=DOUBLE)), ValueError, DRAWS),
     "draws in float32": (lambda post: post.predict(X, samples=torch.zeros(2, 26)), ValueError, "float32.*convert"),
     "rtol of predict": (lambda post: post.predict(X, rtol=float("nan")), ValueError, "rtol"),
-    "inputs as an array": (lambda post: post.predict(X.numpy()), TypeError, "from_numpy"),
+    "inputs as a list": (lambda post: post.predict(X.tolist()), TypeError, "make lists of numbers torch.tensor"),
     "a link": (lambda post: post.probabilities(X, "logit"), ValueError, "probit"),
     "draws of probabilities": (lambda post: post.probabilities(X, "mc", 100), TypeError, DRAWS),
     "seed of probabilities": (lambda post: post.probabilities(X, "mc", generator=0), TypeError, "manual_seed"),
@@ -99,6 +99,15 @@ def test_a_wrong_call_is_refused_by_name(post, call):
     function, error, names = WRONG_USES[call]
     with pytest.raises(error, match=names):
         function(post)
+
+
+def test_arrays_of_numpy_are_inputs_and_targets(post):
+    x, y = torch.randn(5, 3, dtype=DOUBLE), torch.arange(5) % 2
+    torch.testing.assert_close(post.predict(x.numpy()).variance, post.predict(x).variance, rtol=0, atol=0)
+    given = ((x.numpy(), y.numpy()), (x.float().numpy(), y.int().numpy()), (x.float(), y))
+    found = [post.log_likelihood(*each, generator=torch.Generator().manual_seed(0)).value for each in given]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("annotations_unchecked")

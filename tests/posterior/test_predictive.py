@@ -361,7 +361,7 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
 WRONG = {
     "another shape": (lambda post: post.predict(torch.zeros(2, 7)), ValueError, r"failed on inputs \(2, 7\)"),
     "integers": (lambda post: post.predict(torch.zeros(2, 4).long()), ValueError, "integer dtype|floating"),
-    "an array": (lambda post: post.predict(np.zeros((2, 4))), TypeError, "from_numpy"),
+    "text": (lambda post: post.predict(np.array([["a"]])), TypeError, "cannot become a tensor"),
     "one target too many": (lambda post: post.log_likelihood(X, torch.zeros(6).long()), ValueError, "5 inputs.*6"),
     "a class too high": (lambda post: post.log_likelihood(X, torch.full((5,), 3)), ValueError, "3"),
     "targets in a list": (lambda post: post.log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),

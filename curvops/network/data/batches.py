@@ -10,12 +10,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from curvops.network.data.fingerprints import fingerprint
+from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import (
     Inputs,
     components,
@@ -31,10 +42,15 @@ from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items
 
 ACCEPTED = (
-    "Pass a pair (inputs, targets) of tensors, a torch Dataset, a DataLoader, or a list (any re-iterable) of batches "
-    "(inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names."
+    "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
+    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. A "
+    "mapping with 'labels' (Hugging Face's batches) has these as targets, and everything else as inputs."
 )
 NAMES = ("inputs", "targets", "weights")
+LABELS = ("labels", "label")
+"""What Hugging Face's collators and data sets call the targets."""
+IGNORED = -100
+"""The label of what does not count, there."""
 
 
 class DataChanged(RuntimeError):
@@ -192,14 +208,11 @@ class Batches:
         )
 
     def _changed(self, what: str) -> str:
-        shuffles = isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
-        cause = (
-            "This DataLoader shuffles: build it with shuffle=False."
-            if shuffles
-            else "Usual causes are shuffling, random augmentation and tensors changed in place: turn off the first "
-            "two, give a copy of the tensors, or linearise again if the change was meant."
+        return (
+            f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and tensors "
+            "changed in place: turn off the first two, give a copy of the tensors, or linearise again if the change "
+            "was meant."
         )
-        return f"The data differ from the first pass: {what}. {cause}"
 
 
 def as_batches(
@@ -215,8 +228,9 @@ def as_batches(
     """The batches in ``data``, checked by a first pass.
 
     data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
-        Dataset; a DataLoader or any re-iterable of such tuples or mappings. Inputs may be a tensor, a tuple or list of
-        tensors, or a mapping of tensors. Nothing is copied.
+        Dataset; a DataLoader (where it shuffles, read in the order of its dataset) or any re-iterable of such tuples
+        or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays stand for
+        tensors. Nothing is copied.
     batch_size: points per batch, used for tensors in memory and Datasets only.
     device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
     check: called with each batch's targets; raises when they do not suit the likelihood.
@@ -251,8 +265,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
 
     `parts_of` finds inputs, targets and weights in what it gives.
     """
-    pairs = isinstance(data, (tuple, list)) and len(data) in (2, 3) and all(isinstance(p, Tensor) for p in data[1:])
-    if pairs or _is_named(data):
+    if holds_all(data):
         _require_batch_size(batch_size)
         given, targets, w = parts_of(data, weights)
         inputs = normalise(given)
@@ -262,6 +275,8 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         _require_batch_size(batch_size)
         # Without a generator of its own, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
+    if isinstance(data, DataLoader):
+        return _in_order(data)
     if isinstance(data, Iterator):
         raise TypeError(
             f"The data are read many times, but a {type(data).__name__} can be read only once. Pass a list of its "
@@ -272,15 +287,54 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     return data
 
 
+def holds_all(data: object) -> bool:
+    """Whether these are all points in memory: a pair or triple, or a mapping that names its targets, of tensors."""
+    if isinstance(data, Mapping):
+        return _is_named(data) or any(name in data for name in LABELS)
+    if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
+        return False
+    return all(isinstance(part, Tensor | np.ndarray) for part in data[1:])
+
+
+def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader itself, or where it shuffles one that reads each point of its dataset once, in order.
+
+    Raises ValueError where what it draws is not each point once.
+    """
+    sampler, dataset = loader.sampler, loader.dataset
+    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return loader
+    once = isinstance(sampler, SubsetRandomSampler) or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler)
+        and len(sampler) == len(dataset)  # type: ignore[arg-type]
+    )
+    if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ValueError(
+            f"this {type(loader).__name__} draws its points anew in each pass, by a {type(sampler).__name__}, and sums "
+            "over the data need each point once: give DataLoader(loader.dataset, batch_size=..., shuffle=False) with "
+            "its collate_fn, and weights where points count more than once."
+        )
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+    more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
+    options = {name: getattr(loader, name) for name in (*names, *more)}
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, list(sampler.indices))
+    return DataLoader(dataset, shuffle=False, generator=torch.Generator(), **options)
+
+
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
-    """Inputs, targets and weights of one batch: a tuple or list, or a mapping with these names.
+    """Inputs, targets and weights of one batch: a tuple or list, a mapping with these names, or one with labels.
 
     weights: whether a third item was declared to be weights. Raises TypeError for another form, for a third item that
-    was not declared, and for weights that are neither floating nor boolean.
+    was not declared, and for complex weights; ValueError for labels that a causal language model shifts.
     """
     if _is_named(item):
         assert isinstance(item, Mapping)
         found = [item[name] for name in NAMES if name in item]
+    elif isinstance(item, Mapping) and any(name in item for name in LABELS):
+        found = _labelled(item, weights)
     elif isinstance(item, (tuple, list)) and len(item) in (2, 3):
         found = list(item)
         if len(found) == 3 and not weights:
@@ -289,21 +343,37 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
         raise TypeError(_not_a_batch(item))
     if weights and len(found) == 2:
         raise TypeError("weights=True, but there are inputs and targets alone. Add the weights, or leave weights out.")
+    found[1:] = map(tensor_of, found[1:])
     if not all(isinstance(part, Tensor) for part in found[1:]):
         kinds = ", ".join(type(part).__name__ for part in found[1:])
         raise TypeError(f"Targets (and weights, if any) must be tensors; given {kinds}. {ACCEPTED}")
     w = found[2] if len(found) == 3 else None
-    if w is not None and not (w.is_floating_point() or w.dtype == torch.bool):
-        raise TypeError(
-            f"Sample weights are floating or boolean; given {w.dtype}, as indices or labels are. Convert counts with "
-            "w.float() and masks with w.bool(); leave out what is neither."
-        )
+    if w is not None and w.is_complex():
+        raise TypeError(f"Sample weights are real numbers, counts or masks; given {w.dtype}.")
     return found[0], found[1], w
 
 
 def _is_named(item: object) -> bool:
     """Whether a mapping names inputs, targets and perhaps weights, and nothing else."""
     return isinstance(item, Mapping) and set(NAMES[:2]) <= set(item) <= set(NAMES)
+
+
+def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
+    """Inputs, targets and perhaps weights of a batch as Hugging Face has them: everything that is no label is input."""
+    given = [name for name in LABELS if name in item]
+    if len(given) > 1:
+        raise TypeError("A batch names both 'labels' and 'label': leave one out, or give (inputs, targets).")
+    apart = (*given, *(("weights",) if weights and "weights" in item else ()))
+    inputs = {name: part for name, part in item.items() if name not in apart}
+    y, ids = (tensor_of(item.get(name)) for name in (given[0], "input_ids"))
+    alike = isinstance(y, Tensor) and isinstance(ids, Tensor) and y.ndim > 1 and y.shape == ids.shape
+    if alike and bool(((y == ids) | (y == IGNORED)).all()):
+        raise ValueError(
+            "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, and its "
+            "outputs at a position are of the next token. Give (inputs, targets) with the targets shifted, "
+            "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
+        )
+    return [inputs, *(item[name] for name in apart)]
 
 
 def _undeclared(third: object) -> str:
@@ -368,5 +438,5 @@ def _fingerprint(batch: Batch) -> Tensor:
 def _not_a_batch(item: object) -> str:
     hint = ACCEPTED
     if isinstance(item, Mapping):
-        hint = "Split mappings into (inputs, targets), such as (batch, batch.pop('labels')) on a copy of the batch."
+        hint = "Name the targets of a mapping 'labels', or split it into (inputs, targets)."
     return f"A batch is (inputs, targets); this is a {type(item).__name__}. {hint}"

@@ -1,4 +1,4 @@
-"""The tensors that a user hands in: read once, at the call, unless they are being learned.
+"""The tensors and arrays that a user hands in: read once, at the call, unless they are being learned.
 
 A linearisation, a posterior and a sampler hold copies of the small tensors that they are given (noise, class weights,
 prior precision and mean, positions): a later change in place changes no answer. A tensor that requires a gradient is
@@ -8,8 +8,29 @@ fingerprints (`network.data.batches`).
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
+
+
+def tensor_of(x: Any) -> Any:
+    """The tensor of a NumPy array, sharing its memory where torch can; anything else as it is.
+
+    Raises TypeError for an array that holds no numbers.
+    """
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.dtype.kind == "u" and x.dtype.itemsize > 1:
+        x = x.astype(np.int64)  # torch has hardly any operation on these
+    try:
+        return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
+    except TypeError as error:
+        raise TypeError(
+            f"an array of {x.dtype} cannot become a tensor: {error} Convert it with x.astype(float)."
+        ) from None
 
 
 def own(given: Tensor, used: Tensor, what: str) -> Tensor:

@@ -1,7 +1,7 @@
 """What may a network be called with?
 
 Inputs are one tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword arguments), all with the
-same leading dimension n, the number of points.
+same leading dimension n, the number of points. NumPy arrays become tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from curvops.network.data.given import tensor_of
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -30,8 +32,11 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
 
 
 def normalise(x: object) -> Inputs:
-    """The tensor, tuple or dict that ``x`` stands for. Raises TypeError when it is neither."""
-    inputs = tuple(x) if isinstance(x, (tuple, list)) else dict(x) if isinstance(x, Mapping) else x
+    """The tensor, tuple or dict that ``x``, of tensors or NumPy arrays, stands for. Raises TypeError for others."""
+    if isinstance(x, (tuple, list)):
+        inputs: object = tuple(map(tensor_of, x))
+    else:
+        inputs = {name: tensor_of(part) for name, part in x.items()} if isinstance(x, Mapping) else tensor_of(x)
     if isinstance(inputs, Tensor):
         return inputs
     if isinstance(inputs, tuple) and inputs and all(isinstance(part, Tensor) for part in inputs):
@@ -39,8 +44,8 @@ def normalise(x: object) -> Inputs:
     if isinstance(inputs, dict) and inputs and all(isinstance(part, Tensor) for part in inputs.values()):
         return inputs
     raise TypeError(
-        "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors; given "
-        f"{_kind(x)}. Convert NumPy arrays with torch.from_numpy, and drop entries that are not tensors."
+        "Inputs are a tensor, a non-empty tuple or list of tensors, or a mapping of names to tensors (or NumPy arrays "
+        f"in their place); given {_kind(x)}. Drop entries that are neither, and make lists of numbers torch.tensor(x)."
     )
 
 

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from curvops.network.data.batches import DataChanged, as_batches
 from curvops.network.likelihoods import Categorical
@@ -110,8 +118,8 @@ UNSAID = {
     "dataset": (TensorDataset(X, Y, INDEX), False, TypeError, r"Batch 0: There is a third item.*for x, y, _ in loader"),
     "batches": (in_fours(X, Y, INDEX), False, TypeError, "Batch 0: There is a third item"),
     "names": ([(X, Y, ["a"] * N)], False, TypeError, "Batch 0: There is a third item .list"),
-    "declared indices": ((X, Y, INDEX), True, TypeError, r"floating or boolean; given torch.int64.*w.float\(\)"),
-    "named indices": (NAMED | {"weights": INDEX}, False, TypeError, "floating or boolean; given torch.int64"),
+    "complex": ((X, Y, W * 1j), True, TypeError, "real numbers, counts or masks; given torch.complex64"),
+    "negative counts": ((X, Y, -INDEX), True, ValueError, "negative sample weights"),
     "declared, not given": ((X, Y), True, TypeError, "weights=True, but there are inputs and targets alone"),
     "declared, not named": ({"inputs": X, "targets": Y}, True, TypeError, "weights=True, but"),
     "other names": (NAMED | {"index": INDEX}, False, TypeError, "dict cannot be read"),
@@ -170,6 +178,69 @@ def test_to_casts_and_still_knows_the_data() -> None:
         batches.to(dtype=torch.float64)
 
 
+def test_a_loader_that_shuffles_is_read_in_the_order_of_its_dataset() -> None:
+    """Each point once, the last batch too, by the loader's own collation, whatever the loader draws."""
+    data = TensorDataset(X, Y)
+
+    def doubled(points: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        x, y = zip(*points, strict=True)
+        return 2 * torch.stack(x), torch.stack(y)
+
+    loaders = {
+        "shuffled": (DataLoader(data, 4, shuffle=True), X, Y),
+        "without its last batch": (DataLoader(data, 4, shuffle=True, drop_last=True), X, Y),
+        "collated": (DataLoader(data, 4, shuffle=True, collate_fn=doubled), 2 * X, Y),
+        "of a subset": (
+            DataLoader(data, 3, sampler=SubsetRandomSampler([7, 2, 5, 0])),
+            X[[7, 2, 5, 0]],
+            Y[[7, 2, 5, 0]],
+        ),
+        "by one": (DataLoader(in_fours(X, Y), batch_size=None, shuffle=True), X, Y),
+    }
+    for name, (loader, x, y) in loaders.items():
+        batches = as_batches(loader, 1)
+        for _ in range(3):
+            found = list(batches)
+            assert torch.equal(torch.cat([batch.inputs for batch in found]), x), name
+            assert torch.equal(torch.cat([batch.targets for batch in found]), y), name
+
+
+HUGGING = {"input_ids": Y, "attention_mask": Y > 0, "labels": Y}
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_labels_inside_a_mapping_are_the_targets(kind: Callable[[object], object]) -> None:
+    for data in (kind(HUGGING), [kind(HUGGING)], [kind({"x": X, "label": Y})]):
+        (batch,) = as_batches(data, N)
+        assert torch.equal(batch.targets, Y) and isinstance(batch.inputs, dict)
+        assert not {"labels", "label"} & batch.inputs.keys()
+    (batch,) = as_batches([kind(HUGGING | {"weights": W})], N, weights=True)
+    assert torch.equal(batch.weights, W) and batch.inputs.keys() == {"input_ids", "attention_mask"}
+
+
+def test_arrays_are_tensors_and_counts_are_weights() -> None:
+    expected = as_batches((X, Y, W.round()), 4, weights=True)
+    frozen = X.numpy().copy()
+    frozen.flags.writeable = False
+    arrays = {
+        "arrays": (X.numpy(), Y.numpy(), W.round().long().numpy()),
+        "backwards": (X.flip(0).numpy()[::-1], Y.flip(0).numpy()[::-1], W.round().numpy()),
+        "not to be written": (frozen, Y.numpy().astype("uint16"), W.round().to(torch.uint8)),
+        "named": {"inputs": X.numpy(), "targets": Y.numpy(), "weights": W.round().long()},
+        "batches": [tuple(t.numpy() for t in batch) for batch in in_fours(X, Y, W.round().int())],
+        "labels": {"x": X.numpy(), "labels": Y.numpy(), "weights": W.round().long().numpy()},
+    }
+    for name, data in arrays.items():
+        for one, other in zip(as_batches(data, 4, weights=True), expected, strict=True):
+            inputs = one.inputs["x"] if name == "labels" else one.inputs
+            for found, known in zip((inputs, one.targets, one.weights), (other.inputs, other.targets, other.weights)):
+                assert torch.equal(found.to(known.dtype), known), name
+
+
+class Loader(DataLoader):
+    """What a subclass does between dataset and batches cannot be known."""
+
+
 NAN = X.clone()
 NAN[7, 1] = torch.nan
 BAD = {
@@ -183,12 +254,29 @@ BAD = {
     "mapping": ({"x": X, "y": Y}, TypeError, "dict cannot be read"),
     "inputs alone": (X, TypeError, "Batch 0: A batch is .inputs, targets.; this is a Tensor"),
     "batches of inputs": ([X, X, X, X], TypeError, "Batch 0: .* this is a Tensor"),
-    "arrays": ((X.numpy(), Y.numpy()), TypeError, "Batch 0: .* this is a ndarray"),
-    "mapping batches": ([{"ids": Y, "labels": Y}], TypeError, r"Split mappings.*batch\.pop"),
+    "arrays of objects": ((X.numpy().astype(object), Y), TypeError, r"array of object cannot become a tensor"),
+    "mapping batches": ([{"ids": Y, "y": Y}], TypeError, r"Name the targets of a mapping 'labels'"),
+    "two labels": ([{"ids": Y, "label": Y, "labels": Y}], TypeError, "both 'labels' and 'label'"),
+    "shifted inside": (
+        [{"input_ids": INDEX.view(5, 2), "labels": INDEX.view(5, 2).masked_fill(INDEX.view(5, 2) == 3, -100)}],
+        ValueError,
+        "causal language model shifts",
+    ),
     "four parts": ([(X, Y, W, W)], TypeError, "Batch 0: .* this is a tuple"),
     "labels as a list": ([(X, [0] * N)], TypeError, "Batch 0: Targets.*given list"),
     "single points": (list(zip(X, Y, strict=True)), ValueError, r"targets have shape \(\)"),
-    "inputs in NumPy": ([(X.numpy(), Y)], TypeError, "from_numpy"),
+    "lists of numbers": ([(X.tolist(), Y)], TypeError, r"make lists of numbers torch.tensor"),
+    "with replacement": (
+        DataLoader(TensorDataset(X, Y), 4, sampler=WeightedRandomSampler([1.0] * N, N)),
+        ValueError,
+        r"anew in each pass, by a WeightedRandomSampler.*DataLoader\(loader.dataset, .*shuffle=False",
+    ),
+    "more than all": (
+        DataLoader(TensorDataset(X, Y), 4, sampler=RandomSampler(X, num_samples=2 * N)),
+        ValueError,
+        "by a RandomSampler",
+    ),
+    "a loader of one's own": (Loader(TensorDataset(X, Y), 4, shuffle=True), ValueError, "this Loader draws"),
     "NaN": ((NAN, Y), ValueError, r"Batch 1: inputs of shape \(4, 3\) holds NaN"),
     "NaN in targets": ((X, NAN.flip(0)), ValueError, "Batch 0: targets .* NaN"),
     "lengths": ((X, Y[:-1]), ValueError, r"10 inputs, but the targets have shape \(9,\)"),
@@ -235,8 +323,16 @@ def other_shapes() -> Reiterable:
     return Reiterable(lambda: [(X[:size], Y[:size]) for size in [next(sizes)]])
 
 
+class Shuffled:
+    """Batches in another order at each pass, by torch's default generator."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(N)
+        return iter(in_fours(X[order], Y[order]))
+
+
 CHANGING = {
-    "shuffling": (lambda: DataLoader(TensorDataset(X, Y), 4, shuffle=True), r"batch \d.*shuffle=False"),
+    "shuffling": (lambda: Shuffled(), r"batch \d.*Usual causes are shuffling"),
     "augmentation": (Augmented, r"batch 0 has other values \(3 batches do\).*augmentation"),
     "fewer": (lambda: exhausted_after(1), "only 2 of the first pass's 3 batches"),
     "more": (growing, "more than the first pass's 1 batches"),
