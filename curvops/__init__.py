@@ -38,6 +38,7 @@ from curvops.posterior import (
     Uncertainty,
     laplace,
     load,
+    save,
     select,
     wasserstein,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "load",
     "low_rank",
     "sampling",
+    "save",
     "select",
     "subsample",
     "wasserstein",

@@ -117,6 +117,12 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
         return found["version"], _decoded(found["tree"], tensors)
 
 
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What the folder says that it holds, unchecked; None where it says nothing."""
+    found = _present(folder_of(path)).get("kind")
+    return found if isinstance(found, str) else None
+
+
 def folder_of(path: Any) -> Path:
     """The path; TypeError for what is none, ValueError for an empty one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):

@@ -92,7 +92,7 @@ def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
     if name in OF_DATA:
         if isinstance(lin.data, AbsentBatches):
             raise ValueError(
-                f"the posterior holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
+                f"what was saved holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
                 "pass them, co.load(path, model, data)."
             )
         options = {key: recorded_value(value, lin) for key, value in record["options"].items()}

@@ -4,7 +4,7 @@ from curvops.posterior.deviations import Deviations
 from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.posterior.laplace import Laplace, NotAMode, laplace
 from curvops.posterior.linear_mode import LinearMode
-from curvops.posterior.load import load
+from curvops.posterior.load import load, save
 from curvops.posterior.normals import SampledNormal
 from curvops.posterior.selection import InertWeights, select, wasserstein
 from curvops.posterior.stochastic_descent import Diverged, StochasticDescent
@@ -23,6 +23,7 @@ __all__ = [
     "Uncertainty",
     "laplace",
     "load",
+    "save",
     "select",
     "wasserstein",
 ]

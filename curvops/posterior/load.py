@@ -1,16 +1,57 @@
-"""A saved posterior, read again for the model that it is of."""
+"""Saved posteriors and operators, read again for the model that they are of, and saving an operator alone."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import torch
+from linear_operator.operators import LinearOperator
+
 from curvops import storage
-from curvops.operators.linearization_record import recorded_linearization
+from curvops.operators import Linearization
+from curvops.operators.linearization_record import record_of_linearization, recorded_linearization
+from curvops.operators.operator_record import record_of_operator, recorded_operator
+from curvops.posterior.arguments import check_operator
 from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, recorded_gaussian, recorded_parts
 from curvops.progress import Progress
+
+OPERATOR, OF_OPERATORS = "operator", 1
+"""What the folder of an operator says that it holds, and the version of its schema."""
+
+
+def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
+    """Write an operator into a folder, from which `co.load(path, model)` reads it again: as `post.save` does.
+
+    Args:
+        operator: a curvature (D, D), its sum with a prior or its inverse: co.KFAC(lin), co.low_rank(op), …. A GGN, a
+            Fisher or a Hessian is kept by reference to its data, which `co.load` then takes.
+        path: the folder, made with those above it; an operator in it is replaced in one step.
+        lin: the linearisation that it is of, whose weights and fingerprints are kept.
+        inputs: of one or two points, to be kept in place of the first two training inputs.
+
+    Raises:
+        OSError: the folder could not be written (a full disk); nothing is lost.
+        FileExistsError: the path is a file, or holds something else than an operator.
+        ValueError: an operator of another size, of other weights, or of a class that cannot be saved.
+        TypeError: an argument of another kind; of a posterior write post.save(path).
+
+    Gradients are not kept. Cost: the files, of as many numbers as the operator has.
+    """
+    if not isinstance(operator, LinearOperator):
+        hint = "; of a posterior write post.save(path)" if hasattr(operator, "save") else ""
+        raise TypeError(f"save takes an operator, such as co.KFAC(lin), got {type(operator).__name__}{hint}.")
+    if not isinstance(lin, Linearization):
+        raise TypeError(f"save takes the linearisation that the operator is of, co.linearize(...), got {lin!r}.")
+    check_operator("operator", operator, lin.model)
+    with torch.no_grad():
+        record = {
+            "linearization": record_of_linearization(lin, inputs),
+            "operator": record_of_operator(operator, lin, "the operator"),
+        }
+    storage.save(path, OPERATOR, OF_OPERATORS, record)
 
 
 def load(
@@ -22,7 +63,7 @@ def load(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Any:
-    """The posterior that `post.save(path)` wrote, of the same model.
+    """The posterior that `post.save(path)` wrote, or the operator that `co.save` did, of the same model.
 
     Args:
         path: the folder.
@@ -38,8 +79,9 @@ def load(
         progress: likewise.
 
     Returns:
-        What was saved, a `Laplace` or a `GaussianPosterior`. Where the curvature has a structure its predictions have
-        the bits that they had, on a machine and with a torch of the same kind, and with as large a memory budget.
+        What was saved, a `Laplace`, a `GaussianPosterior` or an operator. Where the curvature has a structure its
+        predictions, and the products of an operator, have the bits that they had, on a machine and with a torch of the
+        same kind, and with as large a memory budget.
 
     Raises:
         FileNotFoundError: nothing was saved there.
@@ -50,6 +92,10 @@ def load(
     Nothing of the files is unpickled, imported or executed. Cost: a pass over the files and one over the weights, a few
     passes of the model over two points; with data, one over these.
     """
+    if storage.kind_of(path) == OPERATOR:
+        _, record = storage.load(path, OPERATOR, OF_OPERATORS)
+        given = recorded_linearization(record["linearization"], model, data, likelihood, memory_budget, progress)
+        return recorded_operator(record["operator"], given)
     version, record = storage.load(path, KIND, max(VERSIONS))
     lin = recorded_linearization(record["linearization"], model, data, likelihood, memory_budget, progress)
     if version == OF_GAUSSIANS:

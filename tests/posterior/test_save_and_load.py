@@ -496,7 +496,7 @@ def test_what_the_library_has_can_be_saved():
     """A field, likelihood or operator that is added must be added to the records, too, or be known not to be one."""
     kept = {"lin", "curvature", "prior", "shared", "temperature", "prior_error"}
     assert {field.name for field in dataclasses.fields(co.Laplace)} == kept | {"tuning"}  # how it was found, not what
-    given_again = {"FromDistribution", "Likelihood"}
+    given_again = {"FromDistribution", "FromLoss", "Likelihood"}
     kinds = {name for name in likelihoods.__all__ if isinstance(getattr(likelihoods, name), type)}
     assert kinds == set(likelihood_record.STORED) | given_again
     not_of_weights = {"Gradients", "Jacobian", "TangentKernel", "Operator"}
@@ -538,3 +538,78 @@ def test_a_posterior_saved_by_the_first_version_is_read(tmp_path):
         torch.testing.assert_close(back.predict(x).variance, post.predict(x).variance)
         torch.testing.assert_close(back.log_evidence().value, post.log_evidence().value)
         assert back.temperature == 0.5 and back.mode_gap == pytest.approx(post.mode_gap, rel=1e-4)
+
+
+def _low_rank(lin):
+    return co.low_rank(co.GGN(lin), 4, generator=torch.Generator().manual_seed(0))
+
+
+# name: (operator, whether it needs the data)
+OPERATORS = {
+    "KFAC": (co.KFAC, False),
+    "EKFAC": (co.EKFAC, False),
+    "diagonal": (co.DiagonalGGN, False),
+    "blocks": (co.BlockDiagonal, False),
+    "low rank": (_low_rank, False),
+    "damped": (lambda lin: co.KFAC(lin).add_diagonal(0.5), False),
+    "inverse": (lambda lin: _low_rank(lin).add_diagonal(0.5).inverse(), False),
+    "sum": (lambda lin: 0.5 * co.KFAC(lin) + co.DiagonalGGN(lin), False),
+    "dense": (lambda lin: co.linalg.Dense(co.GGN(lin).to_dense(), psd=True), False),
+    "GGN": (co.GGN, True),
+    "Monte-Carlo Fisher": (
+        lambda lin: co.GGN(lin, mc_samples=2, generator=torch.Generator().manual_seed(0)),
+        True,
+    ),
+    "empirical Fisher": (co.EmpiricalFisher, True),
+    "Hessian": (co.Hessian, True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_alone_comes_back_with_its_bits(name, tmp_path):
+    make, needs_data = OPERATORS[name]
+    model, lin = linearised()
+    operator, V = make(lin), normal(lin.num_parameters, 3)
+    co.save(operator, tmp_path / "operator", lin)
+    if needs_data:
+        with pytest.raises(
+            ValueError, match=r"walk over the 12 training points: pass them, co.load\(path, model, data"
+        ):
+            co.load(tmp_path / "operator", model)
+    again = co.load(tmp_path / "operator", model, data() if needs_data else None)
+    assert type(again) is type(operator)
+    assert torch.equal(again @ V, operator @ V)
+    if name in ("KFAC", "low rank", "GGN"):  # it is known whose it is: the posterior of the same network and data
+        posts = [laplace(linearised()[1], each, 2.0) for each in (again, operator)]
+        torch.testing.assert_close(*(post.log_evidence().value for post in posts), rtol=1e-12, atol=0)
+
+
+def test_an_operator_of_something_else_is_refused_by_name(tmp_path, annotations_unchecked):
+    model, lin = linearised()
+    kfac, folder = co.KFAC(lin), tmp_path / "operator"
+    co.save(kfac, folder, lin)
+    refused = {
+        "a posterior": (
+            lambda: co.save(laplace(lin), folder, lin),
+            TypeError,
+            r"of a posterior write post.save\(path\)",
+        ),
+        "no linearisation": (
+            lambda: co.save(kfac, folder, model),
+            TypeError,
+            "the linearisation that the operator is of",
+        ),
+        "another size": (lambda: co.save(lin.jacobian(), folder, lin), ValueError, "shape"),
+        "other weights": (
+            lambda: co.save(co.KFAC(co.linearize(net(seed=3), data(), "classification")), folder, lin),
+            ValueError,
+            "do not fit together",
+        ),
+        "over a posterior": (lambda: laplace(lin, co.KFAC).save(folder), FileExistsError, "holds 'operator'"),
+        "another model": (lambda: co.load(folder, net(seed=3)), ValueError, "weight"),
+        "nothing": (lambda: co.load(tmp_path / "nothing", model), FileNotFoundError, "no folder"),
+    }
+    for attempt, error, message in refused.values():
+        with pytest.raises(error, match=message):
+            attempt()
+    assert torch.equal(co.load(folder, model).to_dense(), kfac.to_dense())
