@@ -98,6 +98,7 @@ def install() -> None:
     cuda._exchange_device = cuda._maybe_exchange_device = lambda device: 0
     cuda.default_generators = (torch.Generator("cuda"),)
     cuda.mem_get_info = lambda device=None: (8 << 30, 16 << 30)
+    cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda device=None: None
     cuda.get_device_name = lambda device=None: "stand-in"
     cuda.get_device_capability = lambda device=None: (8, 0)
