@@ -64,7 +64,12 @@ def test_three_epochs_are_those_of_the_algorithm(monkeypatch):
             average = average + share * (alpha - average)
         seen.append((alpha, average))
     told, plain = [], DualDescent.epoch
-    monkeypatch.setattr(DualDescent, "epoch", lambda run: plain(run) or told.append((run.alpha.clone(), run.average.clone())))
+
+    def epoch(run):
+        plain(run)
+        told.append((run.alpha.clone(), run.average.clone()))
+
+    monkeypatch.setattr(DualDescent, "epoch", epoch)
     options = {"noise": noise, "batch_size": batch, "momentum": momentum, "step_size": beta, "rtol": 1e-12}
 
     def stop(epoch, residuals):
