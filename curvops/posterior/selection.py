@@ -102,6 +102,8 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "random": _random,
 }
 """What each weight is ranked by: the largest are taken."""
+WITHOUT_CURVATURE = ("swag", "magnitude", "random")
+"""Scores that need no curvature, which at millions of weights would take minutes for the sake of a warning."""
 
 
 def select(
@@ -134,13 +136,15 @@ def select(
         Indices for `co.linearize(…, parameters=indices)` where `lin` selects all trainable parameters, for
         `co.Subnetwork(op, indices)` and for `co.wasserstein(post, indices)`.
 
-    Cost: that of `co.DiagonalGGN(lin)`; "predictive" as much again at x, "marginal" its solves.
+    Cost: that of `co.DiagonalGGN(lin)`, but for "swag", "magnitude" and "random", which take a pass over the weights;
+    "predictive" as much again at x, "marginal" its solves.
 
     Raises:
         TypeError, ValueError: k is no whole number between 1 and the weights to choose from, an unknown score, a glob
             that matches nothing, snapshots that are missing, fewer than two or of another size, a prior operator.
 
-    Warns with `InertWeights` where weights without curvature are selected, and with which share.
+    Warns with `InertWeights` where weights without curvature are selected, and with which share; not under "swag",
+    "magnitude" and "random", which do not compute it.
 
     Source: Daxberger et al. 2021.
     """
@@ -160,7 +164,8 @@ def select(
         values = SCORES[score](given)[allowed]
         order = values.argsort(descending=True, stable=True)
         chosen = allowed[order[: int(k)]].sort().values
-        _warn_of_inert(given, chosen, score)
+        if score not in WITHOUT_CURVATURE:
+            _warn_of_inert(given, chosen, score)
     return chosen
 
 

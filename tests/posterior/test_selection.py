@@ -84,6 +84,13 @@ def test_inert_weights_are_warned_of_with_their_share():
         co.select(lin, 8, "predictive")
 
 
+@pytest.mark.parametrize("score", ["swag", "magnitude", "random"])
+def test_scores_without_curvature_compute_none(score, lin, monkeypatch):
+    """At millions of weights a diagonal of the GGN takes minutes, which a warning is not worth."""
+    monkeypatch.setattr(type(lin.passes), "root_pieces", None)
+    assert len(co.select(lin, 5, score, snapshots=SNAPSHOTS, generator=generator())) == 5
+
+
 # Wasserstein distances
 
 
