@@ -20,6 +20,7 @@ from tests import shape_checks
 
 collect_ignore = ["any_machine.py", "another_rounding.py", "cuda/stand_in.py"]  # a script, and plugins
 shape_checks.install()  # before any module of the library is imported
+from curvops.network.engines.proofs import _proofs  # noqa: E402
 
 
 def pytest_configure() -> None:
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+    _proofs.clear()  # a test may replace what was proven
     shape_checks.restart()
 
 

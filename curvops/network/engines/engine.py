@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
-from curvops.network.engines.layerwise import Layer, Layerwise, Owners, never_ran, owners_of, record
+from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
+from curvops.network.engines.proofs import Proof, forget, proof_of
 from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
@@ -26,6 +27,8 @@ LEAST_CHUNK = 16 * 2**20
 CHECKED_POINTS = 8
 NO_LAYER = "its layer does not run as a layer"
 WRONG = "the self-check failed"
+# What of the layer rules was checked: products with J, those with J and some columns, rows.
+WHOLE, COLUMNS, ROWS = "whole", "columns", "rows"
 
 
 @runtime_checkable
@@ -42,32 +45,48 @@ class Engine(Protocol):
 
 
 class Engines:
-    """Builds the engine of a batch. `few` are the inputs of the first point or two, on which the model is probed.
+    """Builds the engine of a batch, for a model that is probed on the first two of some points, whose inputs are `first`.
 
     The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
     layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves, the
-    layer rules on some of its points.
+    layer rules on some of its points. What was proven of a network of the same structure is not proven again (see
+    `proofs`). With `whole` the pass over all of `first` is kept, for one who wants its rows (`pop_first`).
     """
 
-    def __init__(self, model: Model, few: Any, choice: EngineChoice, memory_budget: int) -> None:
-        self.model, self._few, self._choice = model, take(few, slice(0, 2)), choice
-        self._rejected: dict[str, str] = {}
-        self._verified = self._columns_verified = self._rows_verified = False
-        self._routes: dict[tuple[str, ...], Routes] = {}
+    def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
+        self.model, self._few, self._choice = model, take(first, slice(0, 2)), choice
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
-        self._all_routes = find_routes(model, self._few, model.selection.names, keep=False)
-        with torch.no_grad():
-            self._num_outputs = model(model.values, self._few).shape[1]
+        owners = self._owners({})
+        seen = first if whole else self._few
+        outputs, calls, misfits = record(model, seen, owners)
+        self._num_outputs = outputs.shape[1]
+        self._first = (outputs, calls) if whole else None
+
+        def prove() -> Proof:
+            names = model.selection.names
+            routes = find_routes(model, self._few, names, keep=False)
+            # One point besides two: a dimension of length two is not taken for that of the points.
+            alone = record(model, take(self._few, slice(0, 1)), owners)[2] if owners else set()
+            return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owners), NO_LAYER))
+
+        options = choice, tuple(sorted(name for own in owners.values() for name in own.values())), frozenset(misfits)
+        self._proof = proof_of(model, seen, options, outputs, prove)
         self.memory_budget = memory_budget
-        self.plan = self._make_plan()
+        self.plan = self._make_plan(calls)
+
+    def pop_first(self) -> tuple[Tensor, list[Call]] | None:
+        """The outputs and calls of the pass over all first points, once; None where a parameter has no layer rule."""
+        found, self._first = self._first, None
+        self.check_rows(self._few)
+        return None if self.plan.others else found
 
     def try_keeping(self) -> Plan:
         """The plan once it is known whether and how a recorded pass may be kept: who asks for one product need not."""
         with self.model.lock:
-            if not self._all_routes.tried and self._choice != "streamed":
+            if not self.plan.routes.tried and self._choice != "streamed":
                 names, plan = self.model.selection.names, self.plan
-                self._all_routes = with_kept(self._all_routes, self.model, self._few, names)
+                self._proof.routes[names] = with_kept(self._routes_of(names), self.model, self._few, names)
                 rest = None if plan.rest is None else self._routes_of(tuple(plan.others))
                 self.plan = dataclasses.replace(plan, routes=self._routes_of(names), rest=rest)
             return self.plan
@@ -105,38 +124,43 @@ class Engines:
         """
         few = take(inputs, slice(0, CHECKED_POINTS))
         names = self.model.selection.names
-        while self.plan.layers and not (self._verified or (self._columns_verified and not whole)):
-            others = tuple(self.plan.others)
+        while self.plan.layers and not self._proof.checked & ({WHOLE} if whole else {WHOLE, COLUMNS}):
+            owners, others = self._owners(self.plan.others), tuple(self.plan.others)
             rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
             reference: Streamed | Reduced = Streamed(self.model, few, names, self._routes_of(names).pushes)
             root = IDENTITY
             if not whole:
                 root = random_root(num_points(few), self._num_outputs, self.model.theta)
                 reference = Reduced(reference, root)
-            layers = Layerwise(self.model, few, self._owners(self.plan.others), rest, LEAST_CHUNK, root)
+            layers = Layerwise(self.model, few, owners, rest, LEAST_CHUNK, root)
             if layers.misfits:
                 self._reject(layers.misfits, NO_LAYER)
             elif wrong := mismatches(layers, reference):
                 self._reject(wrong, WRONG)
             else:
-                self._columns_verified = True
-                self._verified = whole
+                self._proof.checked.add(WHOLE if whole else COLUMNS)
 
     def _reject(self, names: Iterable[str], why: str) -> None:
         """Leave these parameters to autodiff from now on."""
-        self._rejected |= dict.fromkeys(names, why)
+        self._proof = forget(self._proof)
+        self._proof.rejected |= dict.fromkeys(names, why)
         self.plan = self._make_plan()
 
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
         """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
+        self.check_rows(inputs)
+        return self._owners(self.plan.others), tuple(self.plan.others)
+
+    def check_rows(self, inputs: Any) -> None:
+        """Leave to autodiff the layers whose rows turn out not to be right on some of these points."""
         with self.model.lock:
             few = take(inputs, slice(0, CHECKED_POINTS))
-            while self.plan.layers and not (self._verified or self._rows_verified):
+            while self.plan.layers and not self._proof.checked & {WHOLE, ROWS}:
                 wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
-                self._rows_verified = not wrong
                 if wrong:
                     self._reject(wrong, WRONG)
-            return self._owners(self.plan.others), tuple(self.plan.others)
+                else:
+                    self._proof.checked.add(ROWS)
 
     def _streamed(self, inputs: Any, room: int = 0) -> Streamed:
         routes = self._routes_of(self.model.selection.names)
@@ -155,54 +179,48 @@ class Engines:
             # What is wrong on this batch shows on it: its routes are those from now on, without the one that failed.
             found = find_routes(self.model, inputs, names)
             again = found.recordable and found.replayed is routes.replayed
-            self._routes[names] = dataclasses.replace(found, recordable=False) if again else found
+            self._proof = forget(self._proof)
+            self._proof.routes[names] = dataclasses.replace(found, recordable=False) if again else found
             self.plan = self._make_plan()
         return Streamed(self.model, inputs, names, routes.pushes)
 
     def _layerwise(self, inputs: Any, room: int, root: Root) -> Layerwise:
-        others = tuple(self.plan.others)
+        owners, others = self._owners(self.plan.others), tuple(self.plan.others)
         rest = self._recorded(inputs, others) if others else None
-        return Layerwise(self.model, inputs, self._owners(self.plan.others), rest, max(LEAST_CHUNK, room // 8), root)
+        return Layerwise(self.model, inputs, owners, rest, max(LEAST_CHUNK, room // 8), root)
 
     def _routes_of(self, names: tuple[str, ...]) -> Routes:
         """The routes for some of the selected parameters: those for all, or better ones where these are but rows."""
-        found = self._routes.get(names, self._all_routes)
-        if found.pushes == "rows" and names not in self._routes and names != self.model.selection.names:
-            found = self._routes[names] = find_routes(self.model, self._few, names)
+        known = self._proof.routes
+        found = known.get(names) or known[self.model.selection.names]
+        if found.pushes == "rows" and names not in known:
+            found = known[names] = find_routes(self.model, self._few, names)
         return found
 
-    def _owners(self, left_out: Mapping[str, str]) -> dict[nn.Module, dict[str, str]]:
-        """Layers and what they own of the parameters that are left to the layerwise engine."""
+    def _owners(self, left_out: Mapping[str, str]) -> Owners:
+        """Layers and what they own of the parameters that are left to the layer rules."""
         owners = owners_of(self.model)
         kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners.items()}
         return {module: names for module, names in kept.items() if names}
 
-    def _make_plan(self) -> Plan:
-        layers, others = self._layers()
+    def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:
+        """The plan for layers that made these calls at the first points; without them they are made."""
+        # Whatever engine is asked for: rows and factors come from the rules, and no answer may depend on an engine.
+        rejected, names = self._proof.rejected, self.model.selection.names
+        if calls is None:
+            calls = record(self.model, self._few, self._owners(rejected))[1]
+        calls = [call for call in calls if not set(call.layer.names.values()) & rejected.keys()]
+        served = {name for call in calls for name in call.layer.names.values()}
+        others = {name: rejected.get(name, "no layer rule") for name in names if name not in served}
         layerwise = self._choice in ("auto", "layerwise")
         return Plan(
             engine=self._choice,
-            layers=layers,
+            layers=tuple(call.layer for call in calls),
             others=others,
             num_outputs=self._num_outputs,
             itemsize=self.model.theta.element_size(),
-            routes=self._routes_of(self.model.selection.names),
-            rest=self._routes_of(tuple(others)) if layers and others and layerwise else None,
+            routes=self._routes_of(names),
+            rest=self._routes_of(tuple(others)) if calls and others and layerwise else None,
             memory_budget=self.memory_budget,
             half_base=self.model.eps > torch.finfo(self.model.theta.dtype).eps,
         )
-
-    def _layers(self) -> tuple[tuple[Layer, ...], dict[str, str]]:
-        # Whatever engine is asked for: rows and factors come from the rules, and no answer may depend on an engine.
-        names = self.model.selection.names
-        owners = self._owners(self._rejected)
-        if not owners:
-            return (), {name: self._rejected.get(name, "no layer rule") for name in names}
-        _, calls, misfits = record(self.model, self._few, owners)
-        # One point besides two: a dimension of length two is not taken for that of the points.
-        misfits |= record(self.model, take(self._few, slice(0, 1)), owners)[2] | never_ran(calls, owners)
-        self._rejected |= dict.fromkeys(misfits, NO_LAYER)
-        calls = [call for call in calls if not set(call.layer.names.values()) & self._rejected.keys()]
-        served = {name for call in calls for name in call.layer.names.values()}
-        others = {name: self._rejected.get(name, "no layer rule") for name in names if name not in served}
-        return tuple(call.layer for call in calls), others

@@ -307,8 +307,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     calls: list[Call] = []
     misfits: set[str] = set()
     dtype, n = model.theta.dtype, num_points(inputs)
-    assert model.module is not None
-    paths = {module: path for path, module in model.module.named_modules()}
+    paths = {} if model.module is None else {module: path for path, module in model.module.named_modules()}
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
     def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:

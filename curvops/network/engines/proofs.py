@@ -1,0 +1,161 @@
+"""What was proven of a network's derivatives serves every later linearisation of a network of the same structure.
+
+Of the same structure is one whose modules, tensors, inputs and options are alike, and whose recorded pass at the first
+points is the same graph of operations: what a model looks like says which rules apply, what it did says that it still
+does that. The numbers may differ, as after further training. Where that cannot be told (hooks, a custom
+`autograd.Function`, a mode that intercepts operations, attributes without an identity) everything is proven anew, and
+so it is once anything failed. Proofs name classes and other objects weakly, and keep no model and no tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from curvops.network.data.inputs import components, normalise, num_points
+from curvops.network.engines.routes import Routes
+from curvops.network.model.model import Model
+
+MOST = 64
+"""Structures that are remembered, the last that were asked for."""
+COMMON = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, type(None))
+
+
+@dataclass(eq=False)
+class Proof:
+    """What holds of networks of one structure: routes to J v by parameters, names without a layer rule, and checks."""
+
+    routes: dict[tuple[str, ...], Routes] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+    key: Hashable = None
+
+    def copy(self) -> Proof:
+        """The same for one linearisation alone."""
+        return Proof(dict(self.routes), dict(self.rejected), set(self.checked))
+
+
+_proofs: OrderedDict[Hashable, Proof] = OrderedDict()
+_lock = threading.Lock()
+
+
+def proof_of(model: Model, few: Any, options: Hashable, outputs: Tensor, prove: Callable[[], Proof]) -> Proof:
+    """The proof of networks of this structure, made by `prove` where there is none; `outputs` with their graph."""
+    try:
+        key = options, structure_of(model), inputs_of(few), graph_of(model, outputs)
+        known = _proofs.get(key)
+    except (Unlike, TypeError):
+        return prove()
+    found = prove() if known is None else known
+    with _lock:
+        found.key = key
+        _proofs[key] = found
+        _proofs.move_to_end(key)
+        while len(_proofs) > MOST:
+            _proofs.popitem(last=False)
+    return found
+
+
+def forget(proof: Proof) -> Proof:
+    """Something failed: others prove for themselves, and what is known here stays here."""
+    with _lock:
+        if _proofs.get(proof.key) is proof:
+            del _proofs[proof.key]
+    return proof.copy()
+
+
+class Unlike(Exception):
+    """Nothing tells whether another network is of the same structure."""
+
+
+def structure_of(model: Model) -> Hashable:
+    """Modules with their classes, code, modes and attributes; tensors by name, place, dtype and shape."""
+    # A mode may change what any operation does.
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        raise Unlike
+    if torch_module._has_any_global_hook():
+        raise Unlike
+    tensors = {**model.values, **model.frozen, **model._buffers}
+    shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in tensors.items())
+    autocast = torch.is_autocast_enabled(model.theta.device.type), torch.get_default_dtype()
+    shared = model.selection.names, shapes, autocast, repr(model.layout)
+    if model.module is None:
+        return *shared, _Same(model._function)
+    parts = tuple(_part(path, part) for path, part in model.module.named_modules())
+    return *shared, tuple(model._places.items()), parts
+
+
+def inputs_of(inputs: Any) -> Hashable:
+    """How many points, and what one is made of."""
+    forms = tuple((name, part.dtype, part.shape[1:]) for name, part in components(normalise(inputs)))
+    return num_points(normalise(inputs)), type(inputs), forms
+
+
+def _part(path: str, part: nn.Module) -> Hashable:
+    held = vars(part)
+    if any(held[hooks] for hooks in HOOKS):
+        raise Unlike
+    own = tuple((name, _plain(value)) for name, value in held.items() if name not in COMMON)
+    kind = type(part)
+    return path, _Same(kind), _Same(kind.forward), getattr(kind.forward, "__code__", None), part.training, own
+
+
+def _plain(value: Any) -> Hashable:
+    """A value that is equal for equal ones, or the object's identity."""
+    if type(value) in PLAIN:
+        return type(value), value
+    if isinstance(value, tuple | list | set | frozenset):
+        return type(value), tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return type(value), tuple((_plain(key), _plain(held)) for key, held in value.items())
+    return _Same(value)
+
+
+class _Same:
+    """Equal to that of the very same object, while it exists."""
+
+    __slots__ = ("_hash", "_what")
+
+    def __init__(self, what: Any) -> None:
+        self._what, self._hash = weakref.ref(what), id(what)  # TypeError: an object that cannot be told from its like
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and (what := self._what()) is not None and what is other._what()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def graph_of(model: Model, outputs: Tensor) -> Hashable:
+    """The operations behind these outputs with the sizes of their results, and the parameters that they start from."""
+    start = model.tensors()[0].data_ptr()
+    found: list[Hashable] = []
+    order = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    numbers = {node: i for i, node in enumerate(order)}
+    for node in order:  # which grows
+        if hasattr(type(node), "_forward_cls"):  # a function of one's own may do anything
+            raise Unlike
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append((node.name(), variable.data_ptr() - start, variable.shape))
+            continue
+        edges = []
+        for parent, place in node.next_functions:
+            if parent is not None and parent not in numbers:
+                numbers[parent] = len(order)
+                order.append(parent)
+            edges.append((None if parent is None else numbers[parent], place))
+        sizes = tuple((tuple(result.shape), result.dtype) for result in node._input_metadata)
+        # The one argument that decides whether forward mode is right (see `looks_up_padding`).
+        found.append((node.name(), tuple(edges), sizes, getattr(node, "_saved_padding_idx", None)))
+    return tuple(found)
