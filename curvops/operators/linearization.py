@@ -20,6 +20,7 @@ from curvops.linalg.core.sources import Sources
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batch, Batches
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, replaced, take
+from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
@@ -52,11 +53,12 @@ class Linearization:
         memory_budget: int | Budget,
         progress: Progress = None,
         token: str | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self.model, self.data, self.likelihood = model, data, likelihood
         self.output_shape, self.engine = output_shape, engine
         few, points = (data.few, 0) if isinstance(data, AbsentBatches) else (None, data.num_data)
-        self.passes = Passes(model, _Labelled(data), engine, memory_budget, None, points, progress, few)
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few)
         self._theta = model.theta
         self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}

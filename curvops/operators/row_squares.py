@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.output_fisher import OutputFisher
+from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group
+from curvops.network.walks.layer_roots import Group, groups_at
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
@@ -22,6 +23,30 @@ from curvops.operators.moments import second_moments
 def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor, " D"]:
     """Σ_n Σ_r g[n, r]², elementwise."""
     return _summed(lin.model, lin.root_rows(fisher), lin.passes.chunk_bytes)
+
+
+@torch.no_grad()
+def score_and_diagonal(lin: Linearization, fisher: OutputFisher) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-likelihood, the gradient of its negative, and `curvature_diagonal`: from one pass where it was kept."""
+    engines, likelihood = lin.passes.engines, lin.likelihood
+    found, columns = engines.pop_first(), fisher.num_columns(lin.num_outputs)
+    bytes_ = engines.plan.sensitivity_bytes * lin.num_data * (1 + columns)
+    if found is None or len(found[0]) != lin.num_data or bytes_ > lin.passes.chunk_bytes:
+        return lin.log_likelihood(), lin.gradient(), curvature_diagonal(lin, fisher)
+    _, batch = next(lin.passes.batches())
+    f = found[0].detach()
+    score = likelihood.log_prob(f, batch.targets, batch.weights).sum()
+    residual = likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
+    wanted = [residual] if isinstance(fisher, Empirical) else [residual, fisher.columns(f, batch, 0, columns)]
+    groups = list(groups_at(lin.model, *found, torch.cat(wanted)))
+    gradient = {name: torch.zeros_like(value) for name, value in lin.model.values.items()}
+    for part in (part for group in groups for part in group.parts):
+        layer = part.layer
+        for local, term in layer.rule.pull(layer.module, part.kept, part.delta[:, :1], tuple(layer.names)).items():
+            gradient[layer.names[local]] += term[0]
+    if len(wanted) > 1:  # of the empirical Fisher residuals are the columns
+        groups = [replace(g, parts=tuple(replace(part, delta=part.delta[:, 1:]) for part in g.parts)) for g in groups]
+    return score, lin.model.selection.flatten(gradient), _summed(lin.model, groups, lin.passes.chunk_bytes)
 
 
 @torch.no_grad()

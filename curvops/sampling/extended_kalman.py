@@ -12,8 +12,10 @@ from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.linalg.core.limits import check_choice, checked_whole
-from curvops.operators import GGN, DiagonalGGN, EmpiricalFisher, Linearization
+from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvature_root import root_of
+from curvops.operators.fisher import output_fisher
+from curvops.operators.row_squares import score_and_diagonal
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior
@@ -85,12 +87,17 @@ class ExtendedKalmanFilter(Transition):
         return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
-        lin = self._known.linearized(state.theta, batch)
+        lin = self._known.linearized(state.theta, batch, whole=self.form == "diagonal")
         rate, _ = self._now(state)
-        score, slope = lin.log_likelihood(), lin.gradient()
+        curvature: Any = lin
+        if self.form == "diagonal":
+            kind = "empirical" if self.fisher == "empirical" else "exact"
+            score, slope, curvature = score_and_diagonal(lin, output_fisher(lin, kind, 1, None))
+        else:
+            score, slope = lin.log_likelihood(), lin.gradient()
         if not bool(score.isfinite() & slope.isfinite().all()):
             raise self._not_finite(score, int(state.step))
-        found, move = getattr(self, f"_{self.form}")(state.precision, lin, rate, slope, noise)
+        found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
         state.precision.clear()
         state.precision.update(found)
         state.theta.sub_(move, alpha=rate)
@@ -99,11 +106,10 @@ class ExtendedKalmanFilter(Transition):
     # Each form: the precision after the transition and this batch, and P⁻¹ times the gradient
 
     def _diagonal(
-        self, held: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+        self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
     ) -> tuple[dict[str, Tensor], Tensor]:
         before = held["diagonal"] / (1 + self.transition_noise * held["diagonal"])
-        fisher = "empirical" if self.fisher == "empirical" else "exact"
-        diagonal = before + rate * DiagonalGGN(lin, fisher=fisher).entries
+        diagonal = before + rate * entries
         return {"diagonal": diagonal}, slope / diagonal
 
     def _dense(

@@ -16,6 +16,7 @@ from torch import Tensor
 from curvops.checkpoint import digest
 from curvops.network.data.batches import as_batches, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
+from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of
@@ -114,20 +115,29 @@ class LogPosterior:
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
-    def linearized(self, weights: Float[Tensor, " D"], batch: Any) -> Linearization:
+    def linearized(self, weights: Float[Tensor, " D"], batch: Any, whole: bool = False) -> Linearization:
         """The network linearised at these weights, a vector in the order of `params`, on one batch as its data.
 
-        Raises as `co.linearize` does for a batch. Costs a few passes over two points.
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
+        over two at later ones; with `whole` over the batch, for `score_and_diagonal`.
         """
         theta = self.model.theta
         given, targets, _ = parts_of(batch, self.weighted)
-        likelihood = self._fitting(move(normalise(given), theta.device, theta.dtype), targets)
+        inputs = move(normalise(given), theta.device, theta.dtype)
+        likelihood = self._fitting(inputs, targets)
         layout, network = self.model.layout, self.model.at(weights)
         assert layout is not None
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
         data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit)
-        memory = Budget(default_budget(theta.device), theta.device)
-        return Linearization(network, data, likelihood, output_shape(likelihood, layout), "auto", memory, False)
+        memory = Budget(self._budget, theta.device)
+        engines = Engines(network, inputs, "auto", memory.budget, whole)
+        shape = output_shape(likelihood, layout)
+        return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
+
+    @cached_property
+    def _budget(self) -> int:
+        """The bytes of each linearisation: to ask the system takes as long as a small network's pass."""
+        return default_budget(self.model.theta.device)
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         if self.model.selection.index is not None:

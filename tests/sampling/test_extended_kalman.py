@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.operators.fisher import output_fisher
+from curvops.operators.row_squares import score_and_diagonal
+from tests.zoo import ZOO, call
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 N, NOISE, PRIOR = 24, 0.5, 2.0
@@ -121,6 +124,42 @@ def test_a_step_is_the_printed_formula(form: str, fisher: str) -> None:
         assert torch.allclose(state.theta, expected, atol=1e-10)
         assert torch.allclose(matrix(sampler, state), P, atol=1e-10)
         assert float(info.log_posterior) == pytest.approx(float(lin.log_likelihood()) / 6, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_one_pass_gives_what_three_give(name: str) -> None:
+    """Log-likelihood, gradient and diagonal: shared layers, layers without a rule, positions, and at other weights."""
+    model, inputs = ZOO[name].build()
+    outputs = call(model, inputs).detach()
+    targets, weights = torch.randn_like(outputs), torch.rand(len(outputs)).double()
+    log_posterior = known(model, weights=True)
+    for scale, fisher in ((1.0, "exact"), (1.1, "empirical")):
+        lin = log_posterior.linearized(scale * log_posterior.model.theta, (inputs, targets, weights), whole=True)
+        found = score_and_diagonal(lin, output_fisher(lin, fisher, 1, None))
+        expected = lin.log_likelihood(), lin.gradient(), co.DiagonalGGN(lin, fisher=fisher).entries
+        for value, wanted in zip(found, expected):
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_diagonal_step_runs_the_model_once() -> None:
+    model, x, y = linear()
+    runs = []
+    sampler = co.sampling.ekf(known(nn.Sequential(model, nn.Tanh(), Counted(runs))))
+    state = sampler.init(sampler.log_posterior.params)
+    for _ in range(3):
+        del runs[:]
+        state, _ = sampler.update(state, (x, y))
+    assert len(runs) == 1
+
+
+class Counted(nn.Module):
+    def __init__(self, runs: list[int]) -> None:
+        super().__init__()
+        self.runs = lambda: runs.append(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs()
+        return x
 
 
 def test_in_place_and_functional_steps_agree_and_share_nothing() -> None:

@@ -238,8 +238,7 @@ def each_group(
     for start in range(0, columns, step):
         with torch.no_grad():
             cotangents = fisher.columns(f, batch, start, min(columns, start + step))
-        with model.lock:
-            deltas = model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
+        deltas = _sensitivities(model, outputs, calls, cotangents)
         for names, members in sharing.items():
             parts = parts_of(calls, deltas, members)
             if parts:
@@ -248,6 +247,25 @@ def each_group(
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
         parts = ()
         del deltas, cotangents  # before the next are made
+
+
+def groups_at(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> Iterator[Group]:
+    """The rows J_nᵀ s of a recorded pass for some columns s of all its points."""
+    deltas = _sensitivities(model, outputs, calls, cotangents)
+    counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
+    for names, members in grouped(calls).items():
+        parts = parts_of(calls, deltas, members)
+        if parts:
+            yield Group(names, parts, counted, True)
+
+
+def _sensitivities(
+    model: Model, outputs: Tensor, calls: Sequence[Call], cotangents: Float[Tensor, "r n C"]
+) -> list[Tensor | None]:
+    with model.lock:
+        return model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
 
 
 def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
