@@ -230,13 +230,11 @@ class PointCovariance(PointBlocks):
         products with unit vectors, and what was solved for is pushed through J again.
         """
         inverse, c, rows = self._args[1], self.shape[-1], jacobian.shape[-2]
+        if (formed := _from_rows(jacobian, inverse)) is not None:
+            points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
+            return points @ solved.mT
         differentiated = recorded(self.representation())
         width, beside = solved_at_a_time(jacobian, rows)
-        if width >= rows and not differentiated and not jacobian.passes.engines.plan.others:
-            with holding(jacobian, beside), torch.no_grad():
-                formed = jacobian.formed()
-                solved = inverse._matmul(formed).mT.unflatten(0, (-1, c))
-                return formed.mT.unflatten(0, (-1, c)) @ solved.mT
         found = []
         for start in range(0, rows, width):
             units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
@@ -244,6 +242,21 @@ class PointCovariance(PointBlocks):
                 found.append(jacobian._matmul(inverse._matmul(jacobian._t_matmul(units))))
         block = torch.cat(found, 1).unflatten(0, (-1, c)).unflatten(2, (-1, c))
         return torch.diagonal(block, dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
+    """Jᵀ and W Jᵀ from the layers' own rows, without products with J.
+
+    None where memory has no room for all rows, a parameter has no layer rule, or a gradient is recorded.
+    """
+    rows = jacobian.shape[-2]
+    width, beside = solved_at_a_time(jacobian, rows)
+    held = (*jacobian.representation(), *inverse.representation())
+    if width < rows or recorded(held) or jacobian.passes.engines.plan.others:
+        return None
+    with holding(jacobian, beside), torch.no_grad():
+        formed = jacobian.formed()
+        return formed, inverse._matmul(formed)
 
 
 class JointCovariance(Product):
@@ -262,6 +275,8 @@ class JointCovariance(Product):
         if jacobian.is_recorded:
             weighted = self.factors[1]
             return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solved(jacobian, weighted, R)))
+        if (found := _from_rows(jacobian, self.factors[1])) is not None:
+            return found[0].mT @ found[1]
         return super().to_dense()
 
     def _diagonal(self) -> Tensor:

@@ -164,9 +164,9 @@ class Passes:
         A walk over cached batches does not read the data again.
         """
         with self.model.lock:
-            asked, width = Counter(self._asked), max(1, columns)
-            self._asked[width] += columns
-            cached = self._settled(asked, width)
+            asked = Counter(self._asked)
+            self._asked[max(1, columns)] += columns
+            cached = self._settled(asked, columns)
         if cached is not None:
             for label, engine in cached:
                 yield label, BatchMap(engine, self.model)
@@ -176,7 +176,7 @@ class Passes:
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self._source):
                     with self.model.lock:
-                        engine = self._engine_for(index, inputs, label, asked, width)
+                        engine = self._engine_for(index, inputs, label, asked, columns)
                     yield label, BatchMap(engine, self.model)
                     count = index + 1
                     steps.advance(num_points(inputs), engine.kind)
@@ -343,12 +343,17 @@ class Passes:
         return engine
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
-        """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet."""
+        """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet.
+
+        Outputs alone are no reason to build an engine, unless its first pass is all that it takes.
+        """
         rule = self._rule
-        kind = rule.choose(built, asked, columns, points, room)
+        if columns == 0 and not rule.prefers_layerwise:
+            return built
+        kind = rule.choose(built, asked, max(1, columns), points, room)
         if rule.records(kind) and not rule.routes.tried:
             self.engines.try_keeping()
-            kind = self._rule.choose(built, asked, columns, points, room)
+            kind = self._rule.choose(built, asked, max(1, columns), points, room)
         return kind
 
     def _free(self) -> int:
