@@ -17,6 +17,9 @@ from torch import Tensor
 CHUNK = 2**18
 """Words per partial sum: widened to 64 bits they stay in the processor's cache."""
 
+SMALL = 2**12
+"""Words up to which a buffer is not worth its calls."""
+
 MAX_CHUNKS = 2**16
 """Chunks in one call, 16 G words in all."""
 
@@ -42,6 +45,8 @@ def in_single(tensor: Tensor) -> Tensor:
 
 def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of each chunk, for a CPU: one small buffer, where a fresh large one takes five times as long."""
+    if len(words) <= SMALL:
+        return words.to(torch.int64).dot(weights[: len(words)]).unsqueeze(0)
     wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)
     sums = [wide[: len(chunk)].copy_(chunk).dot(weights[: len(chunk)]) for chunk in torch.split(words, CHUNK)]
     return torch.stack(sums)

@@ -54,6 +54,7 @@ class Model:
             check_deterministic_modules(self.module)
             self.module = skeleton_of(self.module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        self._holder = None if self.module is None else _Holder(self.module)
         self._places = {} if self.module is None else places(self.module)
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self.frozen = {
@@ -65,6 +66,7 @@ class Model:
         # One flat copy; the named parameters are views of it.
         chosen = {name: tensors[name].detach() for name in self.selection.names}
         self._flat = torch.cat([tensor.flatten() for tensor in chosen.values()])
+        self._views: tuple[Tensor | None, Blocks] = (None, {})
         self._settings, self._stand_ins = settings_for(self.module), stand_ins_for(self.module)
         self.layout: Layout | None = None
         self.calls = Calls(self.module)
@@ -85,8 +87,12 @@ class Model:
     @property
     def values(self) -> Blocks:
         """The selected parameters by name, views of the snapshot."""
-        parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
-        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+        flat, views = self._views
+        if flat is not self._flat:
+            parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
+            views = {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+            self._views = self._flat, views
+        return dict(views)
 
     def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
         """Selected parameters by name, entries outside a subnetwork as in the snapshot."""
@@ -243,7 +249,7 @@ class Model:
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
-        if self.module is None:
+        if self.module is None or self._holder is None:
             with own_randomness(self._flat.device):
                 return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
@@ -253,7 +259,7 @@ class Model:
             stack.enter_context(own_randomness(self._flat.device))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            return functional_call(_Holder(self.module), held, (run,), tie_weights=False)
+            return functional_call(self._holder, held, (run,), tie_weights=False)
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -281,7 +287,7 @@ class Model:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "lock"}
+        return {key: value for key, value in self.__dict__.items() if key != "lock"} | {"_views": (None, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
