@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import copy
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from benchmarks.machine import peer_version
 from benchmarks.networks import Problem, build
 from benchmarks.parts.figures import Figures
-from benchmarks.timing import Comparison, Spread, alternate, alternate_fresh
+from benchmarks.timing import alternate, alternate_fresh
 
 TARGETS = {"mlp": 5.0, "cnn": 30.0, "resnet": 30.0}  # 5, else 3·C
-FEW = (8, 16, 32)
-"""Points at which laplace-torch is run; all 1,024 take minutes and tens of gigabytes."""
+BACKENDS = ("BackPackGGN", "AsdlGGN")
+"""Of laplace-torch. Its default, CurvlinopsGGN, forms the Jacobian of a batch: minutes and tens of gigabytes here."""
 
 
 def measure(figures: Figures) -> None:
@@ -25,15 +26,15 @@ def measure(figures: Figures) -> None:
 
 
 def _network(figures: Figures, problem: Problem, target: float) -> None:
-    """On a linearisation that was used before; for the MLP on a fresh one too, and beside laplace-torch."""
+    """On a linearisation that was used before; for the MLP on a fresh one too; beside laplace-torch."""
     lin = linearized(problem)
     figures.gradients(problem, "DiagonalGGN", lambda: co.DiagonalGGN(lin), target)
     figures.gradients(problem, "DiagonalGGN, one sample", lambda: co.DiagonalGGN(lin, fisher="mc"))
     if problem.name == "mlp":
         fresh = alternate_fresh(problem.unit(), lambda: _fresh(problem), max(1, figures.settings.pairs // 2))
         figures.add(problem.label, "linearize, then DiagonalGGN", fresh)
-        if figures.settings.peers and peer_version("laplace-torch") is not None:
-            _beside_laplace(figures, problem)
+    if figures.settings.peers and peer_version("laplace-torch") is not None:
+        _beside_laplace(figures, problem, lin)
 
 
 def linearized(problem: Problem, memory_budget: int | None = None) -> co.Linearization:
@@ -47,27 +48,35 @@ def _fresh(problem: Problem) -> Any:
     return lambda: co.DiagonalGGN(co.linearize(problem.model, problem.batches(), "classification"))
 
 
-def _beside_laplace(figures: Figures, problem: Problem) -> None:
-    """Fits at few points and theirs scaled to all by the growth from the last size but one to the last."""
-    theirs = {n: _laplace_seconds(problem, n) for n in FEW}
-    last, before = FEW[-1], FEW[-2]
-    slope = (theirs[last] - theirs[before]) / (last - before)
-    scaled = theirs[last] + slope * (problem.points - last)
-    unit = alternate(problem.unit(), problem.unit(), figures.settings.pairs).seconds
-    ours = figures.times[0]["seconds"]["median"]
-    measured = ", ".join(f"N = {n}: {seconds:.2f} s" for n, seconds in theirs.items())
-    note = f"scaled to N = {problem.points} by its growth from {measured}; {scaled / ours:,.0f} times curvops' time"
-    spread = Spread(scaled, scaled, scaled)
-    comparison = Comparison(spread.scaled(1 / unit.median), spread, unit, 1)
-    figures.add(problem.label, f"laplace-torch {peer_version('laplace-torch')}, diagonal fit", comparison, note=note)
+def _beside_laplace(figures: Figures, problem: Problem, lin: co.Linearization) -> None:
+    """The fit by the fastest of its backends that has the exact diagonal of this network."""
+    fits = {name: fit for name in BACKENDS if (fit := _fit(problem, name)) is not None}
+    times = {name: alternate(problem.unit(), fit, figures.settings.pairs) for name, fit in fits.items()}
+    if times:
+        best = min(times, key=lambda name: times[name].seconds.median)
+        theirs = f"laplace-torch {peer_version('laplace-torch')}"
+        figures.add(problem.label, f"{theirs}, diagonal fit by {best}", times[best])
+        ours = alternate(fits[best], lambda: co.DiagonalGGN(lin), figures.settings.pairs)
+        figures.add(problem.label, "DiagonalGGN", ours, against=theirs)
 
 
-def _laplace_seconds(problem: Problem, points: int) -> float:
-    from laplace import DiagLaplace  # an environment of its own has it
+def _fit(problem: Problem, backend: str) -> Any:
+    """A fit with this backend, None where it fails on the network or has another diagonal."""
+    import laplace.curvature  # an environment of its own has it
+    from laplace import DiagLaplace
 
-    data = TensorDataset(problem.inputs[:points], problem.targets[:points])
-    loader: Any = DataLoader(data, batch_size=points)
-    fit = DiagLaplace(problem.model, "classification")
-    start = time.perf_counter()
-    fit.fit(loader)
-    return time.perf_counter() - start
+    model = copy.deepcopy(problem.model)  # BackPACK leaves hooks
+    loader: Any = DataLoader(TensorDataset(problem.inputs, problem.targets), batch_size=problem.points)
+
+    def fit(data: Any = loader) -> Any:
+        found = DiagLaplace(model, "classification", backend=getattr(laplace.curvature, backend))
+        found.fit(data)
+        return found
+
+    few = problem.inputs[:2], problem.targets[:2]
+    try:
+        theirs = fit(DataLoader(TensorDataset(*few), batch_size=2)).H
+    except Exception:
+        return None
+    ours = co.DiagonalGGN(co.linearize(problem.model, few, "classification")).entries
+    return fit if torch.allclose(theirs, ours, rtol=1e-3, atol=1e-6 * float(ours.max())) else None

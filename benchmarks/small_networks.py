@@ -1,0 +1,121 @@
+"""What does a call cost where the network itself costs nothing? Beside other packages, at 61 and 3,855 weights.
+
+`OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.small_networks`: medians of alternating runs in one process, in
+milliseconds of processor time, on one thread. Everything was run before: what is proven once for a structure is not
+timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvops as co
+from benchmarks.machine import peer_version
+
+Run = Callable[[], object]
+NETWORKS = ((1, 20, 1), (20, 50, 50, 5))
+POINTS, BATCH = 100, 32
+
+
+def main() -> None:
+    """Print a line a cell: ours, theirs, ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=51)
+    pairs = parser.parse_args().pairs
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"laplace-torch {peer_version('laplace-torch')}, posteriors {peer_version('posteriors')}")
+    for sizes in NETWORKS:
+        torch.manual_seed(0)
+        model, X, Y = network(sizes), torch.randn(POINTS, sizes[0]), torch.randn(POINTS, sizes[-1])
+        D = sum(p.numel() for p in model.parameters())
+        for what, ours, theirs in cells(model, X, Y):
+            found = alternated(ours, theirs, pairs)
+            text = " beside ".join(f"{1e3 * seconds:.2f}" for seconds in found)
+            print(f"{D:>6,} weights: {what}: {text} ms" + (f", {found[0] / found[1]:.2f}" if len(found) > 1 else ""))
+
+
+def network(sizes: tuple[int, ...]) -> nn.Module:
+    """Layers of tanh units."""
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Run | None]]:
+    """(what, ours, theirs)."""
+    from laplace import Laplace  # an environment of its own has these
+
+    for points in (1, BATCH):
+        for fisher in ("empirical", "ggn"):
+            what = f"diagonal EKF, {points} a batch, {fisher}, beside posteriors' empirical"
+            yield what, *filters(model, (X[:points], Y[:points]), fisher)
+    yield "linearize", lambda: co.linearize(model, (X, Y), "regression"), None
+    loader: Any = DataLoader(TensorDataset(X, Y), batch_size=POINTS)
+
+    def evidence() -> object:
+        lin = co.linearize(model, (X, Y), "regression")
+        return co.laplace(lin, co.KFAC, check_mode=False).log_evidence()
+
+    def kron() -> Any:
+        found: Any = Laplace(copy.copy(model), "regression", "all", "kron")
+        found.fit(loader)
+        return found
+
+    yield (
+        "linearize, KFAC and evidence, beside laplace-torch's kron fit and evidence",
+        evidence,
+        lambda: kron().log_marginal_likelihood(),
+    )
+    post, theirs, x = co.laplace(co.linearize(model, (X, Y), "regression"), co.KFAC), kron(), X[:2]
+    yield (
+        "joint prediction of two points",
+        lambda: post.predict(x, joint=True).covariance_matrix,
+        lambda: theirs(x, joint=True),
+    )
+
+
+def filters(model: nn.Module, batch: tuple[Tensor, Tensor], fisher: str) -> tuple[Run, Run]:
+    """A step of each package's filter, from the state before."""
+    import posteriors
+
+    def log_likelihood(params: Any, given: Any) -> tuple[Tensor, Tensor]:
+        outputs = torch.func.functional_call(model, params, (given[0],))
+        return -0.5 * (outputs - given[1]).square().sum(1), outputs
+
+    theirs = posteriors.ekf.diag_fisher.build(log_likelihood, lr=1.0, per_sample=True)
+    log_posterior = co.sampling.log_posterior(model, "regression", data_size=POINTS)
+    ours = co.sampling.ekf(log_posterior, fisher=fisher)
+    states: list[Any] = [ours.init(log_posterior.params), theirs.init(log_posterior.params)]
+
+    def step(i: int, transition: Any) -> None:
+        states[i], _ = transition.update(states[i], batch)
+
+    return lambda: step(0, ours), lambda: step(1, theirs)
+
+
+def alternated(ours: Run, theirs: Run | None, pairs: int) -> list[float]:
+    """Medians of processor seconds: other jobs on the machine take their own."""
+    runs = [run for run in (ours, theirs) if run is not None]
+    times: list[list[float]] = [[] for _ in runs]
+    for i in range(pairs + 3):
+        for run, found in zip(runs, times):
+            start = time.process_time()
+            run()
+            if i >= 3:
+                found.append(time.process_time() - start)
+    return [statistics.median(found) for found in times]
+
+
+if __name__ == "__main__":
+    main()
