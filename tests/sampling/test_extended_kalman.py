@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.operators.fisher import output_fisher
 from curvops.operators.row_squares import score_and_diagonal
-from tests.zoo import ZOO, call
+from tests.zoo import ZOO
+from tests.zoo import call as run_model
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 N, NOISE, PRIOR = 24, 0.5, 2.0
@@ -130,7 +131,7 @@ def test_a_step_is_the_printed_formula(form: str, fisher: str) -> None:
 def test_one_pass_gives_what_three_give(name: str) -> None:
     """Log-likelihood, gradient and diagonal: shared layers, layers without a rule, positions, and at other weights."""
     model, inputs = ZOO[name].build()
-    outputs = call(model, inputs).detach()
+    outputs = run_model(model, inputs).detach()
     targets, weights = torch.randn_like(outputs), torch.rand(len(outputs)).double()
     log_posterior = known(model, weights=True)
     for scale, fisher in ((1.0, "exact"), (1.1, "empirical")):

@@ -45,7 +45,7 @@ class Engine(Protocol):
 
 
 class Engines:
-    """Builds the engine of a batch; the model is probed on the first two of some points, whose inputs are `first`.
+    """Builds the engine of a batch, for a model that is probed on the first two points of the inputs `first`.
 
     The probe finds the outputs' number, which derivatives exist and are right (see `probes`), which layers run as
     layers, and the bytes that an engine keeps. What keeps a batch is proven again on the first one that it serves, the
