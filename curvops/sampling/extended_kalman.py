@@ -209,8 +209,8 @@ def ekf(
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot hold.
 
-    Cost of a step: linearising at the batch (a few passes over two points), a gradient, and the curvature: of the
-    diagonal that of `DiagonalGGN`, of the others N·C rows of J in the batch; dense D³/3 besides.
+    Cost of a step, after a first one that proves the derivatives: of the diagonal one forward pass over the batch and
+    C + 1 backward passes (empirical: one); of the others a gradient and N·C rows of J in the batch; dense D³/3 besides.
     """
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
