@@ -295,7 +295,9 @@ extern "C" void install() {
     auto op = dispatcher.findSchema(name);
     if (!op || name.name.compare(0, 6, "aten::") != 0) continue;
     auto text = c10::toString(name);
-    if (!op->hasKernelForDispatchKey(DispatchKey::CPU) && !composite.count(text)) continue;
+    const bool of_cuda = op->hasKernelForDispatchKey(DispatchKey::CUDA) &&  // in a build for CUDA
+        op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+    if (!op->hasKernelForDispatchKey(DispatchKey::CPU) && !of_cuda && !composite.count(text)) continue;
     auto function = text == "aten::_efficientzerotensor" ? c10::KernelFunction::makeFromBoxedFunction<&zeros>()
         : text == "aten::_fused_sdp_choice" ? c10::KernelFunction::makeFromBoxedFunction<&no_fused_attention>()
         : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op));
