@@ -146,6 +146,24 @@ def saved(w: World, thing: Any, probe: Callable[[Any], Any]) -> Any:
         return probe(co.load(Path(folder) / "post", model, (x, y)))
 
 
+def saved_alone(w: World) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        co.save(co.KFAC(w.lin), Path(folder) / "kfac", w.lin)
+        model, x, y = w.fresh()
+        return co.load(Path(folder) / "kfac", model, (x, y))
+
+
+def preferences(w: World) -> Any:
+    """Rewards of pairs of items, the first one preferred in every other pair."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double().to(w.device)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.5, 0.5, torch.Generator(w.device).manual_seed(p.numel()))
+    pairs, first = w.normal(6, 2, 4), torch.arange(6, device=w.device) % 2
+    lin = co.linearize(co.RewardPairs(model), (pairs, first), likelihoods.BradleyTerry())
+    post = co.laplace(lin, check_mode=False)
+    return post.predict(pairs), post.probabilities(pairs)
+
+
 def sampled(name: str, **options: Any) -> Callable[[World], Any]:
     """Five steps of a sampler, of one chain and of three at a time."""
 
@@ -316,6 +334,12 @@ FACE: dict[str, Callable[[World], Any]] = {
     "samples": lambda w: w.post.predict(w.x, samples=w.post.sample(8, w.generator())),
     "temperature": lambda w: co.laplace(w.lin, temperature=0.3).predict(w.x),
     "save": lambda w: saved(w, w.post, lambda post: post.predict(w.x)),
+    "save, an operator": saved_alone,
+    "RewardPairs, BradleyTerry": preferences,
+    "FromLoss": lambda w: co.Hessian(
+        co.linearize(w.regression.model.module, (w.x, w.normal(5, 2)), likelihoods.FromLoss(nn.HuberLoss()))
+    ).to_dense(),
+    "log_prob": lambda w: w.post.log_prob(w.draws),
     "save, Kronecker": lambda w: saved(w, co.laplace(w.lin, co.KFAC), lambda post: post.predict(w.x)),
     **{
         f"select({score})": lambda w, score=score: co.select(
