@@ -143,10 +143,12 @@ def study(seeds: int) -> dict[str, dict[str, Tensor]]:
 
 
 def results_table(found: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Mean ± standard deviation over seeds."""
+    """A row a method."""
     names = list(found[f"{CHAINS} × SGD"])
     rows = [[method, *(spread(row[name]) if name in row else "–" for name in names)] for method, row in found.items()]
-    return table(["method", *names], rows)
+    seeds = len(found["SGD"][names[0]])
+    said = f"Mean ± standard deviation over {seeds} seeds: of the digits known, the points drawn and the starts."
+    return f"{said}\n\n{table(['method', *names], rows)}"
 
 
 def claims(found: Mapping[str, Mapping[str, Tensor]]) -> str:
@@ -201,7 +203,15 @@ def curves(found: Mapping[str, Mapping[str, Tensor]], spacings: Sequence[int] = 
 
 def main() -> None:
     """Run all splits, fill the page's section and draw the figure."""
-    study_page.run("chains_out_of_distribution", __doc__, "splits and networks", study, (results_table, claims), curves)
+    study_page.run(
+        "chains_out_of_distribution",
+        __doc__,
+        study,
+        {"chains_out_of_distribution": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
+        "docs/samplers_measured.md",
+        {"chains_out_of_distribution": curves},
+        seeds=(5, "splits and networks"),
+    )
 
 
 if __name__ == "__main__":

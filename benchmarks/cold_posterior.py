@@ -2,14 +2,15 @@
 
 After Duffield et al. 2024, who classify film reviews: here sequences of tokens drawn from a seed, and a small network
 of convolution and LSTM. Laplace, variational inference and SGHMC at five temperatures beside plain training; the score
-is the log loss of test sequences. Table and figure go into the page (`--page`) and beside it.
+is the log loss of test sequences, and what is chosen (the best temperature) is chosen by that of validation sequences.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from curvops.posterior import metrics
 
 TEMPERATURES = (0.03, 0.1, 0.3, 1.0, 3.0)
 WORDS, NEGATIONS, LENGTH, FLIPPED = 16, 1, 8, 0.1
-TRAINING, TEST = 600, 400
+TRAINING, VALIDATION, TEST = 600, 400, 400
 EMBEDDED, CHANNELS, HIDDEN = 4, 6, 5
 PRIOR, BATCH, DRAWS = 3.0, 200, 30
 RATE, STEPS = 0.03, 250
@@ -36,7 +37,7 @@ STEP_SIZE, FRICTION, CHAINS, LONG, SPACING = 0.2, 0.1, 6, 700, 20
 
 Data = tuple[Tensor, Tensor]
 Losses = dict[str, Tensor]
-"""By method the log loss of test sequences, (temperatures, seeds)."""
+"""By method the log loss of validation and of test sequences, (2, temperatures, seeds)."""
 LAPLACE = [f"Laplace, {curvature}, {how}" for curvature in ("EF", "GGN") for how in ("sampled", "linearised")]
 VI = ["VI, sampled", "VI, linearised"]
 SGHMC = ["SGHMC, serial", "SGHMC, parallel"]
@@ -116,34 +117,34 @@ def trained(data: Data, prior: float, seeds: int, steps: int = STEPS) -> list[di
     return [{name: value[i] for name, value in state.params.items()} for i in range(seeds)]
 
 
-def loss(probabilities: Tensor, test: Data) -> float:
-    """Nats a sequence."""
-    return float(metrics.nll(probabilities.clamp_min(1e-12), test[1]))
+def loss(probabilities: Callable[[Tensor], Tensor], parts: Sequence[Data]) -> Tensor:
+    """Nats a sequence, of each part of the data."""
+    return torch.stack([metrics.nll(probabilities(tokens).clamp_min(1e-12), labels) for tokens, labels in parts])
 
 
-def of_gaussian(post: Any, name: str, test: Data, seed: int) -> dict[str, float]:
+def of_gaussian(post: Any, name: str, parts: Sequence[Data], seed: int) -> dict[str, Tensor]:
     """The same draws of the weights through the network and through its linearisation."""
     draws = post.sample(DRAWS, generator=torch.Generator().manual_seed(seed))
     links = {"sampled": "network", "linearised": "mc"}
     return {
-        f"{name}, {how}": loss(post.probabilities(test[0], link=link, samples=draws), test)
+        f"{name}, {how}": loss(partial(post.probabilities, link=link, samples=draws), parts)
         for how, link in links.items()
     }
 
 
-def laplace(lin: co.Linearization, test: Data, temperature: float, seed: int) -> dict[str, float]:
+def laplace(lin: co.Linearization, parts: Sequence[Data], temperature: float, seed: int) -> dict[str, Tensor]:
     """Diagonal Laplace with the empirical Fisher and with the GGN."""
     found = {}
     fisher = co.linalg.Diagonal(co.EmpiricalFisher(lin).diagonal())
     for name, curvature in {"EF": fisher, "GGN": co.DiagonalGGN(lin)}.items():
         post = co.laplace(lin, curvature, PRIOR, temperature=temperature, check_mode=False)
-        found |= of_gaussian(post, f"Laplace, {name}", test, seed)
+        found |= of_gaussian(post, f"Laplace, {name}", parts, seed)
     return found
 
 
 def variational(
-    data: Data, mode: dict[str, Tensor], test: Data, temperature: float, seed: int, steps: int = STEPS
-) -> dict[str, float]:
+    data: Data, mode: dict[str, Tensor], parts: Sequence[Data], temperature: float, seed: int, steps: int = STEPS
+) -> dict[str, Tensor]:
     """Diagonal variational inference: from e⁻³, one draw a step, stick the landing."""
     vi = co.sampling.vi(
         density(data),
@@ -154,13 +155,13 @@ def variational(
     )
     generator = torch.Generator().manual_seed(seed)
     state = co.sampling.run(vi, mode, batches(data), steps=steps, thin=steps, generator=generator).state
-    return of_gaussian(vi.posterior(state, at(state.params, data)), "VI", test, seed)
+    return of_gaussian(vi.posterior(state, at(state.params, data)), "VI", parts, seed)
 
 
 def hamiltonian(
-    data: Data, lin: co.Linearization, test: Data, temperature: float, seeds: int, steps: int = LONG
-) -> dict[str, list[float]]:
-    """By seed: the last weights of `CHAINS` chains, and as many draws of the first of them."""
+    data: Data, lin: co.Linearization, parts: Sequence[Data], temperature: float, seeds: int, steps: int = LONG
+) -> dict[str, Tensor]:
+    """By part and seed: the last weights of `CHAINS` chains, and as many draws of the first of them."""
     sampler = co.sampling.sghmc(density(data), STEP_SIZE, alpha=FRICTION, temperature=temperature, momentum_first=True)
     generator = torch.Generator().manual_seed(0)
     many = seeds * CHAINS
@@ -181,7 +182,13 @@ def hamiltonian(
         "SGHMC, parallel": list(run.theta.squeeze(1).unflatten(0, (seeds, CHAINS))),
     }
     return {
-        name: [loss(co.sampling.empirical(lin, each.unsqueeze(0)).probabilities(test[0], "mc"), test) for each in found]
+        name: torch.stack(
+            [
+                loss(partial(co.sampling.empirical(lin, each.unsqueeze(0)).probabilities, link="mc"), parts)
+                for each in found
+            ],
+            dim=1,
+        )
         for name, found in sets.items()
     }
 
@@ -189,40 +196,43 @@ def hamiltonian(
 def study(seeds: int) -> Losses:
     """Every method at every temperature."""
     generator = torch.Generator().manual_seed(1)
-    data, test = sequences(TRAINING, generator), sequences(TEST, generator)
+    data, *parts = (sequences(n, generator) for n in (TRAINING, VALIDATION, TEST))
     names = ["MLE", "MAP", *LAPLACE, *VI, *SGHMC]
-    found = {name: torch.full((len(TEMPERATURES), seeds), math.nan) for name in names}
+    found = {name: torch.full((2, len(TEMPERATURES), seeds), math.nan, dtype=torch.float64) for name in names}
     modes = {name: trained(data, prior, seeds) for name, prior in (("MLE", 1e-6), ("MAP", PRIOR))}
     lins = {name: [at(params, data) for params in each] for name, each in modes.items()}
     for name, each in lins.items():
-        found[name][:] = torch.tensor([loss(lin.predict(test[0]).softmax(-1), test) for lin in each])
+        plain = [loss(lambda tokens, lin=lin: lin.predict(tokens).softmax(-1), parts) for lin in each]
+        found[name][:] = torch.stack(plain, dim=1).unsqueeze(1)
     for i, temperature in enumerate(TEMPERATURES):
         start = time.perf_counter()
         for seed, lin in enumerate(lins["MAP"]):
-            rows = laplace(lin, test, temperature, seed)
-            rows |= variational(data, modes["MAP"][seed], test, temperature, seed)
+            rows = laplace(lin, parts, temperature, seed)
+            rows |= variational(data, modes["MAP"][seed], parts, temperature, seed)
             for name, value in rows.items():
-                found[name][i, seed] = value
-        for name, values in hamiltonian(data, lins["MAP"][0], test, temperature, seeds).items():
-            found[name][i] = torch.tensor(values)
-        means = {name: round(float(values[i].mean()), 3) for name, values in found.items()}
+                found[name][:, i, seed] = value
+        for name, values in hamiltonian(data, lins["MAP"][0], parts, temperature, seeds).items():
+            found[name][:, i] = values
+        means = {name: round(float(values[1, i].mean()), 3) for name, values in found.items()}
         print(f"temperature {temperature}: {time.perf_counter() - start:.0f} s, {means}", flush=True)
     return found
 
 
 def results_table(found: Losses) -> str:
-    """Mean ± standard deviation over seeds; what has no temperature has one figure."""
+    """Mean ± standard deviation of the test loss; what has no temperature has one figure."""
     rows = []
-    for name, losses in found.items():
+    for name, (_, losses) in found.items():
         cells = [spread(losses[0]) if name in ("MLE", "MAP") else spread(row) for row in losses]
         rows.append([name, *cells])
-    return table(["method", *(f"τ = {temperature:g}" for temperature in TEMPERATURES)], rows)
+    seeds = found["MAP"].shape[-1]
+    said = f"Nats a test sequence, mean ± standard deviation over {seeds} starts."
+    return f"{said}\n\n{table(['method', *(f'τ = {temperature:g}' for temperature in TEMPERATURES)], rows)}"
 
 
 def best(losses: Tensor, places: Sequence[int] = range(len(TEMPERATURES))) -> Tensor:
-    """By seed the loss at the temperature whose mean over seeds is the least, of these."""
-    chosen = min(places, key=lambda i: float(losses[i].mean()))
-    return losses[chosen]
+    """By seed the test loss at the temperature, of these, whose validation loss is the least with that seed."""
+    validation, test = losses[:, list(places)]
+    return test.gather(0, validation.argmin(0, keepdim=True)).squeeze(0)
 
 
 def claims(found: Losses) -> str:
@@ -241,14 +251,14 @@ def claims(found: Losses) -> str:
     each = []
     for claim, (better, worse) in pairs.items():
         each += [(f"{claim}, each at its best τ", best(found[worse]) - best(found[better]))]
-        each += [(f"{claim}, at τ = 1", found[worse][one] - found[better][one])]
+        each += [(f"{claim}, at τ = 1", found[worse][1, one] - found[better][1, one])]
     cold, warm = range(one), range(one, len(TEMPERATURES))
     each += [
         (f"4. {name}: better at a τ below 1", best(found[name], warm) - best(found[name], cold))
         for name in (*LAPLACE, *VI)
     ]
     for places, said in ((slice(None), "over all τ"), (slice(one + 1), "up to τ = 1")):
-        extent = {name: losses[places].amax(0) - losses[places].amin(0) for name, losses in found.items()}
+        extent = {name: losses[1, places].amax(0) - losses[1, places].amin(0) for name, losses in found.items()}
         gaussian = torch.stack([extent[name] for name in (*LAPLACE, *VI)]).mean(0)
         each += [(f"5. {name}: flatter than Gaussians in the mean, {said}", gaussian - extent[name]) for name in SGHMC]
     return claims_table(sorted(each, key=lambda row: row[0][0]), "nats")
@@ -262,8 +272,8 @@ def curves(found: Losses) -> Figure:
         for name, look in style.looks(names).items():
             axes.errorbar(
                 TEMPERATURES,
-                found[name].mean(1),
-                found[name].std(1),
+                found[name][1].mean(1),
+                found[name][1].std(1),
                 label=name,
                 color=look.color,
                 linestyle=look.linestyle,
@@ -271,7 +281,7 @@ def curves(found: Losses) -> Figure:
                 markersize=5,
                 capsize=2,
             )
-        axes.axhline(float(found["MAP"].mean()), color=style.GREY, linestyle=":", label="MAP")
+        axes.axhline(float(found["MAP"][1].mean()), color=style.GREY, linestyle=":", label="MAP")
         axes.set_xscale("log")
         axes.set_xticks(TEMPERATURES, [f"{temperature:g}" for temperature in TEMPERATURES])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -282,7 +292,15 @@ def curves(found: Losses) -> Figure:
 
 def main() -> None:
     """Run all methods, fill the page's section and draw the figure."""
-    study_page.run("cold_posterior", __doc__, "networks a method", study, (results_table, claims), curves)
+    study_page.run(
+        "cold_posterior",
+        __doc__,
+        study,
+        {"cold_posterior": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
+        "docs/samplers_measured.md",
+        {"cold_posterior": curves},
+        seeds=(5, "starts of each method"),
+    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 Split digits: the classes 0 and 1, then 2 and 3, …, each task with two outputs of its own and no data of the earlier
 ones. The weights after each task are those of a penalised training, and the penalty is the posterior of the tasks
-before. Table and figure go into the page (`--output`) and beside it.
+before.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +16,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import curvops as co
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.tables import table
 from curvops.cli.demo.digits import Digits, Images, load_digits
 from curvops.plots import style
 
@@ -173,7 +169,7 @@ def study(seeds: int) -> dict[str, Any]:
         last = [errors[-1] for _, errors in runs if errors]
         found[method] = {
             "strength": strength,
-            "scores": scores,
+            "scores": {f"{strength:g}": value for strength, value in scores.items()},
             "accuracy": torch.tensor([accuracies for accuracies, _ in runs]),
             "error": sum(last) / len(last) if last else None,
             "seconds": (time.process_time() - start) / seeds,
@@ -182,7 +178,7 @@ def study(seeds: int) -> dict[str, Any]:
     return found
 
 
-def results_table(found: dict[str, Any], seeds: int) -> str:
+def results_table(found: dict[str, Any]) -> str:
     """Mean ± standard deviation over networks."""
     header = ["training", *(f"after task {t + 1}" for t in range(len(TASKS))), "strength", "untuned", "left out", "s"]
     rows = []
@@ -190,8 +186,9 @@ def results_table(found: dict[str, Any], seeds: int) -> str:
         mean, spread = 100 * row["accuracy"].mean(0), 100 * row["accuracy"].std(0)
         cells = [f"{m:.1f} ± {s:.1f}" for m, s in zip(mean, spread)]
         error = "–" if row["error"] is None else f"{row['error']:.2f}"
-        untuned = f"{100 * row['scores'][1.0]:.1f}" if METHODS.get(method) is not None else "–"
+        untuned = f"{100 * row['scores']['1']:.1f}" if METHODS.get(method) is not None else "–"
         rows.append([method, *cells, f"{row['strength']:g}", untuned, error, f"{row['seconds']:.1f}"])
+    seeds = len(found[JOINT]["accuracy"])
     text = (
         "Accuracy in per cent on test digits, mean over the tasks seen; mean ± standard deviation over "
         f"{seeds} networks (their starts; the split is one). *Strength*: factor of the penalty, the best of "
@@ -230,15 +227,15 @@ def curves(found: dict[str, Any]) -> Figure:
 
 def main() -> None:
     """Run all methods, fill the page and draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.continual", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs/continual.md"), help="page with the section")
-    parser.add_argument("--seeds", type=int, default=5, help="networks a method")
-    arguments = parser.parse_args()
-    machine = facts(torch.get_num_threads())
-    found = study(arguments.seeds)
-    text = f"{results_table(found, arguments.seeds)}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.output, "continual", text)
-    save_small(curves(found), arguments.output.parent / "figures" / "continual.png")
+    study_page.run(
+        "continual",
+        __doc__,
+        study,
+        {"continual": results_table},
+        "docs/continual.md",
+        {"continual": curves},
+        seeds=(5, "networks a method"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
 """What does a dense posterior over S weights take?     python -m benchmarks.dense_blocks
 
 The demo's network of 101,042 weights on 300 digits, S of them at random, float32. Each size runs in a process of its
-own, whose peak resident set is its memory; times are of the processor, on one thread. The table goes into the page
-(`--output`).
+own, whose peak resident set is its memory; times are of the processor, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import curvops as co
-from benchmarks.machine import facts, of_its_own, resident
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.machine import of_its_own, resident
+from benchmarks.tables import table
 from curvops.cli.demo.digits import load_digits
 from curvops.cli.demo.network import convolutional, corrected
 
@@ -82,20 +78,15 @@ def results_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """A process for each size, and the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dense_blocks", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs/subnetworks.md"), help="page with the section")
-    parser.add_argument("--size", type=int, help="measure one size in this process, and print it as JSON")
-    arguments = parser.parse_args()
-    if arguments.size is not None:
-        print(json.dumps(measure(arguments.size)))
-        return
-    machine = facts(1)
-    rows = []
-    for size in SIZES:
-        rows += of_its_own("benchmarks.dense_blocks", "--size", size)
-        print(rows[-1], flush=True)
-    text = f"{results_table(rows)}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.output, "dense blocks", text)
+    torch.set_num_threads(1)
+    study_page.run(
+        "dense_blocks",
+        __doc__,
+        lambda: {"rows": [of_its_own("benchmarks.dense_blocks", "--size", size)[-1] for size in SIZES]},
+        {"dense blocks": lambda found: results_table(found["rows"])},
+        "docs/subnetworks.md",
+        rows={"size": lambda size: [measure(size)]},
+    )
 
 
 if __name__ == "__main__":

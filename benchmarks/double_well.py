@@ -1,20 +1,18 @@
 """Serial chain, parallel chains or an ensemble: who finds the modes of a double well, and how wide they are?
 
-    python -m benchmarks.double_well --page docs/samplers_measured.md --output docs/figures
+    python -m benchmarks.double_well
 
 Figure 2 of Duffield et al. 2024, log p(x) = −Σ x⁴/10 + Σ x² in two dimensions: four modes, whose masses are equal and
 whose variance is a quadrature. Each method takes equally many gradients: one long chain, 64 from dispersed starts,
 and gradient ascent with momentum from the same starts (τ = 0); chains by the paper's SGHMC and by BAOA, whose error is
-second order in the step; eight seeds each.
+second order in the step.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +21,14 @@ from scipy.integrate import quad
 from torch import Tensor
 
 import curvops as co
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import publish
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.claims import spread
+from benchmarks.tables import table
 from curvops.plots import style
 
-CHAINS, STEPS, SEEDS = 64, 600, 8
+CHAINS, STEPS, SHOWN = 64, 600, 700
 STEP_SIZE, FRICTION, KEPT = 0.05, 1.0, 200
-"""The last KEPT steps of each parallel chain count; of the serial one those after an equal burn-in."""
+"""The last KEPT steps of each parallel chain count; of the serial one those after as many more. SHOWN are drawn."""
 MODES = 4
 
 
@@ -104,6 +101,21 @@ def _start(generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": 6 * torch.rand(2, generator=generator, dtype=torch.float64) - 3}
 
 
+def study(seeds: int) -> dict[str, Any]:
+    """By method the modes found, the largest error of a share and the variance of each seed; draws of the first."""
+    found: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        runs = [method(seed) for seed in range(seeds)]
+        draws = runs[0].draws
+        found[name] = {
+            "modes": [int((each.shares > 0).sum()) for each in runs],
+            "error": [float((each.shares - 1 / MODES).abs().max()) for each in runs],
+            "variance": [each.variance for each in runs],
+            "draws": [[round(float(x), 3) for x in draw] for draw in draws[:: max(1, len(draws) // SHOWN)]],
+        }
+    return found
+
+
 METHODS: dict[str, Callable[[int], Found]] = {
     "serial, SGHMC": lambda seed: serial(seed, co.sampling.sghmc),
     "serial, BAOA": lambda seed: serial(seed, co.sampling.baoa),
@@ -113,26 +125,20 @@ METHODS: dict[str, Callable[[int], Found]] = {
 }
 
 
-def report(found: dict[str, list[Found]]) -> str:
+def report(found: dict[str, Any]) -> str:
     """A row a method, and whether the claim held."""
     rows = []
-    for name, runs in found.items():
-        counts = [int((each.shares > 0).sum()) for each in runs]
-        worst = [float((each.shares - 1 / MODES).abs().max()) for each in runs]
-        variances = torch.tensor([each.variance for each in runs])
-        rows.append(
-            [
-                name,
-                f"{min(counts)}–{max(counts)}" if min(counts) < max(counts) else f"{counts[0]}",
-                f"{100 * sum(worst) / len(worst):.1f} %",
-                f"{variances.mean():.3f} ± {variances.std():.3f}",
-            ]
-        )
+    for name, row in found.items():
+        fewest, most = int(row["modes"].min()), int(row["modes"].max())
+        cells = [f"{fewest}–{most}" if fewest < most else f"{most}", f"{100 * float(row['error'].mean()):.1f} %"]
+        rows.append([name, *cells, spread(row["variance"])])
     heads = ["method", "modes found, of 4", "largest error of a mode's share", f"variance in a mode ({width():.3f})"]
-    return table(heads, rows)
+    seeds = len(found["ensemble"]["variance"])
+    said = f"The largest error: mean over {seeds} seeds; the variance: mean ± standard deviation over them."
+    return f"{said}\n\n{table(heads, rows)}"
 
 
-def figure(found: dict[str, list[Found]]) -> Figure:
+def figure(found: dict[str, Any]) -> Figure:
     """The draws of the first seed over the density's contours."""
     drawn = style.blank(9.6, 3.9)
     shown = [name for name in found if "BAOA" not in name]
@@ -141,25 +147,23 @@ def figure(found: dict[str, list[Found]]) -> Figure:
     density = (well[:, None] + well[None, :]).exp()
     for axes, name in zip(drawn.subplots(1, 3, sharex=True, sharey=True), shown):
         axes.contour(grid, grid, density, levels=6, colors=style.GREY, linewidths=0.7)
-        draws = found[name][0].draws
-        some = draws[:: max(1, len(draws) // 1500)]
-        axes.plot(*some.T, ".", color=style.COLOURS[0], markersize=2.5, alpha=0.6)
+        axes.plot(*found[name]["draws"].T, ".", color=style.COLOURS[0], markersize=2.5, alpha=0.6)
         style.dress(axes, "x₁", "x₂" if name == shown[0] else "", name)
         axes.set_box_aspect(1)
     return drawn
 
 
 def main() -> None:
-    """Run all methods, print or write the table, draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.double_well", description=__doc__)
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
-    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for double_well.png")
-    arguments = parser.parse_args()
-    machine = machine_line({"machine": facts(torch.get_num_threads())})
-    found = {name: [method(seed) for seed in range(SEEDS)] for name, method in METHODS.items()}
-    publish(arguments.page, "double_well", f"{report(found)}\n\n{machine}")
-    if arguments.output is not None:
-        save_small(figure(found), arguments.output / "double_well.png")
+    """Run all methods, fill the page's section and draw the figure."""
+    study_page.run(
+        "double_well",
+        __doc__,
+        study,
+        {"double_well": report},
+        "docs/samplers_measured.md",
+        {"double_well": figure},
+        seeds=(8, "runs of each method"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,35 +1,31 @@
-"""What does near-exact inference cost for a ResNet-18?   python -m benchmarks.large_network --page docs/scale.md
+"""What does near-exact inference cost for a ResNet-18?   python -m benchmarks.large_network
 
 Eleven million weights, group normalisation, ten classes and random images of 3 × 32 × 32, whose first convolution has
-stride 2: a quarter of the usual multiply-adds with the same weights. Each line comes from a process of its own;
-`--growth` and `--inference` run one part alone.
+stride 2: a quarter of the usual multiply-adds with the same weights. Each line comes from a process of its own.
 
 Growth: a draw and products from 64 to 4,096 images made anew in every pass, time and peak memory of each. Inference
-from --images: the effective parameters at a first prior precision, for which J Jᵀ is formed; the precision by MacKay's
-update; 8 draws under it, the linear model's mode, and the variances of 64 other images from the draws; time, products
-and peak after each stage.
+from some images: the effective parameters at a first prior precision, for which J Jᵀ is formed; the precision by
+MacKay's update; 8 draws under it, the linear model's mode, and the variances of 64 other images from the draws; time,
+products and peak after each stage.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import curvops as co
-from benchmarks.machine import facts, of_its_own
+from benchmarks import study_page
+from benchmarks.machine import of_its_own
 from benchmarks.networks import resnet
 from benchmarks.peak import load_code, peak_bytes
-from benchmarks.report import publish
 from benchmarks.scale import fit
-from benchmarks.tables import MIB, machine_line, table
+from benchmarks.tables import MIB, table
 
 POINTS = (64, 256, 1_024, 4_096)
 BATCH, BUDGET = 64, 4096 * MIB
@@ -63,9 +59,9 @@ def network() -> nn.Module:
     return resnet(10, stride=2)
 
 
-def say(**found: object) -> None:
-    """A line of JSON with the peak so far."""
-    print(json.dumps(found | {"peak": peak_bytes()}), flush=True)
+def row(**found: object) -> dict[str, object]:
+    """What was found, with the peak so far."""
+    return found | {"peak": peak_bytes()}
 
 
 def one_pass(model: nn.Module, data: Images) -> float:
@@ -76,7 +72,7 @@ def one_pass(model: nn.Module, data: Images) -> float:
     return time.perf_counter() - begin
 
 
-def growth(points: int) -> None:
+def growth(points: int) -> Iterator[dict[str, object]]:
     """One number of images: what a product with one vector takes, and a draw under a large prior precision."""
     load_code()
     model, data = network().eval(), Images(points)
@@ -91,7 +87,7 @@ def growth(points: int) -> None:
     begin = time.perf_counter()
     drawn = post.deviations(1, method="cg", rtol=0.1, generator=torch.Generator().manual_seed(0))
     seconds = time.perf_counter() - begin
-    say(points=points, gradient=gradient, product=product, products=drawn.matvecs, seconds=seconds, before=before)
+    yield row(points=points, gradient=gradient, product=product, products=drawn.matvecs, seconds=seconds, before=before)
 
 
 def train(model: nn.Module, data: Images) -> None:
@@ -105,23 +101,23 @@ def train(model: nn.Module, data: Images) -> None:
             optimizer.step()
 
 
-def inference(images: int) -> None:
+def inference(images: int) -> Iterator[dict[str, object]]:
     """The stages, a line each."""
     load_code()
     model, data = network(), Images(images)
     train(model, data)
     model.eval()
-    say(stage="training", gradient=one_pass(model, data), images=images)
+    yield row(stage="training", gradient=one_pass(model, data), images=images)
     lin = co.linearize(model, data, "classification", memory_budget=BUDGET)
     post = co.laplace(lin, prior_precision=START, check_mode=False)
     generator = torch.Generator().manual_seed(0)
     begin = time.perf_counter()
     first = post.effective_parameters()
-    say(stage="J Jᵀ", seconds=time.perf_counter() - begin, products=0, gamma=float(first.value))
+    yield row(stage="J Jᵀ", seconds=time.perf_counter() - begin, products=0, gamma=float(first.value))
     begin = time.perf_counter()
     post = co.evidence.mackay(post, samples=None, steps=STEPS, xtol=XTOL)
     steps = post.tuning.steps
-    say(
+    yield row(
         stage="prior precision",
         seconds=time.perf_counter() - begin,
         products=post.tuning.matvecs,
@@ -132,7 +128,7 @@ def inference(images: int) -> None:
     )
     begin = time.perf_counter()
     drawn = post.deviations(DRAWS, rtol=1e-2, generator=generator)
-    say(
+    yield row(
         stage="draws",
         seconds=time.perf_counter() - begin,
         products=drawn.matvecs,
@@ -140,11 +136,11 @@ def inference(images: int) -> None:
     )
     begin = time.perf_counter()
     mode = post.linear_mode(rtol=1e-3)
-    say(stage="mode", seconds=time.perf_counter() - begin, products=mode.matvecs, reason=mode.reason.name)
+    yield row(stage="mode", seconds=time.perf_counter() - begin, products=mode.matvecs, reason=mode.reason.name)
     begin = time.perf_counter()
     (test,) = [x for x, _ in Images(TEST, seed=1)]
     variances = (lin.jacobian(test) @ drawn.draws.mT).square().mean(1)
-    say(stage="variances", seconds=time.perf_counter() - begin, products=DRAWS, median=float(variances.median()))
+    yield row(stage="variances", seconds=time.perf_counter() - begin, products=DRAWS, median=float(variances.median()))
 
 
 def growth_report(rows: list[dict[str, Any]]) -> str:
@@ -198,29 +194,28 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def study(images: int) -> dict[str, Any]:
+    """Both parts, each line in a process of its own."""
+    return {
+        "growth": [of_its_own("benchmarks.large_network", "--points", n)[-1] for n in POINTS],
+        "inference": of_its_own("benchmarks.large_network", "--stages", images),
+    }
+
+
 def main() -> None:
-    """Run the parts, each line in a process of its own, and print or write the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_network", description=__doc__)
-    parser.add_argument("--points", type=int, default=None, help="one row of growth, as JSON")
-    parser.add_argument("--stages", action="store_true", help="the stages of inference, as JSON")
-    parser.add_argument("--images", type=int, default=512, help="that inference is from")
-    parser.add_argument("--growth", action="store_true", help="this part alone")
-    parser.add_argument("--inference", action="store_true", help="this part alone")
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
-    arguments = parser.parse_args()
-    if arguments.points is not None:
-        growth(arguments.points)
-    elif arguments.stages:
-        inference(arguments.images)
-    else:
-        machine = machine_line({"machine": facts(torch.get_num_threads())})
-        both = arguments.growth == arguments.inference
-        if both or arguments.growth:
-            rows = [of_its_own("benchmarks.large_network", "--points", n)[-1] for n in POINTS]
-            publish(arguments.page, "growth", f"{growth_report(rows)}\n\n{machine}")
-        if both or arguments.inference:
-            stages = of_its_own("benchmarks.large_network", "--stages", "--images", arguments.images)
-            publish(arguments.page, "inference", f"{inference_report(stages)}\n\n{machine}")
+    """Run the parts and fill the page's sections."""
+    study_page.run(
+        "large_network",
+        __doc__,
+        study,
+        {
+            "growth": lambda found: growth_report(found["growth"]),
+            "inference": lambda f: inference_report(f["inference"]),
+        },
+        "docs/scale.md",
+        rows={"points": growth, "stages": inference},
+        images=(512, "that inference is from"),
+    )
 
 
 if __name__ == "__main__":

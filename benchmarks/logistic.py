@@ -1,6 +1,6 @@
 """Logistic regression of a Pyro model: samplers of this library beside Pyro's NUTS.
 
-    .venv-peers/bin/python -m benchmarks.logistic --page docs/samplers_measured.md
+    .venv-peers/bin/python -m benchmarks.logistic
 
 Scikit-learn's breast cancer data, 569 points and 8 standardised features, weights ~ N(0, 1). The density is a Pyro
 model's; every sampler takes it as `log_posterior`, on all data or on batches of 64, and is judged by the moments of a
@@ -10,11 +10,9 @@ the kernel Stein discrepancy with the full score. The preconditioner is the cova
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyro
@@ -25,9 +23,8 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor
 
 import curvops as co
-from benchmarks.machine import facts
-from benchmarks.report import publish
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.tables import table
 
 FEATURES, BATCH, CHAINS = 8, 64, 4
 STEPS, WARMUP, THIN = 4_000, 500, 8
@@ -64,11 +61,11 @@ class PyroDensity:
 def nuts(x: Tensor, y: Tensor, draws: int, warmup: int) -> tuple[Tensor, float]:
     """Draws (draws, 9) of Pyro's NUTS, and its seconds."""
     pyro.set_rng_seed(0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     mcmc = MCMC(NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True)
     mcmc.run(x, y, len(x))
     found = mcmc.get_samples()
-    return torch.cat([found["b"][:, None], found["w"]], 1), time.perf_counter() - begin
+    return torch.cat([found["b"][:, None], found["w"]], 1), time.process_time() - begin
 
 
 def mode(density: PyroDensity, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -112,22 +109,16 @@ def samplers(
     }
 
 
-def main() -> None:
-    """Run NUTS and every sampler; print or write the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.logistic", description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--reference", type=int, default=REFERENCE, help="draws of NUTS")
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
-    arguments = parser.parse_args()
-    machine = machine_line({"machine": facts(torch.get_num_threads())})
+def study(steps: int, reference: int) -> dict[str, Any]:
+    """NUTS and every sampler, by name: what `judged` says, and seconds of the process."""
     warnings.simplefilter("ignore", co.sampling.NotVectorized)
     pyro.enable_validation(False)
     x, y = data()
     density = PyroDensity(len(x))
-    reference, seconds = nuts(x, y, arguments.reference, REFERENCE_WARMUP)
+    exact, seconds = nuts(x, y, reference, REFERENCE_WARMUP)
     start, covariance = mode(density, x, y)
     largest = float(torch.linalg.eigvalsh(covariance.inverse() / len(x)).max())
-    rows = [row("NUTS (Pyro)", reference.unsqueeze(0), reference, seconds, density, (x, y))]
+    found = {"NUTS (Pyro)": judged(exact.unsqueeze(0), exact, density, (x, y)) | {"seconds": seconds}}
     generator = torch.Generator().manual_seed(0)
     for name, (sampler, batched) in samplers(density, start, covariance, largest).items():
         loader = torch.utils.data.DataLoader(
@@ -137,43 +128,53 @@ def main() -> None:
             drop_last=batched,
             generator=generator,
         )
-        begin = time.perf_counter()
+        begin = time.process_time()
         chain = co.sampling.run(
             co.sampling.chains(sampler, CHAINS),
             start,
             loader if batched else [(x, y)],
-            steps=arguments.steps,
+            steps=steps,
             warmup=WARMUP,
             thin=THIN,
             generator=generator,
             progress=False,
         )
-        rows.append(row(name, chain.theta, reference, time.perf_counter() - begin, density, (x, y)))
-    heads = [
-        "sampler",
-        "largest error of a mean",
-        "ratio of standard deviations",
-        "Stein discrepancy",
-        "least ESS",
-        "seconds",
-    ]
-    publish(arguments.page, "logistic", f"{table(heads, rows)}\n\n{machine}")
+        seconds = time.process_time() - begin
+        found[name] = judged(chain.theta, exact, density, (x, y)) | {"seconds": seconds}
+        print(name, found[name], flush=True)
+    return found
 
 
-def row(
-    name: str, draws: Tensor, reference: Tensor, seconds: float, density: PyroDensity, batch: tuple[Tensor, Tensor]
-) -> list[str]:
-    """Moments of draws (k, S, 9) against the reference, and their discrepancy and effective sample size."""
+def judged(draws: Tensor, reference: Tensor, density: PyroDensity, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Moments of draws (k, S, 9) against the reference, their discrepancy and effective sample size."""
     flat = draws.flatten(0, 1)
     spread = reference.std(0)
-    error = ((flat.mean(0) - reference.mean(0)) / spread).abs().max()
-    ratio = (flat.std(0) / spread).mean()
     some = flat[:: max(1, len(flat) // 500)]
     scores = torch.stack([score(density, theta, batch) for theta in some])
-    found = co.sampling.diagnostics.stein_discrepancy(some.unsqueeze(0), scores.unsqueeze(0))
-    size = co.sampling.diagnostics.ess({"theta": draws})["theta"].min()
-    cells = [f"{error:.3f}", f"{ratio:.3f}", f"{found.value:.3f} ± {found.stderr:.3f}", f"{size:,.0f}"]
-    return [name, *cells, f"{seconds:.1f}"]
+    stein = co.sampling.diagnostics.stein_discrepancy(some.unsqueeze(0), scores.unsqueeze(0))
+    return {
+        "mean": float(((flat.mean(0) - reference.mean(0)) / spread).abs().max()),
+        "deviation": float((flat.std(0) / spread).mean()),
+        "stein": {"value": float(stein.value), "stderr": float(stein.stderr)},
+        "ess": float(co.sampling.diagnostics.ess({"theta": draws})["theta"].min()),
+    }
+
+
+def results_table(found: dict[str, Any]) -> str:
+    """A row a sampler."""
+    heads = ["sampler", "largest error of a mean", "ratio of standard deviations", "Stein discrepancy", "least ESS"]
+    rows = [
+        [
+            name,
+            f"{row['mean']:.3f}",
+            f"{row['deviation']:.3f}",
+            f"{row['stein']['value']:.3f} ± {row['stein']['stderr']:.3f}",
+            f"{row['ess']:,.0f}",
+            f"{row['seconds']:.1f}",
+        ]
+        for name, row in found.items()
+    ]
+    return table([*heads, "seconds of the process"], rows)
 
 
 def score(density: PyroDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -181,6 +182,19 @@ def score(density: PyroDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> 
     theta = theta.detach().requires_grad_()
     value = density.data_size * density({"b": theta[0], "w": theta[1:]}, batch)
     return torch.autograd.grad(value, theta)[0]
+
+
+def main() -> None:
+    """Run NUTS and every sampler, and fill the page's section."""
+    study_page.run(
+        "logistic",
+        __doc__,
+        study,
+        {"logistic": results_table},
+        "docs/samplers_measured.md",
+        steps=(STEPS, "of each chain"),
+        reference=(REFERENCE, "draws of NUTS"),
+    )
 
 
 if __name__ == "__main__":

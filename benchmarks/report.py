@@ -122,14 +122,6 @@ def fill(path: Path, name: str, text: str) -> None:
     path.write_text(filled(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
 
-def publish(path: Path | None, name: str, text: str) -> None:
-    """Fill a section of the page in a file, or print the text where there is none."""
-    if path is None:
-        print(text, end="\n\n")
-    else:
-        fill(path, name, text)
-
-
 def _row(n: dict[str, Any], route: str, columns: int = 1, against: str = UNIT) -> dict[str, Any] | None:
     rows: list[dict[str, Any]] = n["rows"]
     for row in rows:

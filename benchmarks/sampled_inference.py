@@ -1,6 +1,6 @@
 """Draws, prior precision and predictions of a small convolutional network by solving, beside their dense definition.
 
-    python -m benchmarks.sampled_inference --output docs/figures --page docs/sampled.md     # or prints
+    python -m benchmarks.sampled_inference
 
 After Antorán et al. 2023: the path of the prior precision under EM and MacKay's update, from 8 draws and exactly;
 marginal and joint (dyadic) log-likelihoods of test digits; passes over the data that block CG and stochastic gradient
@@ -9,10 +9,9 @@ descent on both losses take to an accuracy of the predictive variances; and the 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -20,10 +19,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import curvops as co
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import publish
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.tables import table
 from curvops.cli.demo.digits import Images, load_digits
 from curvops.cli.demo.network import fit
 from curvops.operators.curvature_root import root_of
@@ -35,6 +32,9 @@ TOLERANCES = (0.5, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 EPOCHS = (3, 10, 30, 100)
 GOAL = 0.05
 PRIORS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+
+Found = dict[str, Any]
+"""Raw results by name."""
 
 
 def lenet() -> nn.Sequential:
@@ -75,30 +75,37 @@ def setting(seed: int) -> Setting:
     return Setting(model, lin, post, train, test)
 
 
-def paths(given: Setting, seed: int) -> dict[str, co.Laplace]:
-    """The posterior after the steps of each update, from draws and with γ counted by the eigenvalues."""
-    return {
-        f"{update}, {'exact' if samples is None else f'{samples} draws'}": co.evidence.mackay(
-            given.post, samples, STEPS, update=update, generator=torch.Generator().manual_seed(seed)
-        )
-        for update in ("mackay", "em")
-        for samples in (None, DRAWS)
-    }
+def paths(given: Setting, seed: int) -> Found:
+    """By update, α before each step and in the end, γ, products and the ending: from draws, and by the eigenvalues."""
+    found: Found = {}
+    for update in ("mackay", "em"):
+        for samples in (None, DRAWS):
+            generator = torch.Generator().manual_seed(seed)
+            post = co.evidence.mackay(given.post, samples, STEPS, update=update, generator=generator)
+            tuning = post.tuning
+            assert isinstance(tuning, co.evidence.Tuning)
+            found[f"{update}, {'exact' if samples is None else f'{samples} draws'}"] = {
+                "path": [float(step.prior_precision) for step in tuning.steps] + [float(post.prior_precision)],
+                "gamma": [float(step.effective_parameters) for step in tuning.steps],
+                "stderr": [float(step.stderr) for step in tuning.steps],
+                "products": [step.matvecs for step in tuning.steps],
+                "ending": tuning.ending.name,
+            }
+    return found
 
 
-def paths_table(found: dict[str, co.Laplace]) -> str:
+def paths_table(found: Found) -> str:
     """α and γ at the end, products by step."""
     rows = []
-    for name, post in found.items():
-        assert isinstance(post.tuning, co.evidence.Tuning)
-        last, steps = post.tuning.steps[-1], post.tuning.steps
-        gamma = f"{float(last.effective_parameters):.1f} ± {float(last.stderr):.1f}"
-        products = ", ".join(str(step.matvecs) for step in steps)
-        rows.append([name, f"{float(post.prior_precision):.4f}", gamma, str(len(steps)), products])
-    return table(["update", "α", "γ at the last step", "steps", "products of each"], rows)
+    for name, row in found["paths"].items():
+        gamma = f"{float(row['gamma'][-1]):.1f} ± {float(row['stderr'][-1]):.1f}"
+        products = ", ".join(f"{count:.0f}" for count in row["products"])
+        cells = [f"{float(row['path'][-1]):.4f}", gamma, row["ending"], str(len(row["products"])), products]
+        rows.append([name, *cells])
+    return table(["update", "α", "γ at the last step", "ended by", "steps", "products of each"], rows)
 
 
-def likelihoods(given: Setting, alpha: float, seed: int) -> list[list[str]]:
+def likelihoods(given: Setting, alpha: float, seed: int) -> Found:
     """Mean marginal and dyadic log-likelihood of test digits, nats a point and a pair of ten."""
     exact = given.post.with_prior(alpha)
     last = co.linearize(given.model, (given.train.x, given.train.y), "classification", parameters="last_layer")
@@ -112,32 +119,32 @@ def likelihoods(given: Setting, alpha: float, seed: int) -> list[list[str]]:
     rows = {"MAP": _scores(exact, exact.mean.expand(2, -1), given.test, seed)}
     rows |= {f"{name}, {TEST_DRAWS} draws": _scores(posts[name], samples[name], given.test, seed) for name in posts}
     rows[f"exact covariance, {MANY:,} draws"] = _scores(exact, many, given.test, seed)
-    return [[name, *cells] for name, cells in rows.items()]
+    return rows
 
 
-def _scores(post: co.Laplace, samples: Tensor, test: Images, seed: int) -> list[str]:
+def _scores(post: co.Laplace, samples: Tensor, test: Images, seed: int) -> Found:
     pairs = torch.Generator().manual_seed(seed)
-    found = (
-        post.log_likelihood(test.x, test.y, samples=samples),
-        post.log_likelihood(test.x, test.y, joint=True, samples=samples, generator=pairs),
-    )
-    return [f"{float(e.value.mean()):.4f} ± {float(e.value.std()) / len(e.value) ** 0.5:.4f}" for e in found]
+    found = {
+        "marginal": post.log_likelihood(test.x, test.y, samples=samples),
+        "dyadic": post.log_likelihood(test.x, test.y, joint=True, samples=samples, generator=pairs),
+    }
+    return {name: {"mean": e.value.mean(), "stderr": e.value.std() / len(e.value) ** 0.5} for name, e in found.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Course:
-    """Root mean square of the relative error of predictive variances, against passes over the data."""
-
-    passes: list[float]
-    errors: list[float]
-
-    def passes_to(self, goal: float) -> float:
-        """The first passes that reach it."""
-        return next((p for p, error in zip(self.passes, self.errors) if error <= goal), float("inf"))
+def scores_table(found: Found) -> str:
+    """A row a predictive."""
+    rows = [
+        [name, *(f"{row[score]['mean']:.4f} ± {row[score]['stderr']:.4f}" for score in ("marginal", "dyadic"))]
+        for name, row in found["scores"].items()
+    ]
+    return table(["predictive", "marginal, nats a point", "dyadic, nats a pair of ten"], rows)
 
 
-def courses(post: co.Laplace, test: Images, seed: int) -> dict[str, Course]:
-    """Of block CG by its tolerance, of gradient descent by its epochs; one noise, so that one answer is right."""
+def courses(post: co.Laplace, test: Images, seed: int) -> Found:
+    """Passes, and the root mean square of the relative error of predictive variances that they reach.
+
+    Of block CG by its tolerance, of gradient descent by its epochs; one noise, so that one answer is right.
+    """
     exact = post.deviations(DRAWS, method="cg", rtol=1e-6, generator=torch.Generator().manual_seed(seed))
 
     def variances(draws: Tensor) -> Tensor:
@@ -148,38 +155,41 @@ def courses(post: co.Laplace, test: Images, seed: int) -> dict[str, Course]:
     def error(draws: Tensor) -> float:
         return float((variances(draws) / right - 1).square().mean().sqrt())
 
-    found = {"block CG": Course([], [])}
+    found: Found = {"block CG": {"passes": [], "errors": []}}
     for rtol in TOLERANCES:
         cold = co.laplace(post.lin, prior_precision=post.prior_precision, check_mode=False)  # makes its own sketch
         solved = cold.deviations(DRAWS, exact.noise, "cg", rtol=rtol)
-        found["block CG"].passes.append(solved.matvecs / DRAWS)
-        found["block CG"].errors.append(error(solved.draws))
+        found["block CG"]["passes"].append(solved.matvecs / DRAWS)
+        found["block CG"]["errors"].append(error(solved.draws))
     for loss, name in (("low_variance", "SGD on L′"), ("standard", "SGD on L")):
-        found[name] = Course([], [])
+        found[name] = {"passes": [], "errors": []}
         for epochs in EPOCHS:
             options = co.StochasticDescent(loss, batch_size=100, epochs=epochs)
             try:
                 draws = post.deviations(DRAWS, exact.noise, options, rtol=1e-6).draws
             except co.linalg.NotConverged as stopped:
                 draws = stopped.deviations.draws  # type: ignore[attr-defined]
-            found[name].passes.append(epochs)
-            found[name].errors.append(error(draws))
+            found[name]["passes"].append(epochs)
+            found[name]["errors"].append(error(draws))
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Noises:
-    """Σ_i E‖term_i‖² of the gradient at the minimiser: of L and of L′, by the formula and from draws."""
+def passes_table(found: Found) -> str:
+    """The first passes that reach the goal, and all of them."""
+    rows = []
+    for name, row in found["courses"].items():
+        reached = list(zip(row["passes"].tolist(), row["errors"].tolist()))
+        first = next((passes for passes, error in reached if error <= GOAL), float("inf"))
+        rows.append([name, f"{first:g}", ", ".join(f"{error:.3f} ({passes:g})" for passes, error in reached)])
+    return table(["method", f"passes a draw to an error of {GOAL:.0%}", "errors reached (passes)"], rows)
 
-    priors: list[float]
-    formula: dict[str, list[float]]
-    measured: dict[str, list[float]]
 
+def gradient_noise(given: Setting, seed: int) -> Found:
+    """Σ_i E‖term_i‖² of the gradient at the minimiser, of L and of L′, by the formula and from draws.
 
-def gradient_noise(given: Setting, seed: int) -> Noises:
-    """tr M_i − tr M_iΣM_i of L and tr M_iΣM_i of L′, over prior precisions; M_i = S_i S_iᵀ."""
-    names = ("L", "L′")
-    found = Noises([], {name: [] for name in names}, {name: [] for name in names})
+    tr M_i − tr M_iΣM_i of L and tr M_iΣM_i of L′, over prior precisions; M_i = S_i S_iᵀ.
+    """
+    found: Found = {what: {name: [] for name in ("L", "L′")} for what in ("formula", "measured")}
     root = root_of(given.post.curvature)
     assert root is not None
     S, N = root.to_dense().double(), given.lin.num_data
@@ -190,32 +200,30 @@ def gradient_noise(given: Setting, seed: int) -> Noises:
         post = given.post.with_prior(prior)
         covariance = W.mT @ (W / (values.clamp_min(0) + prior).unsqueeze(-1))
         inside = (covariance * inner).sum()
-        found.priors.append(prior)
-        found.formula["L′"].append(float(inside))
-        found.formula["L"].append(float(inner.diagonal(dim1=1, dim2=2).sum() - inside))
+        found["formula"]["L′"].append(float(inside))
+        found["formula"]["L"].append(float(inner.diagonal(dim1=1, dim2=2).sum() - inside))
         drawn = post.deviations(TEST_DRAWS, method="cg", rtol=1e-4, generator=torch.Generator().manual_seed(seed))
         pushed = (S.mT @ drawn.draws.mT.double()).unflatten(0, (N, -1))
         noise = drawn.noise.of_data(root.shape[-1], range(TEST_DRAWS), drawn.draws).double().unflatten(0, (N, -1))
         for name, e in (("L′", pushed), ("L", pushed - noise)):
-            found.measured[name].append(float((e * (inner @ e)).sum() / TEST_DRAWS))
+            found["measured"][name].append(float((e * (inner @ e)).sum() / TEST_DRAWS))
     return found
 
 
-def figure(found: dict[str, co.Laplace], run: dict[str, Course], noise: Noises) -> Figure:
+def figure(found: Found) -> Figure:
     """Left: α by step; middle: error against passes; right: gradient noise against the prior precision."""
     drawn = style.blank(12.6, 3.8)
     left, middle, right = drawn.subplots(1, 3)
-    for look, (name, post) in enumerate(found.items()):
-        assert isinstance(post.tuning, co.evidence.Tuning)
-        path = [float(step.prior_precision) for step in post.tuning.steps] + [float(post.prior_precision)]
-        _line(left, look, list(range(len(path))), path, name)
-    for look, (name, course) in enumerate(run.items()):
-        _line(middle, look, course.passes, course.errors, name)
+    for look, (name, row) in enumerate(found["paths"].items()):
+        _line(left, look, range(len(row["path"])), row["path"], name)
+    for look, (name, row) in enumerate(found["courses"].items()):
+        _line(middle, look, row["passes"], row["errors"], name)
     middle.axhline(GOAL, color=style.GREY, linewidth=1, linestyle=":")
-    for look, name in enumerate(noise.formula):
-        _line(right, look, noise.priors, noise.formula[name], f"{name}, by the formula")
+    noise = found["noise"]
+    for look, name in enumerate(noise["formula"]):
+        _line(right, look, PRIORS, noise["formula"][name], f"{name}, by the formula")
         rings = {"label": "measured" if look else None, "fillstyle": "none", "markersize": 8}
-        right.plot(noise.priors, noise.measured[name], "o", color=style.COLOURS[look], **rings)
+        right.plot(PRIORS, noise["measured"][name], "o", color=style.COLOURS[look], **rings)
     for axes in (left, middle, right):
         axes.set_yscale("log")
     for axes in (middle, right):
@@ -228,42 +236,32 @@ def figure(found: dict[str, co.Laplace], run: dict[str, Course], noise: Noises) 
     return drawn
 
 
-def _line(axes: Axes, look: int, x: Sequence[float], y: Sequence[float], label: str) -> None:
+def _line(axes: Axes, look: int, x: Sequence[float] | Tensor, y: Tensor, label: str) -> None:
     axes.plot(x, y, color=style.COLOURS[look], marker=style.MARKERS[look], linestyle=style.DASHES[look], label=label)
 
 
+def study(seed: int) -> Found:
+    """All parts; draws, scores and noise at the α that MacKay's update finds from draws."""
+    given = setting(seed)
+    found: Found = {"paths": paths(given, seed)}
+    alpha = found["paths"][f"mackay, {DRAWS} draws"]["path"][-1]
+    found["courses"] = courses(given.post.with_prior(alpha), given.test, seed)
+    found["noise"] = gradient_noise(given, seed)
+    found["scores"] = likelihoods(given, alpha, seed)
+    return found
+
+
 def main() -> None:
-    """Measure, print or write the tables, draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampled_inference", description=__doc__)
-    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for sampled.png")
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    machine = machine_line({"machine": facts(torch.get_num_threads())})
-    given = setting(arguments.seed)
-    found = paths(given, arguments.seed)
-    tuned = given.post.with_prior(float(found[f"mackay, {DRAWS} draws"].prior_precision))
-    run, noise = courses(tuned, given.test, arguments.seed), gradient_noise(given, arguments.seed)
-    scores = likelihoods(given, float(tuned.prior_precision), arguments.seed)
-    tables = {
-        "paths": paths_table(found),
-        "scores": table(["predictive", "marginal, nats a point", "dyadic, nats a pair of ten"], scores),
-        "passes": table(
-            ["method", f"passes a draw to an error of {GOAL:.0%}", "errors reached (passes)"],
-            [
-                [
-                    name,
-                    f"{course.passes_to(GOAL):g}",
-                    ", ".join(f"{e:.3f} ({p:g})" for p, e in zip(course.passes, course.errors)),
-                ]
-                for name, course in run.items()
-            ],
-        ),
-    }
-    for name, text in tables.items():
-        publish(arguments.page, name, f"{text}\n\n{machine}")
-    if arguments.output is not None:
-        save_small(figure(found, run, noise), arguments.output / "sampled.png")
+    """Measure, fill the page's sections, draw the figure."""
+    study_page.run(
+        "sampled_inference",
+        __doc__,
+        study,
+        {"paths": paths_table, "scores": scores_table, "passes": passes_table},
+        "docs/sampled.md",
+        {"sampled": figure},
+        seed=(0, "of the network and of all draws"),
+    )
 
 
 if __name__ == "__main__":

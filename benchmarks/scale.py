@@ -1,4 +1,4 @@
-"""How do time and memory of inference from draws grow with the data?   python -m benchmarks.scale --page docs/scale.md
+"""How do time and memory of inference from draws grow with the data?   python -m benchmarks.scale
 
 A process for each number of points, whose batches are drawn anew in every pass, so that none is in memory: products
 with the GGN, 8 draws of the posterior and the linear model's mode, nothing kept between products. The fit of time on
@@ -7,22 +7,18 @@ points and the growth of the peak are printed beside the figures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import curvops as co
-from benchmarks.machine import facts, of_its_own
+from benchmarks.machine import of_its_own
 from benchmarks.peak import load_code, peak_bytes
-from benchmarks.report import publish
-from benchmarks.tables import MIB, machine_line, table
+from benchmarks.tables import MIB, table
 from curvops.cli.demo.network import perceptron
 
 POINTS = (500, 2_000, 10_000, 50_000)
@@ -109,16 +105,14 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure each number of points in a process of its own."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--points", type=int, default=None, help="one row alone, as JSON")
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose section is filled")
-    arguments = parser.parse_args()
-    if arguments.points is not None:
-        print(json.dumps(measure(arguments.points)))
-        return
-    machine = machine_line({"machine": facts(torch.get_num_threads())})
-    rows = [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]
-    publish(arguments.page, "scale", f"{report(rows)}\n\n{machine}")
+    study_page.run(
+        "scale",
+        __doc__,
+        lambda: {"rows": [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]},
+        {"scale": lambda found: report(found["rows"])},
+        "docs/scale.md",
+        rows={"points": lambda points: [measure(points)]},
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@
 
 Regression in one dimension with a gap, and the gap splits of scikit-learn's diabetes data (Foong et al. 2019): for each
 feature the middle third of the points is the test part. One prior precision and one noise for all posteriors, chosen
-on a validation part. Tables and figure go into the page (`--output`) and beside it.
+on a validation part.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from collections import defaultdict
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import torch
 from linear_operator.utils.warnings import NumericalWarning
@@ -25,10 +24,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import curvops as co
-from benchmarks.figures import save_small
-from benchmarks.machine import facts
-from benchmarks.report import fill
-from benchmarks.tables import machine_line, table
+from benchmarks import study_page
+from benchmarks.tables import table
 from curvops.plots import style
 
 SHARES = (0.01, 0.03, 0.1, 0.5, 1.0)
@@ -39,8 +36,13 @@ NOISES = {"one dimension": (0.0025, 0.01, 0.04), "diabetes": (0.25, 0.5, 1.0)}
 EPOCHS = 30
 """Snapshots of SGD for "swag": one an epoch, rate 0.01, momentum 0.9, from the mode."""
 
-Found = dict[tuple[str, float | None], dict[str, list[float]]]
-"""Measures of each (score, share) and of each (baseline, None), one number a split."""
+Found = dict[str, dict[str, Any]]
+"""Measures of each `key(score, share)` and of each baseline, one number a split."""
+
+
+def key(score: str, share: float) -> str:
+    """The name of a share of the weights picked by a score."""
+    return f"{score}, {100 * share:g} %"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,8 @@ def diabetes(count: int) -> Iterator[Split]:
 
 DATA = {"one dimension": (one_dimension, (1, 30, 30, 1)), "diabetes": (diabetes, (10, 50, 1))}
 SPLITS = {"one dimension": 5, "diabetes": 9}
+OVERLAP = {"one dimension": 0.0, "diabetes": 0.5}
+"""Test points of a split over its training points, where splits are of the same points."""
 
 
 def fit(widths: tuple[int, ...], x: Tensor, y: Tensor, prior: float, noise: float, seed: int) -> nn.Sequential:
@@ -154,8 +158,8 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
     full = co.laplace(lin, whole(lin), prior, check_mode=False)
     reference = full.predict(split.x_gap).stddev
 
-    def note(key: tuple[str, float | None], post: co.Laplace | None, **further: float) -> None:
-        measures = found[key]
+    def note(of: str, post: co.Laplace | None, **further: float) -> None:
+        measures = found[of]
         if post is None:
             residuals = lin.predict(split.x_gap) - split.y_gap
             variance, ratio = torch.full_like(residuals, noise), 0.0
@@ -166,12 +170,12 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
         for what, value in {"sd": ratio, "nll": float(nll.mean()), **further}.items():
             measures[what].append(value)
 
-    note(("MAP", None), None)
-    note(("diagonal", None), co.laplace(lin, co.DiagonalGGN, prior, check_mode=False))
+    note("MAP", None)
+    note("diagonal", co.laplace(lin, co.DiagonalGGN, prior, check_mode=False))
     last = co.linearize(network, data, likelihood, parameters="last_layer")
-    note(("last layer", None), co.laplace(last, whole(last), prior, check_mode=False))
-    note(("KFAC", None), co.laplace(lin, co.KFAC, prior, check_mode=False))
-    note(("full GGN", None), full)
+    note("last layer", co.laplace(last, whole(last), prior, check_mode=False))
+    note("KFAC", co.laplace(lin, co.KFAC, prior, check_mode=False))
+    note("full GGN", full)
     size = float(torch.linalg.inv(full.precision.to_dense()).trace())
     curvature = G.diagonal()
     taken, generator = snapshots(network, split, prior, noise), torch.Generator().manual_seed(seed)
@@ -186,41 +190,52 @@ def measure(name: str, split: Split, seed: int, found: Found) -> None:
             post = co.laplace(part, co.Subnetwork(G, chosen), prior, check_mode=False)
             distance = 0.0 if share == 1.0 else float(co.wasserstein(full, chosen).value) / size
             inert = float((curvature[chosen] <= torch.finfo(curvature.dtype).eps * curvature.max()).double().mean())
-            note((score, share), post, distance=distance, inert=inert)
+            note(key(score, share), post, distance=distance, inert=inert)
 
 
-def study(name: str, count: int) -> Found:
-    """All splits of one data set."""
-    found: Found = defaultdict(lambda: defaultdict(list))
-    for seed, split in enumerate(DATA[name][0](count)):
-        start = time.perf_counter()
-        measure(name, split, seed, found)
-        print(f"{name}, split {seed}: {time.perf_counter() - start:.0f} s", flush=True)
-    return found
+def study(splits: int) -> dict[str, Found]:
+    """All splits of both data sets."""
+    warnings.simplefilter("ignore", NumericalWarning)  # gpytorch's, of variances below 1e-10: of inert weights
+    results: dict[str, Found] = {}
+    for name in DATA:
+        found = results[name] = defaultdict(lambda: defaultdict(list))
+        for seed, split in enumerate(DATA[name][0](min(splits, SPLITS[name]))):
+            start = time.perf_counter()
+            measure(name, split, seed, found)
+            print(f"{name}, split {seed}: {time.perf_counter() - start:.0f} s", flush=True)
+    return results
 
 
-def _mean(found: Found, key: tuple[str, float | None], what: str) -> tuple[float, float]:
-    values = torch.tensor(found[key][what])
-    return float(values.mean()), float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+def standard_error(name: str, values: Tensor) -> float:
+    """Of the mean over splits; where they overlap, with the variance that they share.
+
+    The splits of one dimension are data drawn anew. Those of the diabetes data share their points: the variance of a
+    mean over J of them is about (1/J + test points / training points) times that of one (Nadeau & Bengio 2003).
+    """
+    shared = OVERLAP[name]
+    return float(values.std()) * (1 / len(values) + shared) ** 0.5
 
 
 def results_tables(name: str, found: Found) -> str:
     """One table a measure: scores by shares, and the posteriors over all weights."""
-    count = len(found["MAP", None]["nll"])
+    count = len(found["MAP"]["nll"])
     shares = [f"{100 * share:g} %" for share in SHARES]
     texts = {
         "sd": "Standard deviation in the gap, as a share of the full posterior's",
         "nll": "Negative log-likelihood of the points in the gap, nats a point",
         "distance": "W₂² to the full posterior, as a share of tr P⁻¹ (that of inferring no weight)",
     }
-    parts = [f"### {name.capitalize()}", f"Mean ± standard error over {count} splits."]
+    said = f"Mean ± standard error over {count} splits"
+    if OVERLAP[name]:
+        said += ", which share their points: the error is Nadeau & Bengio's (2003), not that of independent splits"
+    parts = [f"### {name.capitalize()}", f"{said}."]
     for what, text in texts.items():
-        rows = [[s, *(_cell(found, (s, share), what) for share in SHARES)] for s in SCORES]
+        rows = [[s, *(_cell(name, found, key(s, share), what) for share in SHARES)] for s in SCORES]
         parts += [f"{text}:", table(["score", *shares], rows)]
         if what != "distance":
-            rows = [[_cell(found, (b, None), what) for b in BASELINES]]
+            rows = [[_cell(name, found, b, what) for b in BASELINES]]
             parts += [table(list(BASELINES), rows)]
-    inert = [f"{100 * _mean(found, ('variance', share), 'inert')[0]:.0f} %" for share in SHARES]
+    inert = [f"{100 * float(found[key('variance', share)]['inert'].mean()):.0f} %" for share in SHARES]
     parts += [
         "Weights without curvature among those that *variance* picks: "
         + ", ".join(f"{own} of the first {share}" for own, share in zip(inert, shares))
@@ -229,9 +244,9 @@ def results_tables(name: str, found: Found) -> str:
     return "\n\n".join(parts)
 
 
-def _cell(found: Found, key: tuple[str, float | None], what: str) -> str:
-    mean, error = _mean(found, key, what)
-    return f"{mean:.2f} ± {error:.2f}"
+def _cell(name: str, found: Found, of: str, what: str) -> str:
+    values = found[of][what]
+    return f"{float(values.mean()):.2f} ± {standard_error(name, values):.2f}"
 
 
 def curves(results: dict[str, Found]) -> Figure:
@@ -246,7 +261,7 @@ def curves(results: dict[str, Found]) -> Figure:
         ):
             axes = panels[row, column]
             for score, look in looks.items():
-                means = [_mean(found, (score, share), what)[0] for share in SHARES]
+                means = [float(found[key(score, share)][what].mean()) for share in SHARES]
                 axes.plot(
                     [100 * s for s in SHARES],
                     means,
@@ -258,7 +273,7 @@ def curves(results: dict[str, Found]) -> Figure:
                     linewidth=1.5,
                 )
             for baseline, dash in (("diagonal", "--"), ("last layer", "-."), ("KFAC", ":"), ("MAP", (0, (6, 3)))):
-                level = _mean(found, (baseline, None), what)[0]
+                level = float(found[baseline][what].mean())
                 if baseline != "MAP" or what == "nll":
                     axes.axhline(level, color=style.INK, linestyle=dash, linewidth=1.0, label=baseline, zorder=0)
             axes.set_xscale("log")
@@ -274,17 +289,15 @@ def curves(results: dict[str, Found]) -> Figure:
 
 def main() -> None:
     """Both data sets into the page, and the figure beside it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.subnetworks", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/subnetworks.md"), help="page with the section")
-    parser.add_argument("--splits", type=int, default=9, help="no more splits of a data set")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore", NumericalWarning)  # gpytorch's, of variances below 1e-10: of inert weights
-    machine = facts(torch.get_num_threads())
-    results = {name: study(name, min(arguments.splits, SPLITS[name])) for name in DATA}
-    text = "\n\n".join([*(results_tables(name, found) for name, found in results.items())])
-    text = f"{text}\n\n{machine_line({'machine': machine})}"
-    fill(arguments.output, "subnetworks", text)
-    save_small(curves(results), arguments.output.parent / "figures" / "subnetworks.png")
+    study_page.run(
+        "subnetworks",
+        __doc__,
+        study,
+        {"subnetworks": lambda results: "\n\n".join(results_tables(name, found) for name, found in results.items())},
+        "docs/subnetworks.md",
+        {"subnetworks": curves},
+        splits=(9, "no more splits of a data set"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How good is the posterior of m points of N, each with N/m times its weight?
 
-    python -m benchmarks.subsampled --output docs/figures        # prints the table, draws subsampled.png
+    python -m benchmarks.subsampled
 
 A trained 64-32-10 network on 1000 of scikit-learn's digits; predictions at 200 others, upright and turned by 60°.
 The precision of a subset is unbiased; its inverse, and with it every variance, is not.
@@ -8,9 +8,8 @@ The precision of a subset is unbiased; its inverse, and with it every variance, 
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -18,6 +17,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import curvops as co
+from benchmarks import study_page
+from benchmarks.claims import spread
+from benchmarks.tables import table
 from curvops.cli.demo.digits import load_digits
 from curvops.cli.demo.network import fit, perceptron
 from curvops.plots import style
@@ -29,44 +31,34 @@ PRIOR = 1.0
 ANGLE = 60
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """Posteriors of subsets of one size; one entry a draw."""
-
-    size: int
-    ratio: Tensor
-    """Mean over points and classes of the standard deviation, over that of all points."""
-    error: Tensor
-    """Root mean square of the relative error of a standard deviation."""
-    upright: Tensor
-    """Negative log-likelihood of upright test digits, nats a point."""
-    turned: Tensor
-    """That of turned ones."""
+Found = dict[str, dict[str, Any]]
+"""By m, and of "MAP", one number a subset: `ratio`, the mean over points and classes of the standard deviation over
+that of all points; `error`, the root mean square of its relative error; `upright` and `turned`, the negative
+log-likelihood of test digits, nats a point."""
 
 
-def measure(seed: int = 0) -> tuple[list[Measured], tuple[float, float]]:
-    """All sizes, and the negative log-likelihood of the MAP, upright and turned."""
+def study(seed: int) -> Found:
+    """All sizes, and the MAP."""
     digits = load_digits(1000)
     train, test = digits.train.to(torch.float64), digits.test.to(torch.float64).first(200)
     torch.manual_seed(seed)
     model = fit(perceptron(64, 32, 10).double(), train, prior_precision=PRIOR, steps=1500, rate=1e-2, cosine=True)
     lin = co.linearize(model, (train.x, train.y), "classification")
-    turned = test.rotated(ANGLE)
+    parts = {"upright": test, "turned": test.rotated(ANGLE)}
     full = _posterior(lin).predict(test.x).stddev
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    plain = {name: [metrics.nll(lin.predict(part.x).softmax(-1), part.y)] for name, part in parts.items()}
+    found: Found = {"MAP": {"ratio": [0.0], "error": [1.0]} | plain}
     for size in SIZES:
-        ratios, errors, losses = [], [], []
+        rows = found[f"{size:,}"] = {"ratio": [], "error": [], "upright": [], "turned": []}
         for _ in range(DRAWS if size < lin.num_data else 1):
             post = _posterior(co.subsample(lin, size, generator))
             relative = post.predict(test.x).stddev / full
-            ratios.append(relative.mean())
-            errors.append((relative - 1).square().mean().sqrt())
-            losses.append([metrics.nll(post.probabilities(x), test.y) for x in (test.x, turned.x)])
-        upright, rotated = torch.tensor(losses).T
-        found.append(Measured(size, torch.stack(ratios), torch.stack(errors), upright, rotated))
-    plain = [float(metrics.nll(lin.predict(x).softmax(-1), test.y)) for x in (test.x, turned.x)]
-    return found, (plain[0], plain[1])
+            rows["ratio"].append(relative.mean())
+            rows["error"].append((relative - 1).square().mean().sqrt())
+            for name, part in parts.items():
+                rows[name].append(metrics.nll(post.probabilities(part.x), part.y))
+    return found
 
 
 def _posterior(lin: co.Linearization) -> co.Laplace:
@@ -75,38 +67,34 @@ def _posterior(lin: co.Linearization) -> co.Laplace:
     return co.laplace(lin, G, PRIOR, check_mode=False)
 
 
-def table(found: list[Measured], plain: tuple[float, float]) -> str:
-    """Mean and standard deviation over the draws of each size."""
-    lines = [
-        f"| m | std / full std | error of a std | NLL upright | NLL at {ANGLE}° |",
-        "|---|---|---|---|---|",
-        f"| MAP | 0 | | {plain[0]:.3f} | {plain[1]:.3f} |",
+def results_table(found: Found) -> str:
+    """Mean and standard deviation over the subsets of each size."""
+    rows = [
+        [m, cell(row["ratio"], 2), cell(100 * row["error"], 0, " %"), cell(row["upright"]), cell(row["turned"])]
+        for m, row in found.items()
     ]
-    for row in found:
-        cells = [_spread(row.ratio, 2), _spread(100 * row.error, 0, " %"), _spread(row.upright), _spread(row.turned)]
-        lines.append(f"| {row.size} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    header = ["m", "std / full std", "error of a std (rms)", "NLL upright", f"NLL at {ANGLE}°"]
+    return f"Mean ± standard deviation over {DRAWS} subsets of one training set.\n\n{table(header, rows)}"
 
 
-def _spread(values: Tensor, digits: int = 3, unit: str = "") -> str:
-    spread = f" ± {float(values.std()):.{digits}f}" if len(values) > 1 else ""
-    return f"{float(values.mean()):.{digits}f}{spread}{unit}"
+def cell(values: Tensor, digits: int = 3, unit: str = "") -> str:
+    """Mean ± standard deviation, of several; alone what there is once."""
+    return (spread(values, digits) if len(values) > 1 else f"{float(values):.{digits}f}") + unit
 
 
-def figure(found: list[Measured], plain: tuple[float, float]) -> Figure:
+def figure(found: Found) -> Figure:
     """Left: standard deviations against those of all points; right: the loss of turned digits."""
     drawn = style.blank(9.2, 3.8)
     left, right = drawn.subplots(1, 2)
-    sizes = [row.size for row in found]
-    some = found[:-1]  # all points have no error
-    _curve(left, 0, found, [row.ratio for row in found], "mean std / full std")
-    _curve(left, 1, some, [row.error for row in some], "rms relative error of a std")
-    _curve(right, 0, found, [row.turned for row in found], "posterior of m points")
+    rows = [found[f"{size:,}"] for size in SIZES]
+    _curve(left, 0, SIZES, [row["ratio"] for row in rows], "mean std / full std")
+    _curve(left, 1, SIZES[:-1], [row["error"] for row in rows[:-1]], "rms relative error of a std")  # all have none
+    _curve(right, 0, SIZES, [row["turned"] for row in rows], "posterior of m points")
     left.axhline(1, color=style.GREY, linewidth=1, linestyle=":")
-    right.axhline(plain[1], color=style.GREY, linewidth=1.4, linestyle="--", label="MAP")
+    right.axhline(float(found["MAP"]["turned"]), color=style.GREY, linewidth=1.4, linestyle="--", label="MAP")
     for axes, what in ((left, "ratio (no unit)"), (right, f"NLL at {ANGLE}° (nats a point)")):
         axes.set_xscale("log")
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.set_xticks(SIZES, [f"{size:,}" for size in SIZES])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         style.dress(axes, "points in the subset, m of 1,000", what)
@@ -114,12 +102,12 @@ def figure(found: list[Measured], plain: tuple[float, float]) -> Figure:
     return drawn
 
 
-def _curve(axes: Axes, look: int, rows: list[Measured], column: list[Tensor], label: str) -> None:
-    spread = [float(values.std()) if len(values) > 1 else 0.0 for values in column]
+def _curve(axes: Axes, look: int, sizes: Sequence[int], column: list[Tensor], label: str) -> None:
+    bars = [float(values.std()) if len(values) > 1 else 0.0 for values in column]
     axes.errorbar(
-        [row.size for row in rows],
+        sizes,
         [float(values.mean()) for values in column],
-        spread,
+        bars,
         color=style.COLOURS[look],
         marker=style.MARKERS[look],
         linestyle=style.DASHES[look],
@@ -129,14 +117,16 @@ def _curve(axes: Axes, look: int, rows: list[Measured], column: list[Tensor], la
 
 
 def main() -> None:
-    """Measure, print the table, draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.subsampled", description=__doc__)
-    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for subsampled.png")
-    arguments = parser.parse_args()
-    found, plain = measure()
-    print(table(found, plain))
-    if arguments.output is not None:
-        style.save(figure(found, plain), arguments.output / "subsampled.png")
+    """Measure, fill the page's section, draw the figure."""
+    study_page.run(
+        "subsampled",
+        __doc__,
+        study,
+        {"subsampled": results_table},
+        "docs/few_points.md",
+        {"subsampled": figure},
+        seed=(0, "of the network and of the subsets"),
+    )
 
 
 if __name__ == "__main__":

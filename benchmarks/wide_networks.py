@@ -1,7 +1,7 @@
 """Sampling wide networks on digits with and without repriorisation: after Hron et al. 2022, at a scale that runs here.
 
-    python -m benchmarks.wide_networks --json wide.json                     # measure: a file that grows cell by cell
-    python -m benchmarks.wide_networks --json wide.json --page docs/wide_networks.md --output docs/figures --report
+    python -m benchmarks.wide_networks --json wide.json     # measure the page's cells: a file that grows cell by cell
+    python -m benchmarks.wide_networks --report             # its tables and figures, from benchmarks/measured/
 
 Three hidden layers of GELU, targets one-hot less .1, noise .1² (a variance of .01), weights N(0, 2/fan-in), biases N(0,
 .1²); float32. A cell is one width and one number of points, with T ("readout") and without ("none"): underdamped
@@ -14,6 +14,7 @@ step take turns where they are compared. A cell that is in the file is not measu
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -30,7 +31,8 @@ from torch.func import functional_call
 import curvops as co
 from benchmarks.figures import save_small
 from benchmarks.machine import facts
-from benchmarks.report import publish
+from benchmarks.report import fill
+from benchmarks.study_page import MEASURED
 from benchmarks.tables import machine_line, table
 from curvops.cli.demo.digits import load_digits
 from curvops.plots import style
@@ -48,6 +50,25 @@ PROJECTIONS, TEST = 32, 32
 
 MIXED = 1.3
 """R̂² up to which a figure shows a point as one of chains that have mixed."""
+
+KEPT = MEASURED / "wide_networks.json"
+PLAN = {
+    ("mlp", 256, 64): (5_000, 15_000),
+    ("mlp", 64, 128): (10_000, 20_000),
+    ("mlp", 128, 128): (10_000, 20_000),
+    ("mlp", 256, 128): (8_000, 16_000),
+    ("mlp", 512, 128): (6_000, 18_000),
+    ("mlp", 1024, 128): (4_000, 18_000),
+    ("mlp", 256, 256): (7_000, 16_000),
+    ("mlp", 256, 512): (8_000, 12_000),
+    ("mlp", 256, 1024): (6_000, 9_000),
+    ("resnet", 4, 32): (10_000, 16_000),
+    ("resnet", 4, 512): (100_000, 130_000),
+    ("curve", 16, 12): (3_000, 3_000),
+}
+"""The cells of the page: network, width and points, with the steps of a chain with T and without."""
+CURVE_SEEDS = 3
+"""Seeds of the curve; the others have seed 0."""
 
 Draw = dict[str, Tensor]
 
@@ -175,26 +196,24 @@ def chain(rep: Any, held_out: Tensor, start: Draw, epsilon: float, steps: int, t
     }
 
 
-def cell(network: str, width: int, points: int, change: str, options: argparse.Namespace) -> dict[str, Any]:
+def cell(
+    network: str, width: int, points: int, change: str, steps: int, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Effective samples a thousand steps and a second, R̂², acceptance, step size; with T the gaps, too."""
     rep, held_out = target(network, width, points, change)
     exact, _ = target(network, width, points, "readout")
-    drawn = exact.normal(options.chains, torch.Generator().manual_seed(options.seed + 1))
+    drawn = exact.normal(options.chains, torch.Generator().manual_seed(seed + 1))
     starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
     if change == "none":
         starts = [rep.inverse(exact.map(phi)) for phi in starts]
     if change == "ntk":  # where its T is inverted, the same φ: far from no draw of its own
         starts = [{name: block[i] for name, block in drawn.items()} for i in range(options.chains)]
     guess = options.guess_without if change == "none" else options.guess_with
-    begun = time.process_time()
-    epsilon, state = tuned(rep, starts[0], guess, options.warmup, options.seed)
-    once = (time.process_time() - begun) / options.warmup
-    seconds = options.seconds * (1.0 if change == "none" else options.share)
-    steps = max(options.least, min(options.steps, int(seconds / once / options.chains)))
+    epsilon, state = tuned(rep, starts[0], guess, options.warmup, seed)
     starts[0] = state.params
     for part, length in enumerate((steps // 5, steps // 5, steps, steps)):  # the first two are for settling down
         thin = max(1, length // 300)
-        seeds = range(1000 * options.seed + 100 * part, 1000 * options.seed + 100 * part + options.chains)
+        seeds = range(1000 * seed + 100 * part, 1000 * seed + 100 * part + options.chains)
         runs = [chain(rep, held_out, start, epsilon, length, thin, seed) for start, seed in zip(starts, seeds)]
         starts = [each["last"] for each in runs]
         rejected = max(1e-6, 1 - sum(each["acceptance"] for each in runs) / len(runs))
@@ -203,11 +222,12 @@ def cell(network: str, width: int, points: int, change: str, options: argparse.N
         if part < 3:
             epsilon *= min(2.0, ((1 - TARGET) / rejected) ** (1 / 3))  # the energy's error is of third order
     found: dict[str, Any] = {
-        "network": network, "width": width, "points": points, "change": change, "seed": options.seed,
+        "network": network, "width": width, "points": points, "change": change, "seed": seed,
         "epsilon": epsilon, "chains": options.chains, "steps": steps, "settling": 2 * (steps // 5),
         "acceptance": sum(each["acceptance"] for each in runs) / len(runs),
         "seconds": sum(each["seconds"] for each in runs) / len(runs),
         "parameters": sum(block.numel() for block in starts[0].values()),
+        "options": {"warmup": options.warmup, "guess": guess, "draws": options.draws},
     }  # fmt: skip
     for what in ("weights", "outputs"):
         series = torch.stack([each[what] for each in runs])
@@ -257,31 +277,26 @@ def gaps(rep: Any, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def plan(options: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """(network, width, points) of all cells."""
-    cells = [("mlp", width, options.points) for width in options.widths]
-    cells += [("mlp", options.width, points) for points in options.sizes]
-    cells += [("resnet", options.channels, points) for points in options.residual]
-    cells += [("curve", width, 12) for width in options.curves]
-    return list(dict.fromkeys(cells))
-
-
 def measure(options: argparse.Namespace) -> None:
     """All cells of the plan that the file lacks, one after another."""
     result = read(options.json)
     result.setdefault("machine", facts(torch.get_num_threads()))
-    for network, width, points in plan(options):
-        for change in CHANGES if network == "curve" else options.changes:
-            known = {(c["network"], c["width"], c["points"], c["change"], c.get("seed", 0)) for c in result["cells"]}
-            if (network, width, points, change, options.seed) in known:
+    for (network, width, points), (with_t, without) in PLAN.items():
+        of_curve = network == "curve"
+        for seed, change in itertools.product(
+            range(CURVE_SEEDS if of_curve else 1), CHANGES if of_curve else ("readout", "none")
+        ):
+            known = {(c["network"], c["width"], c["points"], c["change"], c["seed"]) for c in result["cells"]}
+            if network not in options.networks or (network, width, points, change, seed) in known:
                 continue
-            result["cells"].append(cell(network, width, points, change, options))
+            steps = options.steps or (without if change == "none" else with_t)
+            result["cells"].append(cell(network, width, points, change, steps, seed, options))
             options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
             print(json.dumps(result["cells"][-1]), flush=True)
     for network in ("mlp", "resnet"):
-        for _, without in pairs(result, network):
-            if "pace" not in without:
-                without["pace"] = pace(network, without["width"], without["points"])
+        for _, beside in pairs(result, network):
+            if "pace" not in beside:
+                beside["pace"] = pace(network, beside["width"], beside["points"])
     options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
@@ -293,7 +308,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def _key(cell: dict[str, Any]) -> tuple[int, int, int]:
     """What two cells that are compared share."""
-    return cell["width"], cell["points"], cell.get("seed", 0)
+    return cell["width"], cell["points"], cell["seed"]
 
 
 def pairs(result: dict[str, Any], network: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -485,7 +500,7 @@ def line(axes: Any, look: int, x: list[float], y: list[float], label: str) -> No
 
 
 def report(options: argparse.Namespace) -> None:
-    """The tables into the page, the figures into the folder; printed without these."""
+    """The tables into the page and the figures beside it."""
     result = read(options.json)
     machine = machine_line(result)
     tables = {
@@ -497,34 +512,22 @@ def report(options: argparse.Namespace) -> None:
     measured = {c["network"] for c in result["cells"]}
     shown = {"mixing", "gaps"} | {name for name, of in (("residual", "resnet"), ("curves", "curve")) if of in measured}
     for name in sorted(shown):
-        publish(options.page, name, tables[name])
-    if options.output is not None:
-        save_small(mixing_figure(result, options.points, options.width), options.output / "wide_networks.png")
-        save_small(density_figure(slices()), options.output / "wide_networks_density.png")
+        fill(options.page, name, tables[name])
+    folder = options.page.parent / "figures"
+    save_small(mixing_figure(result, 128, 256), folder / "wide_networks.png")
+    save_small(density_figure(slices()), folder / "wide_networks_density.png")
 
 
 def main() -> None:
     """Measure what is missing, or write what was measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wide_networks", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cells measured, and to be added")
+    parser.add_argument("--json", type=Path, default=KEPT, metavar="FILE", help="cells measured, and to be added")
     parser.add_argument("--report", action="store_true", help="measure nothing: write what the file holds")
-    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="for the figures")
-    parser.add_argument("--page", type=Path, default=None, metavar="FILE", help="whose sections are filled")
-    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
-    parser.add_argument("--points", type=int, default=128, help="at these widths")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512, 1024], help="numbers of points")
-    parser.add_argument("--width", type=int, default=128, help="at these numbers of points")
-    parser.add_argument("--residual", type=int, nargs="*", default=[64, 1024], help="points of the residual network")
-    parser.add_argument("--channels", type=int, default=16, help="of the residual network")
-    parser.add_argument("--curves", type=int, nargs="*", default=[8, 32], help="widths of the curve, three changes")
-    parser.add_argument("--changes", nargs="*", default=["readout", "none"], help="of these, where not all of a cell")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--page", type=Path, default=Path("docs/wide_networks.md"), help="whose sections are filled")
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="of these alone")
+    parser.add_argument("--steps", type=int, default=None, help="of every chain, in place of the plan's: to try")
     parser.add_argument("--warmup", type=int, default=600, help="steps in which a step size is found")
-    parser.add_argument("--least", type=int, default=400, help="steps of a chain, however long they take")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of chains without T, less where steps are enough")
-    parser.add_argument("--share", type=float, default=0.4, help="of these seconds for chains with T, which need fewer")
-    parser.add_argument("--chains", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of starts and of chains")
+    parser.add_argument("--chains", type=int, default=2)
     parser.add_argument("--draws", type=int, default=400, help="of the prior, for the gaps")
     parser.add_argument("--guess-with", type=float, default=0.02, help="first step size with T")
     parser.add_argument("--guess-without", type=float, default=0.002, help="first step size without")
