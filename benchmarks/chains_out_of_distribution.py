@@ -201,18 +201,15 @@ def curves(found: Mapping[str, Mapping[str, Tensor]], spacings: Sequence[int] = 
     return figure
 
 
-def main() -> None:
-    """Run all splits, fill the page's section and draw the figure."""
-    study_page.run(
-        "chains_out_of_distribution",
-        __doc__,
-        study,
-        {"chains_out_of_distribution": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
-        "docs/samplers_measured.md",
-        {"chains_out_of_distribution": curves},
-        seeds=(5, "splits and networks"),
-    )
-
+STUDY = study_page.Study(
+    "chains_out_of_distribution",
+    __doc__,
+    study,
+    {"chains_out_of_distribution": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
+    "docs/samplers_measured.md",
+    figures={"chains_out_of_distribution": curves},
+    options={"seeds": (5, "splits and networks")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -290,18 +290,15 @@ def curves(found: Losses) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Run all methods, fill the page's section and draw the figure."""
-    study_page.run(
-        "cold_posterior",
-        __doc__,
-        study,
-        {"cold_posterior": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
-        "docs/samplers_measured.md",
-        {"cold_posterior": curves},
-        seeds=(5, "starts of each method"),
-    )
-
+STUDY = study_page.Study(
+    "cold_posterior",
+    __doc__,
+    study,
+    {"cold_posterior": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
+    "docs/samplers_measured.md",
+    figures={"cold_posterior": curves},
+    options={"seeds": (5, "starts of each method")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

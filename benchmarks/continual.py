@@ -225,18 +225,15 @@ def curves(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Run all methods, fill the page and draw the figure."""
-    study_page.run(
-        "continual",
-        __doc__,
-        study,
-        {"continual": results_table},
-        "docs/continual.md",
-        {"continual": curves},
-        seeds=(5, "networks a method"),
-    )
-
+STUDY = study_page.Study(
+    "continual",
+    __doc__,
+    study,
+    {"continual": results_table},
+    "docs/continual.md",
+    figures={"continual": curves},
+    options={"seeds": (5, "networks a method")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

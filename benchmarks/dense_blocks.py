@@ -76,18 +76,15 @@ def results_table(rows: list[dict[str, Any]]) -> str:
     return table(header, body)
 
 
-def main() -> None:
-    """A process for each size, and the table."""
-    torch.set_num_threads(1)
-    study_page.run(
-        "dense_blocks",
-        __doc__,
-        lambda: {"rows": [of_its_own("benchmarks.dense_blocks", "--size", size)[-1] for size in SIZES]},
-        {"dense blocks": lambda found: results_table(found["rows"])},
-        "docs/subnetworks.md",
-        rows={"size": lambda size: [measure(size)]},
-    )
-
+STUDY = study_page.Study(
+    "dense_blocks",
+    __doc__,
+    lambda: {"rows": [of_its_own("benchmarks.dense_blocks", "--size", size)[-1] for size in SIZES]},
+    {"dense blocks": lambda found: results_table(found["rows"])},
+    "docs/subnetworks.md",
+    rows={"size": lambda size: [measure(size)]},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    STUDY.run()

@@ -153,18 +153,15 @@ def figure(found: dict[str, Any]) -> Figure:
     return drawn
 
 
-def main() -> None:
-    """Run all methods, fill the page's section and draw the figure."""
-    study_page.run(
-        "double_well",
-        __doc__,
-        study,
-        {"double_well": report},
-        "docs/samplers_measured.md",
-        {"double_well": figure},
-        seeds=(8, "runs of each method"),
-    )
-
+STUDY = study_page.Study(
+    "double_well",
+    __doc__,
+    study,
+    {"double_well": report},
+    "docs/samplers_measured.md",
+    figures={"double_well": figure},
+    options={"seeds": (8, "runs of each method")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -202,21 +202,18 @@ def study(images: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the parts and fill the page's sections."""
-    study_page.run(
-        "large_network",
-        __doc__,
-        study,
-        {
-            "growth": lambda found: growth_report(found["growth"]),
-            "inference": lambda f: inference_report(f["inference"]),
-        },
-        "docs/scale.md",
-        rows={"points": growth, "stages": inference},
-        images=(512, "that inference is from"),
-    )
-
+STUDY = study_page.Study(
+    "large_network",
+    __doc__,
+    study,
+    {
+        "growth": lambda found: growth_report(found["growth"]),
+        "inference": lambda f: inference_report(f["inference"]),
+    },
+    "docs/scale.md",
+    rows={"points": growth, "stages": inference},
+    options={"images": (512, "that inference is from")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

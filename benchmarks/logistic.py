@@ -6,6 +6,7 @@ Scikit-learn's breast cancer data, 569 points and 8 standardised features, weigh
 model's; every sampler takes it as `log_posterior`, on all data or on batches of 64, and is judged by the moments of a
 long NUTS run: the largest error of a mean in posterior standard deviations, the mean ratio of standard deviations, and
 the kernel Stein discrepancy with the full score. The preconditioner is the covariance of the Laplace approximation.
+Pyro is imported where it is used: the table can be made again without it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
-from pyro.infer.mcmc import MCMC, NUTS
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor
 
@@ -40,6 +38,9 @@ def data() -> tuple[Tensor, Tensor]:
 
 def model(x: Tensor, y: Tensor, size: int) -> None:
     """The Pyro model of `size` points, of which some are seen."""
+    import pyro
+    import pyro.distributions as dist
+
     w = pyro.sample("w", dist.Normal(x.new_zeros(FEATURES), 1.0).to_event(1))
     b = pyro.sample("b", dist.Normal(x.new_zeros(()), 1.0))
     with pyro.plate("points", size, subsample=torch.arange(len(x))):  # counts each point size/len(x) times
@@ -53,6 +54,8 @@ class PyroDensity:
     data_size: int
 
     def __call__(self, params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        import pyro
+
         conditioned = pyro.poutine.condition(model, data=params)
         total = pyro.poutine.trace(conditioned).get_trace(*batch, self.data_size).log_prob_sum()
         return total / self.data_size
@@ -60,7 +63,11 @@ class PyroDensity:
 
 def nuts(x: Tensor, y: Tensor, draws: int, warmup: int) -> tuple[Tensor, float]:
     """Draws (draws, 9) of Pyro's NUTS, and its seconds."""
+    import pyro
+    from pyro.infer.mcmc import MCMC, NUTS
+
     pyro.set_rng_seed(0)
+    pyro.enable_validation(False)
     begin = time.process_time()
     mcmc = MCMC(NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True)
     mcmc.run(x, y, len(x))
@@ -112,7 +119,6 @@ def samplers(
 def study(steps: int, reference: int) -> dict[str, Any]:
     """NUTS and every sampler, by name: what `judged` says, and seconds of the process."""
     warnings.simplefilter("ignore", co.sampling.NotVectorized)
-    pyro.enable_validation(False)
     x, y = data()
     density = PyroDensity(len(x))
     exact, seconds = nuts(x, y, reference, REFERENCE_WARMUP)
@@ -184,18 +190,14 @@ def score(density: PyroDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> 
     return torch.autograd.grad(value, theta)[0]
 
 
-def main() -> None:
-    """Run NUTS and every sampler, and fill the page's section."""
-    study_page.run(
-        "logistic",
-        __doc__,
-        study,
-        {"logistic": results_table},
-        "docs/samplers_measured.md",
-        steps=(STEPS, "of each chain"),
-        reference=(REFERENCE, "draws of NUTS"),
-    )
-
+STUDY = study_page.Study(
+    "logistic",
+    __doc__,
+    study,
+    {"logistic": results_table},
+    "docs/samplers_measured.md",
+    options={"steps": (STEPS, "of each chain"), "reference": (REFERENCE, "draws of NUTS")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -306,18 +306,15 @@ def curves(found: dict[str, Tensor]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Run all methods, fill the page's section and draw the figure."""
-    study_page.run(
-        "online_lora",
-        __doc__,
-        study,
-        {"online_lora": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
-        "docs/samplers_measured.md",
-        {"online_lora": curves},
-        seeds=(5, "languages, networks and adapters"),
-    )
-
+STUDY = study_page.Study(
+    "online_lora",
+    __doc__,
+    study,
+    {"online_lora": lambda found: f"{results_table(found)}\n\n{claims(found)}"},
+    "docs/samplers_measured.md",
+    figures={"online_lora": curves},
+    options={"seeds": (5, "languages, networks and adapters")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

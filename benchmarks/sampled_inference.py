@@ -251,18 +251,15 @@ def study(seed: int) -> Found:
     return found
 
 
-def main() -> None:
-    """Measure, fill the page's sections, draw the figure."""
-    study_page.run(
-        "sampled_inference",
-        __doc__,
-        study,
-        {"paths": paths_table, "scores": scores_table, "passes": passes_table},
-        "docs/sampled.md",
-        {"sampled": figure},
-        seed=(0, "of the network and of all draws"),
-    )
-
+STUDY = study_page.Study(
+    "sampled_inference",
+    __doc__,
+    study,
+    {"paths": paths_table, "scores": scores_table, "passes": passes_table},
+    "docs/sampled.md",
+    figures={"sampled": figure},
+    options={"seed": (0, "of the network and of all draws")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -103,17 +103,14 @@ def report(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def main() -> None:
-    """Measure each number of points in a process of its own."""
-    study_page.run(
-        "scale",
-        __doc__,
-        lambda: {"rows": [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]},
-        {"scale": lambda found: report(found["rows"])},
-        "docs/scale.md",
-        rows={"points": lambda points: [measure(points)]},
-    )
-
+STUDY = study_page.Study(
+    "scale",
+    __doc__,
+    lambda: {"rows": [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]},
+    {"scale": lambda found: report(found["rows"])},
+    "docs/scale.md",
+    rows={"points": lambda points: [measure(points)]},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

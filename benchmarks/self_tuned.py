@@ -72,18 +72,15 @@ def results_table(found: dict[str, Any]) -> str:
     return f"{said}\n\n{table(['from', 'tuned', 'prior precision in the end', 'accuracy', 'NLL'], rows)}"
 
 
-def main() -> None:
-    """Train from every start, and fill the page's section."""
-    torch.set_num_threads(1)
-    study_page.run(
-        "self_tuned",
-        __doc__,
-        study,
-        {"self_tuned": results_table},
-        "docs/evidence.md",
-        seeds=(3, "networks of each case"),
-    )
-
+STUDY = study_page.Study(
+    "self_tuned",
+    __doc__,
+    study,
+    {"self_tuned": results_table},
+    "docs/evidence.md",
+    options={"seeds": (3, "networks of each case")},
+)
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    STUDY.run()

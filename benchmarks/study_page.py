@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +31,55 @@ Found = Any
 """A tree of mappings by text and sequences, with numbers, text and tensors."""
 
 
-def run(
-    name: str,
-    description: str | None,
-    measure: Callable[..., Found],
-    sections: Mapping[str, Callable[[Found], str]],
-    page: str,
-    figures: Mapping[str, Callable[[Found], Figure]] | None = None,
-    rows: Mapping[str, Callable[[int], Iterable[Mapping[str, Any]]]] | None = None,
-    **options: tuple[int, str],
-) -> None:
-    """Parse the command line of `benchmarks.{name}` and do what it says.
+@dataclass(frozen=True)
+class Study:
+    """What `python -m benchmarks.{name}` measures, and the pages and figures made of it."""
 
-    Args:
-        name: of the module and of its file of raw results.
-        description: for `--help`.
-        measure: takes the options by name and returns what was found.
-        sections: by their names on the page, the texts to fill them with.
-        page: where they stand; figures go into `figures/` beside it.
-        figures: by the name of the file, the drawings.
-        rows: options by which this process measures some rows and prints them as JSON, a line each, and what measures.
-        options: whole numbers by name, each with its default and what it counts.
-    """
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        f"python -m benchmarks.{name}", description=description, formatter_class=as_written
-    )
-    parser.add_argument("--page", type=Path, default=Path(page), help="page with the sections")
-    parser.add_argument("--report", action="store_true", help="measure nothing: take benchmarks/measured/")
-    for option, (default, counted) in options.items():
-        parser.add_argument(f"--{option}", type=int, default=default, help=counted)
-    for option in rows or {}:
-        parser.add_argument(f"--{option}", type=int, help="measure rows in this process, and print them as JSON")
-    arguments = parser.parse_args()
-    for option, of in (rows or {}).items():
-        if (given := getattr(arguments, option)) is not None:
-            for row in of(given):
-                print(json.dumps(row), flush=True)
-            return
-    if not arguments.report:
-        chosen = {option: getattr(arguments, option) for option in options}
-        machine = facts(torch.get_num_threads())
-        keep(name, {"machine": machine, "options": chosen, "found": measure(**chosen)})
-    kept = measured(name)
-    for section, text in sections.items():
-        fill(arguments.page, section, f"{text(kept['found'])}\n\n{machine_line(kept)}")
-    for file, draw in (figures or {}).items():
-        save_small(draw(kept["found"]), arguments.page.parent / "figures" / f"{file}.png")
+    name: str
+    """Of the module and of its file of raw results."""
+    description: str | None
+    measure: Callable[..., Found]
+    """Takes the options by name."""
+    sections: Mapping[str, Callable[[Found], str]]
+    """By their names on the page, the texts to fill them with."""
+    page: str
+    figures: Mapping[str, Callable[[Found], Figure]] = field(default_factory=dict)
+    """By the name of the file in `figures/` beside the page, the drawings."""
+    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Whole numbers by name, each with its default and what it counts."""
+    rows: Mapping[str, Callable[[int], Iterable[Mapping[str, Any]]]] = field(default_factory=dict)
+    """Options by which a process measures some rows alone and prints them as JSON, a line each."""
+
+    def run(self) -> None:
+        """Do what the command line says."""
+        parser = argparse.ArgumentParser(f"python -m benchmarks.{self.name}", description=self.description)
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.add_argument("--page", type=Path, default=Path(self.page), help="page with the sections")
+        parser.add_argument("--report", action="store_true", help="measure nothing: take benchmarks/measured/")
+        for option, (default, counted) in self.options.items():
+            parser.add_argument(f"--{option}", type=int, default=default, help=counted)
+        for option in self.rows:
+            parser.add_argument(f"--{option}", type=int, help="measure rows in this process, and print them as JSON")
+        arguments = parser.parse_args()
+        for option, measure in self.rows.items():
+            if (given := getattr(arguments, option)) is not None:
+                for row in measure(given):
+                    print(json.dumps(row), flush=True)
+                return
+        if not arguments.report:
+            chosen = {option: getattr(arguments, option) for option in self.options}
+            machine = facts(torch.get_num_threads())
+            keep(self.name, {"machine": machine, "options": chosen, "found": self.measure(**chosen)})
+        kept = measured(self.name)
+        for section, text in self.texts(kept).items():
+            fill(arguments.page, section, text)
+        for file, draw in self.figures.items():
+            save_small(draw(kept["found"]), arguments.page.parent / "figures" / f"{file}.png")
+
+    def texts(self, kept: Mapping[str, Any]) -> dict[str, str]:
+        """The sections of the page, made of raw results."""
+        machine = machine_line(kept)
+        return {section: f"{text(kept['found'])}\n\n{machine}" for section, text in self.sections.items()}
 
 
 def keep(name: str, result: Mapping[str, Any]) -> None:

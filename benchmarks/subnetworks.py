@@ -287,18 +287,15 @@ def curves(results: dict[str, Found]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Both data sets into the page, and the figure beside it."""
-    study_page.run(
-        "subnetworks",
-        __doc__,
-        study,
-        {"subnetworks": lambda results: "\n\n".join(results_tables(name, found) for name, found in results.items())},
-        "docs/subnetworks.md",
-        {"subnetworks": curves},
-        splits=(9, "no more splits of a data set"),
-    )
-
+STUDY = study_page.Study(
+    "subnetworks",
+    __doc__,
+    study,
+    {"subnetworks": lambda results: "\n\n".join(results_tables(name, found) for name, found in results.items())},
+    "docs/subnetworks.md",
+    figures={"subnetworks": curves},
+    options={"splits": (9, "no more splits of a data set")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -116,18 +116,15 @@ def _curve(axes: Axes, look: int, sizes: Sequence[int], column: list[Tensor], la
     )
 
 
-def main() -> None:
-    """Measure, fill the page's section, draw the figure."""
-    study_page.run(
-        "subsampled",
-        __doc__,
-        study,
-        {"subsampled": results_table},
-        "docs/few_points.md",
-        {"subsampled": figure},
-        seed=(0, "of the network and of the subsets"),
-    )
-
+STUDY = study_page.Study(
+    "subsampled",
+    __doc__,
+    study,
+    {"subsampled": results_table},
+    "docs/few_points.md",
+    figures={"subsampled": figure},
+    options={"seed": (0, "of the network and of the subsets")},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.run()

@@ -51,7 +51,7 @@ PROJECTIONS, TEST = 32, 32
 MIXED = 1.3
 """R̂² up to which a figure shows a point as one of chains that have mixed."""
 
-KEPT = MEASURED / "wide_networks.json"
+PAGE, KEPT = Path("docs/wide_networks.md"), MEASURED / "wide_networks.json"
 PLAN = {
     ("mlp", 256, 64): (5_000, 15_000),
     ("mlp", 64, 128): (10_000, 20_000),
@@ -499,20 +499,21 @@ def line(axes: Any, look: int, x: list[float], y: list[float], label: str) -> No
     axes.plot(x, y, color=style.COLOURS[look], marker=style.MARKERS[look], linestyle=style.DASHES[look], label=label)
 
 
-def report(options: argparse.Namespace) -> None:
-    """The tables into the page and the figures beside it."""
-    result = read(options.json)
-    machine = machine_line(result)
-    tables = {
-        "mixing": f"{mixing_table(pairs(result, 'mlp'))}\n\n{machine}",
+def texts(result: dict[str, Any]) -> dict[str, str]:
+    """The sections of the page."""
+    return {
+        "mixing": f"{mixing_table(pairs(result, 'mlp'))}\n\n{machine_line(result)}",
         "residual": mixing_table(pairs(result, "resnet")),
         "gaps": gaps_table(result),
         "curves": curves_table(result),
     }
-    measured = {c["network"] for c in result["cells"]}
-    shown = {"mixing", "gaps"} | {name for name, of in (("residual", "resnet"), ("curves", "curve")) if of in measured}
-    for name in sorted(shown):
-        fill(options.page, name, tables[name])
+
+
+def report(options: argparse.Namespace) -> None:
+    """The tables into the page and the figures beside it."""
+    result = read(options.json)
+    for section, text in texts(result).items():
+        fill(options.page, section, text)
     folder = options.page.parent / "figures"
     save_small(mixing_figure(result, 128, 256), folder / "wide_networks.png")
     save_small(density_figure(slices()), folder / "wide_networks_density.png")
@@ -523,7 +524,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wide_networks", description=__doc__)
     parser.add_argument("--json", type=Path, default=KEPT, metavar="FILE", help="cells measured, and to be added")
     parser.add_argument("--report", action="store_true", help="measure nothing: write what the file holds")
-    parser.add_argument("--page", type=Path, default=Path("docs/wide_networks.md"), help="whose sections are filled")
+    parser.add_argument("--page", type=Path, default=PAGE, help="whose sections are filled")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), help="of these alone")
     parser.add_argument("--steps", type=int, default=None, help="of every chain, in place of the plan's: to try")
     parser.add_argument("--warmup", type=int, default=600, help="steps in which a step size is found")

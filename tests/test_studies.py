@@ -1,12 +1,16 @@
 """The pieces of the samplers' studies in `benchmarks/`: their data, their networks, what they compare and conclude."""
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 from scipy import stats
 from torch import nn
 
 import curvops as co
-from benchmarks import chains_out_of_distribution, claims, cold_posterior, online_lora
+from benchmarks import chains_out_of_distribution, claims, cold_posterior, online_lora, study_page, subnetworks
+from benchmarks.report import filled
 
 
 def test_intervals_and_verdicts_are_those_of_student():
@@ -74,9 +78,10 @@ def test_both_ways_to_predict_meet_the_mode_where_it_is_cold():
     data, test = (cold_posterior.sequences(n, generator) for n in (40, 20))
     (mode,) = cold_posterior.trained(data, 1.0, 1, steps=2)
     lin = cold_posterior.at(mode, data)
-    at_mode = cold_posterior.loss(lin.predict(test[0]).softmax(-1), test)
-    for value in cold_posterior.laplace(lin, test, 1e-16, 0).values():
-        assert value == pytest.approx(at_mode, abs=1e-6)
+    parts = [test, data]
+    at_mode = cold_posterior.loss(lambda tokens: lin.predict(tokens).softmax(-1), parts)
+    for value in cold_posterior.laplace(lin, parts, 1e-16, 0).values():
+        torch.testing.assert_close(value, at_mode, atol=1e-6, rtol=0)
 
 
 def test_serial_and_parallel_draws_have_a_loss_each_seed(monkeypatch):
@@ -84,11 +89,62 @@ def test_serial_and_parallel_draws_have_a_loss_each_seed(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     data, test = (cold_posterior.sequences(n, generator) for n in (40, 20))
     found = cold_posterior.hamiltonian(
-        data, cold_posterior.at(cold_posterior.starts(1)[0], data), test, 1.0, 2, steps=1
+        data, cold_posterior.at(cold_posterior.starts(1)[0], data), [test, test, data], 1.0, 2, steps=1
     )
-    assert [len(losses) for losses in found.values()] == [2, 2]
-    vi = cold_posterior.variational(data, cold_posterior.starts(1)[0], test, 1.0, 0, steps=2)
+    assert [losses.shape for losses in found.values()] == [(3, 2)] * 2
+    assert all(torch.equal(losses[0], losses[1]) for losses in found.values())
+    vi = cold_posterior.variational(data, cold_posterior.starts(1)[0], [test], 1.0, 0, steps=2)
     assert list(vi) == cold_posterior.VI
+
+
+def test_the_best_temperature_is_chosen_by_validation_alone():
+    losses = torch.tensor([[[3.0, 1.0], [1.0, 2.0], [2.0, 3.0]], [[0.0, 5.0], [9.0, 4.0], [0.0, 0.0]]])
+    assert cold_posterior.best(losses, range(3)).tolist() == [9.0, 5.0]
+    assert cold_posterior.best(losses, (0, 2)).tolist() == [0.0, 5.0]
+
+
+def test_errors_over_overlapping_splits_count_what_they_share():
+    values = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    alone, shared = (subnetworks.standard_error(name, values) for name in ("one dimension", "diabetes"))
+    assert alone == pytest.approx(float(stats.sem(values)))
+    assert shared == pytest.approx(float(values.std()) * (1 / 4 + 1 / 2) ** 0.5)
+    split = next(subnetworks.diabetes(1))
+    assert subnetworks.OVERLAP["diabetes"] == pytest.approx(len(split.x_gap) / len(split.x), rel=0.01)
+
+
+def test_raw_results_come_back_and_make_the_page_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_page, "MEASURED", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- sums -->\n<!-- end sums -->\n")
+    made = []
+
+    def measure(seeds):
+        made.append(seeds)
+        return {"values": torch.arange(float(seeds)), "rows": [{"ending": "CONVERGED", "path": [1, 2.5]}], "none": None}
+
+    def text(found):
+        assert found["rows"][0]["ending"] == "CONVERGED" and found["none"] is None
+        return f"{float(found['values'].sum()):g}, {found['rows'][0]['path'].tolist()}"
+
+    study = study_page.Study("sums", None, measure, {"sums": text}, str(page), options={"seeds": (5, "numbers")})
+    for options in (["--seeds", "3"], ["--report"]):
+        monkeypatch.setattr("sys.argv", ["sums", *options])
+        study.run()
+        assert "3, [1.0, 2.5]\n\nMeasured " in page.read_text()
+    assert made == [3]
+    assert study_page.measured("sums")["options"] == {"seeds": 3}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in study_page.MEASURED.glob("*.json")))
+def test_a_page_shows_what_the_raw_results_say(name):
+    module = import_module(f"benchmarks.{name}")
+    if name == "wide_networks":  # a file that grows cell by cell
+        page, texts = module.PAGE, module.texts(module.read(module.KEPT))
+    else:
+        page, texts = Path(module.STUDY.page), module.STUDY.texts(study_page.measured(name))
+    shown = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+    for section, text in texts.items():
+        assert filled(shown, section, text) == shown
 
 
 def test_an_additive_fisher_counts_every_episode_once():
