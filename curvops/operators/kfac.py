@@ -16,7 +16,7 @@ from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.direct_sum import OfDirectSum, OfProducts
+from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfKronecker, decompose
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.operators.fisher import DrawnInPassing, output_fisher
@@ -28,10 +28,6 @@ from curvops.operators.reading import OfLinearization, Stored, made_of
 
 class OfLayerBlocks(OfDirectSum):
     """Layer by layer; a layer that is too large for Cholesky has a closed form under one number alone."""
-
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        return not any(isinstance(form, OfProducts) for form in OfDirectSum(base, shift).forms)
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:

@@ -20,6 +20,7 @@ from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
+from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
 from curvops.operators.formed import Formed
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel
 from curvops.posterior.spectrum import Spectrum
@@ -129,8 +130,8 @@ class Solving:
                     scalar = of.ndim == 0 and prior is None  # else the matrix that was sketched is whitened
                     return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
             made = precision.preconditioner(columns, generator)
-            if made is None:
-                return None, 0
+            if made is None or isinstance(made, ClosedFormPreconditioner):  # this takes no products for another prior
+                return made, 0 if made is None else made.matvecs
             kept[space] = diagonal.detach().clone(), columns, made
             return made, made.matvecs
 

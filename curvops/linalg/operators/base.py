@@ -89,6 +89,11 @@ class Operator(SolverContract, LinearOperator):
         """Which data the operator sums over, from the keyword `sources`; None where it does not say."""
         return self._kwargs.get("sources")
 
+    @property
+    def low_rank_root(self) -> Tensor | None:
+        """W (n, r) with A = W Wᵀ, for an operator that is kept as such and r is small; else None."""
+        return None
+
     def detached_from_weights(self) -> LinearOperator:
         """The same matrix as a constant: it may be added to operators linearised at other weights.
 

@@ -48,6 +48,11 @@ class ClosedForm(ABC):
         """Whether this form holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
+    @staticmethod
+    def nearby(base: Any, shift: Tensor) -> Tensor:
+        """A shift near the one given for which this form holds, where there is one: itself where it holds."""
+        return shift
+
     def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
 

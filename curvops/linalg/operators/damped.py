@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -23,7 +24,8 @@ from curvops.linalg.operators.algebra import OfOne, is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
-from curvops.linalg.preconditioners.nystrom import nystrom
+from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
+from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.solvers.solve import Promises
 
 
@@ -159,7 +161,8 @@ class Damped(OfOne):
 
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
         kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
-        cost no iterations. With a ``checkpoint`` it is the one of that folder, or a new one, as in `nystrom`. Without a
+        cost no iterations. Where A has a closed form under a shift near d (a KFAC under one number for each layer),
+        that serves instead where it bounds the condition number lower. With a ``checkpoint`` it is the one of that folder, or a new one, as in `nystrom`. Without a
         ``generator`` it has a seed of its own: a solve leaves torch's generator as it is, and is the same each time.
         """
         cache = self._cache
@@ -185,21 +188,41 @@ class Damped(OfOne):
         base, level, scale = self._whitened(shift)
         if memory_budget is None and (room := room_for(self, None, 0)) is not None:
             memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for
+        near = self._nearby()
+        most = None if near is None else math.ceil(expected_products(near.condition, columns))
         try:
             sketch = nystrom(
                 base,
                 rank=None,
                 shift=level,
                 rhs=columns,
+                max_rank=most,
                 generator=generator,
                 memory_budget=memory_budget,
                 checkpoint=checkpoint,
             )
         except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
             return None
+        if near is not None and near.condition <= 1 + sketch.tail / level:
+            return replace(near.preconditioner, matvecs=sketch.matvecs)
         inner = sketch.preconditioner(level)
         keep(self, inner, inner.U.nbytes)
         return inner if scale is None else ScaledPreconditioner(scale, inner)
+
+    def _nearby(self) -> Nearby | None:
+        """What A's closed form says of A + diag(m), m near d, for A + diag(d); None where there is no such form."""
+        of_class, shift = getattr(self.base, "_damped_form", None), self.shift.detach()
+        if of_class is None or self.batch_shape or not is_psd(self.base) or not bool((shift > 0).all()):
+            return None
+        base = self.base.detach()
+        near = base.add_diagonal(of_class.nearby(base, shift))
+        if near._closed_form() is None:
+            return None
+        least, most = torch.aminmax(shift / near.shift)
+        low, high = min(1.0, float(least)), max(1.0, float(most))
+        found = cast(ClosedFormPreconditioner, as_preconditioner(near))
+        extremes = float(near.shift.min()), found.extremes[1]
+        return Nearby(replace(found, extremes=extremes, least=low), high / low)
 
     def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
@@ -258,6 +281,13 @@ class Damped(OfOne):
         if form is not None:
             return form.draw_inverse(k, generator, rtol)
         return self.solve_to(self._draw(k, generator), rtol)  # P⁻¹ ε with ε ~ N(0, P)
+
+
+class Nearby(NamedTuple):
+    """The closed form of A + diag(m) as a preconditioner of A + diag(d), and a bound of the condition number left."""
+
+    preconditioner: ClosedFormPreconditioner
+    condition: float
 
 
 class Whitened(Operator):

@@ -23,25 +23,32 @@ from curvops.linalg.operators.draws import draw
 
 
 class OfDirectSum(ClosedForm):
-    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows, else iteratively."""
+    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows; for all, or not at all."""
+
+    @staticmethod
+    def fits(base: Any, shift: Tensor) -> bool:
+        return all(_form(block) is not None for block in _damped_blocks(base, shift))
+
+    @staticmethod
+    def nearby(base: Any, shift: Tensor) -> Tensor:
+        shifts = []
+        for block in _damped_blocks(base, shift):
+            of_class = None if _form(block) is not None else block.base._damped_form
+            near = block.shift if of_class is None else of_class.nearby(block.base, block.shift)
+            shifts.append(near.expand(block.shape[-1]))
+        found: Tensor = base.partition.join(shifts)
+        return found
 
     @cached_property
     def forms(self) -> list[ClosedForm]:
         """The closed form of each block."""
-        blocks = self.base.blocks
-        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
-        return [self._form(i, block.add_diagonal(shift)) for i, (block, shift) in enumerate(zip(blocks, shifts))]
+        found = map(_form, _damped_blocks(self.base, self.shift))
+        return [form for form in found if form is not None]
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The same to be computed with: a subclass prepares here what is cheaper for all blocks at once."""
         return self.forms
-
-    def _form(self, i: int, damped: Any) -> ClosedForm:
-        form: ClosedForm | None = damped._closed_form()
-        if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
-            return OfDense(damped.base, damped.shift)
-        return OfProducts(damped) if form is None else form
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         return self.base.partition.join([part.mT for part in parts]).mT
@@ -91,29 +98,16 @@ class OfDirectSum(ClosedForm):
         return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)
 
 
-class OfProducts(ClosedForm):
-    """No closed form: a large block among others, which is solved for and sampled by its products."""
+def _damped_blocks(base: Any, shift: Tensor) -> list[Any]:
+    shifts = [shift] * len(base.blocks) if shift.ndim == 0 else base.partition.split(shift)
+    return [block.add_diagonal(own) for block, own in zip(base.blocks, shifts)]
 
-    def __init__(self, damped: Any) -> None:
-        super().__init__(damped, damped.shift)
 
-    def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self.base.solve_to(block, rtol)
-
-    def logdet(self) -> Tensor:
-        return self.base.logdet()
-
-    def inverse_diagonal(self) -> Tensor:
-        return self.base.inverse().diagonal()
-
-    def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return draw(self.base, k, generator)
-
-    def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return draw(self.base.inverse(rtol), k, generator)
-
-    def inverse_root(self, block: Tensor) -> Tensor:
-        return self.base.sqrt_inv_matmul(block)
+def _form(damped: Any) -> ClosedForm | None:
+    form: ClosedForm | None = damped._closed_form()
+    if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+        return OfDense(damped.base, damped.shift)
+    return form
 
 
 class DirectSum(Operator):

@@ -63,6 +63,11 @@ class OfEigenKronecker(Spectral):
         by_group = shift.expand(base.shape[-1]).reshape(base.sizes[0], -1)
         return bool((by_group == by_group[:, :1]).all())
 
+    @staticmethod
+    def nearby(base: Any, shift: Tensor) -> Tensor:
+        by_group = shift.detach().expand(base.shape[-1]).reshape(base.sizes[0], -1)
+        return by_group.log().mean(1, keepdim=True).exp().expand_as(by_group).flatten()
+
     @cached_property
     def eigen(self) -> EigenKronecker:
         """The eigendecomposition of the operand."""

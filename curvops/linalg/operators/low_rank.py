@@ -179,6 +179,10 @@ class LowRank(Operator):
         return self.vectors * self.values.sqrt()
 
     @property
+    def low_rank_root(self) -> Tensor | None:
+        return self.root if self.psd else None
+
+    @property
     def symmetric(self) -> bool:
         return True
 

@@ -238,7 +238,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
     return part(Q, 0, kept), values[:kept], kept < min(r, n) or r == n
 
 
-def _products(condition: float, rhs: float | int) -> float:
+def expected_products(condition: float, rhs: float | int) -> float:
     """Expected products of block CG to rtol 1e-6: the classical bound, ½ √κ log(2/rtol) iterations, over √K.
 
     That a block of K columns takes 1/√K of the iterations of one is what networks on digits show, not a theorem.
@@ -259,5 +259,5 @@ def _worth_doubling(values: Tensor, shift: float, rhs: float | int) -> bool:
     r, last, middle = len(values), float(values[-1]), float(values[len(values) // 2 - 1])
     # The decay of the second half of the spectrum, continued as a power law.
     predicted = last * (last / middle)
-    saved = _products(1 + last / shift, rhs) - _products(1 + predicted / shift, rhs)
+    saved = expected_products(1 + last / shift, rhs) - expected_products(1 + predicted / shift, rhs)
     return saved > r

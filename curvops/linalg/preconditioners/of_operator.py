@@ -19,12 +19,20 @@ METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "m
 
 @dataclass(frozen=True, eq=False)
 class ClosedFormPreconditioner(FilteredPreconditioner):
-    """P, an operator whose solves, symmetric inverse root and log-determinant are known in closed form."""
+    """P, an operator whose solves, symmetric inverse root and log-determinant are known in closed form.
+
+    `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, where one is known.
+    """
 
     operator: LinearOperator
     form: Any
     extremes: tuple[float, float]
     matvecs: int = 0
+    least: float | None = None
+
+    def floor(self, level: float) -> float:
+        """The lower bound that is known, or ``level`` over the largest eigenvalue of P."""
+        return super().floor(level) if self.least is None else self.least
 
     def logdet(self) -> Float[Tensor, ""]:
         """Log det P, exact."""

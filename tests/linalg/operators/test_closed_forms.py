@@ -263,7 +263,7 @@ def test_a_damped_operator_plus_another_keeps_its_shift():
 def test_every_structured_class_names_its_closed_form_and_no_other_has_one():
     classes = [cls for cls in vars(linalg).values() if isinstance(cls, type) and issubclass(cls, linalg.Operator)]
     assert {cls.__name__ for cls in classes if cls._damped_form is not None} == {
-        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum", "Scaled",
+        "Diagonal", "LowRank", "Dense", "Kronecker", "EigenKronecker", "DirectSum", "Scaled", "Sum",
     }  # fmt: skip
     assert all(issubclass(cls._damped_form, ClosedForm) for cls in classes if cls._damped_form is not None)
     assert linalg.Sum(_diagonal, _diagonal).add_diagonal(1.0)._closed_form() is None
