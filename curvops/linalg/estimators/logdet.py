@@ -165,6 +165,9 @@ class Split(Protocol):
     def shifted_form(self) -> Shifted | None:
         """The parts, or None."""
 
+    def nearby(self) -> FactoredPreconditioner | None:
+        """A preconditioner from a closed form under another diagonal, where one is near enough for a determinant."""
+
 
 def _of_split(
     P: Matrix,
@@ -175,10 +178,15 @@ def _of_split(
     keep: bool,
 ) -> tuple[Estimate, Pairs | None]:
     base, level, offset, scale = split
-    options = limits, generator, preconditioner, keep
+    if scale is not None and preconditioner == "auto" and isinstance(P, Split):
+        preconditioner = P.nearby() or "auto"
     if scale is not None and isinstance(preconditioner, FactoredPreconditioner):  # it is one of P, not of B
-        return paired_logdet(P, None, float(scale.max()) ** -2, *options)
-    found, pairs = paired_logdet(base, level, None, *options)
+        least = float(scale.max()) ** -2
+        beside = len(scale) * math.log(least) - float(offset.detach())
+        with probing(P, generator, limits, LEAST_VECTORS) as probed:
+            excess = replace(probed, multiply=_excess(probed.multiply, least))
+            return _stochastic(excess, least, least, preconditioner, keep, beside)
+    found, pairs = paired_logdet(base, level, None, limits, generator, preconditioner, keep)
     if pairs is None or scale is None:
         return found + offset, None if pairs is None else lambda _: pairs(base)
     by_row = scale.unsqueeze(-1)
@@ -261,8 +269,14 @@ def _excess(multiply: Multiply, bound: float) -> Multiply:
 
 
 def _stochastic(
-    excess: Probed, bound: float, mu: float, preconditioner: FactoredPreconditioner | str | None, keep: bool
+    excess: Probed,
+    bound: float,
+    mu: float,
+    preconditioner: FactoredPreconditioner | str | None,
+    keep: bool,
+    beside: float = 0.0,
 ) -> tuple[Estimate, Pairs | None]:
+    """log det(A + shift); the tolerance is relative to that of (A + shift)/μ, plus ``beside``."""
     n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
@@ -280,7 +294,7 @@ def _stochastic(
     whitened = excess.multiply if P is None else _whitened(excess.multiply, P, mu, floor)
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
     left = replace(excess.after(spent).with_half(), multiply=whitened)
-    sampler = Sampler(left, floor, known=known, scale=scale, keep=keep)
+    sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
     sampler.first(min(FIRST_PROBES, budget - spent))
     sampler.add(None, None)
     estimate = sampler.quadrature(None).logdet(floor)

@@ -29,6 +29,10 @@ from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner,
 from curvops.linalg.solvers.solve import Promises
 
 
+NEAR = 1e3
+"""Condition numbers up to which a nearby closed form leaves a log-determinant fewer products than a sketch."""
+
+
 class Damped(OfOne):
     """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
 
@@ -223,6 +227,11 @@ class Damped(OfOne):
         found = cast(ClosedFormPreconditioner, as_preconditioner(near))
         extremes = float(near.shift.min()), found.extremes[1]
         return Nearby(replace(found, extremes=extremes, least=low), high / low)
+
+    def nearby(self) -> ClosedFormPreconditioner | None:
+        """That of a closed form under a shift near d, within a factor of `NEAR`: for determinants."""
+        near = self._nearby()
+        return near.preconditioner if near is not None and near.condition <= NEAR else None
 
     def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
         """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
