@@ -150,7 +150,8 @@ def mackay(
         kept = Checkpoint(checkpoint, "mackay", problem, post.mean.device)
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever was asked of this posterior before
-            sketches = kept.source("sketches", seeded_as(generator, post.mean.device), post.mean.device)
+            sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
+            sketches = sketches and kept.source("sketches", sketches, post.mean.device)
             post = replace(post, shared=Shared.of(post.lin, post.curvature, sketches))
             for lin in post.shared.terms.known_data("the log evidence"):
                 lin.memory.expect_many()

@@ -143,7 +143,6 @@ def linear_mode(
     kept = Checkpoint(checkpoint, "linear mode", problem, theta.device)
     if kept.result is not None:
         return recorded_result(LinearMode, kept.outcome)
-    sketches = kept.source("sketches", None, theta.device)
     if kept.state is None:
         if (near := begun()) is not None:
             model, matvecs = at(near[0] - theta), matvecs + near[1] + 2
@@ -162,7 +161,7 @@ def linear_mode(
         worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
         if preconditioner is None:
-            M, spent = precision.preconditioner(1, sketches, checkpoint=kept.part(f"preconditioner-{steps}")), 0
+            M, spent = precision.preconditioner(1, checkpoint=kept.part(f"preconditioner-{steps}")), 0
         else:
             M, spent = preconditioner(1)
             spent = 0 if kept and steps else spent

@@ -6,6 +6,7 @@ numbers the columns of an orthogonal matrix go in, one a draw, and M Mᵀ is T P
 
 import dataclasses
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -261,8 +262,14 @@ def test_draws_by_iterations(curvature, prior, monkeypatch):
     torch.testing.assert_close(M @ M.mT, 0.7 * torch.linalg.inv(P), **CLOSE)
 
 
+def kept_mode(post):
+    with tempfile.TemporaryDirectory() as folder:
+        return post.linear_mode(checkpoint=folder).theta
+
+
 QUESTIONS = {
     "linear_mode": lambda post: post.linear_mode().theta,
+    "linear_mode, kept": kept_mode,
     "log_evidence": lambda post: post.log_evidence(generator=seeded(), mode="linear").value,
     "effective_parameters": lambda post: post.effective_parameters(generator=seeded()).value,
     "predict": lambda post: post.predict(torch.ones(2, 8, dtype=DOUBLE)).variance,
