@@ -88,6 +88,19 @@ def test_the_bridge_inverts_the_moments_of_a_dirichlet():
     torch.testing.assert_close(links.bridge(mean + 5.0, moved), expected, **TIGHT)
 
 
+@pytest.mark.parametrize("c", [2, 4])
+def test_the_bridge_conditions_logits_to_sum_to_zero(c):
+    """By the dense formulas, for a covariance whose rows have different sums; then Hobbhahn et al. 2022, eq. (11)."""
+    g = generator()
+    mean, root = torch.randn(4, c, generator=g).double(), torch.randn(4, c, c, generator=g).double()
+    covariance, ones = root @ root.mT, torch.ones(c, 1, dtype=DOUBLE)
+    gain = covariance @ ones / (ones.mT @ covariance @ ones)
+    f = mean - (gain @ ones.mT @ mean[..., None]).squeeze(-1)
+    v = (covariance - gain @ ones.mT @ covariance).diagonal(dim1=-2, dim2=-1)
+    alpha = (1 - 2 / c + f.exp() * (-f).exp().sum(-1, keepdim=True) / c**2) / v
+    torch.testing.assert_close(links.bridge(mean, covariance), alpha / alpha.sum(-1, keepdim=True), **TIGHT)
+
+
 def test_the_normalised_bridge_is_the_bridge_until_variances_are_large(classes):
     """Of these points two have small variances; for the others normalising is nearer to 1,000 draws."""
     plain, normalised = (classes.probabilities(X, link) for link in ("bridge", "bridge_norm"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from curvops.sampling.step_size import StepSizeSearch
 from tests.sampling.gaussians import (
     POINTS,
     SCALED,
@@ -138,6 +139,24 @@ def test_warm_up_reaches_the_acceptance_asked_for(name: str, target: float) -> N
     chain = S.run(S.chains(made[name], 8), start, target_acceptance=target, **options)
     assert chain.acceptance is not None and abs(float(chain.acceptance.mean()) - target) < 0.1
     assert chain.sampler.step_size.value != made[name].step_size.value
+
+
+@pytest.mark.parametrize(("target", "most"), [(0.8, math.inf), (0.4, 0.6)])
+def test_the_search_for_a_step_size_follows_its_equation(target: float, most: float) -> None:
+    """The start is forgotten, no trial is beyond the largest step, and a chance that is NaN is that of a rejection."""
+    search, log_trial = StepSizeSearch.begun(0.5, target, most), math.log(0.5)
+    assert math.isclose(search.trial, 0.5)
+    trials: list[float] = []
+    for t, chance in enumerate((0.9, 0.1, math.nan, 1.0, 0.7), 1):
+        search = search.updated(chance)
+        error = (target - (0.0 if math.isnan(chance) else chance)) / min(target, 1 - target)
+        log_trial = min(log_trial - max(-1.0, min(1.0, t**-0.75 * error)), math.log(most))
+        trials.append(log_trial)
+        assert math.isclose(search.trial, math.exp(log_trial), rel_tol=1e-12)
+    shares = [t**-0.75 for t in range(1, 6)]
+    left = [math.prod(1 - share for share in shares[t:]) for t in range(1, 6)]
+    mean = sum(share * rest * trial for share, rest, trial in zip(shares, left, trials))
+    assert math.isclose(search.final, math.exp(mean), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("target", [0.9, 0.98])

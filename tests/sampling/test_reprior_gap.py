@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from curvops.sampling.reprior_gap import plain_mean, weighted_mean
+from curvops.sampling.reprior_gap import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
 from tests.sampling.repriors import flat, mlp, one, precision, regression, slope
 
 
@@ -84,6 +85,33 @@ def test_a_weighted_mean_s_standard_error_is_the_jackknife_s_and_moves_with_no_c
     plain, equal = plain_mean(values), weighted_mean(values, 0 * ratios)
     assert float(equal.stderr) == pytest.approx(float(plain.stderr), rel=2e-3)
     torch.testing.assert_close(plain_mean(values + 100).stderr, plain.stderr, rtol=1e-10, atol=0)
+
+
+def test_effective_draws_are_those_of_equal_weights():
+    """Kish's (Σ w)²/Σ w²: of S equal weights S, of k equal ones beside negligible ones k, of any h + c as of h."""
+    h = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    w = h.exp()
+    for moved in (h, h + 3.0, h + 800.0):
+        assert effective_draws(moved) == pytest.approx(float(w.sum().square() / w.square().sum()), rel=1e-10)
+    for k, few in ((50, False), (21, False), (19, True), (1, True)):
+        ratios = torch.zeros(50, dtype=torch.float64)
+        ratios[k:] = -800.0
+        assert effective_draws(ratios) == pytest.approx(k, rel=1e-10)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            warn_of_few(ratios, "an average")
+        assert [each.category for each in seen] == [co.sampling.FewEffectiveDraws] * few
+
+
+def test_the_divergence_s_standard_error_is_the_jackknife_s():
+    h = 0.5 * torch.randn(400, generator=torch.Generator().manual_seed(0)).double()
+    found, moved = divergence(h), divergence(h + 100)
+    w, n = h.exp(), len(h)
+    left_out = ((w.sum() - w) / (n - 1)).log() - (h.sum() - h) / (n - 1)
+    spread = ((n - 1) / n * (left_out - left_out.mean()).square().sum()).sqrt()
+    assert float(found.stderr) == pytest.approx(float(spread), rel=0.02) and found.matvecs == 0
+    torch.testing.assert_close(moved.value, found.value, rtol=1e-10, atol=0)
+    torch.testing.assert_close(moved.stderr, found.stderr, rtol=1e-10, atol=0)
 
 
 def test_both_fall_with_the_width():
