@@ -2,17 +2,18 @@
 
 Tensors of parameters and buffers are shared, since every call puts those of the snapshot in their place. All else that
 a forward pass may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the
-order of submodules, and objects made of numbers, strings and containers (configurations). Other objects are shared.
+order of submodules, and objects made of all these (configurations). Other objects are shared.
 """
 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from copy import copy
 from enum import Enum
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+UNCHANGING = (type, Enum, int, float, complex, str, bytes)
+"""Their subclasses, too."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
 """Levels of objects and containers within one another that a configuration may have."""
@@ -42,7 +45,7 @@ class _Copier:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in NUMBERS or isinstance(value, type | Enum):
+        if kind in NUMBERS or isinstance(value, UNCHANGING):
             return value
         if kind in (dict, OrderedDict) and not value:  # most of a module's attributes: hooks that it does not have
             return kind()
@@ -58,7 +61,7 @@ class _Copier:
             return value if isinstance(value, torch.jit.ScriptModule) else self._module(value)
         if isinstance(value, Tensor):
             return value.detach().clone()
-        if isinstance(value, Mapping | list | set | deque):
+        if isinstance(value, Mapping | list | set | frozenset | deque):
             return self._container(value)
         if isinstance(value, tuple):
             return self._tuple(value)
@@ -68,7 +71,7 @@ class _Copier:
             return functools.partial(self.of(value.func), *map(self.of, value.args), **self.of(value.keywords))
         if isinstance(value, FunctionType):
             return self._function(value)
-        if hasattr(value, "__array_interface__"):
+        if hasattr(value, "__array_interface__") or isinstance(value, array | bytearray):
             return copy(value)
         return self._filled(value) if _is_plain(value, DEEPEST) else value
 
@@ -87,11 +90,21 @@ class _Copier:
         except TypeError:  # it is made of arguments
             return value
         self.memo[id(value)] = other
-        other.__dict__.update({name: self.of(part) for name, part in value.__dict__.items()})
+        self._fill(other, value)
         return other
 
+    def _fill(self, other: Any, value: Any) -> None:
+        """Copies of an object's attributes, for the other one."""
+        for name, part in _slots(value).items():
+            object.__setattr__(other, name, self.of(part))  # the object may be frozen
+        if hasattr(value, "__dict__"):
+            other.__dict__.update({name: self.of(part) for name, part in vars(value).items()})
+
     def _container(self, value: Any) -> Any:
-        other = copy(value)
+        try:
+            other = copy(value)
+        except TypeError:  # a view of a mapping, which nobody can write into
+            return value
         self.memo[id(value)] = other
         if isinstance(value, Mapping) and hasattr(other, "__setitem__"):
             for key, part in value.items():
@@ -105,7 +118,12 @@ class _Copier:
         parts = [self.of(part) for part in value]
         if all(new is old for new, old in zip(parts, value)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        try:
+            other = tuple.__new__(type(value), parts)
+        except TypeError:  # of a class of C, such as what torch.max returns
+            return type(value)(parts)
+        self._fill(other, value)
+        return other
 
     def _function(self, function: FunctionType) -> FunctionType:
         """One that refers to copies where it refers to modules by a closure or by a global name."""
@@ -130,8 +148,9 @@ def _holds_module(cell: CellType) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether an object is made of numbers, strings, containers and other such objects."""
-    if type(value) in NUMBERS or isinstance(value, type | Enum):
+    """Whether an object is made of what is copied: its attributes are, and it holds nothing besides them."""
+    kind = type(value)
+    if kind in NUMBERS or isinstance(value, (*UNCHANGING, Tensor, nn.Module)) or hasattr(value, "__array_interface__"):
         return True
     if depth == 0:
         return False
@@ -139,7 +158,23 @@ def _is_plain(value: Any, depth: int) -> bool:
         return all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
     if isinstance(value, CONTAINERS):
         return all(_is_plain(part, depth - 1) for part in value)
-    return hasattr(value, "__dict__") and all(_is_plain(part, depth - 1) for part in vars(value).values())
+    if kind is not SimpleNamespace and not all(_is_pythons(kind, name) for name in ("__reduce__", "__reduce_ex__")):
+        return False  # a class of C that is pickled in a way of its own
+    attributes = _slots(value) | getattr(value, "__dict__", {})
+    own = bool(attributes) or hasattr(value, "__dict__")
+    return own and all(_is_plain(part, depth - 1) for part in attributes.values())
+
+
+def _is_pythons(kind: type, name: str) -> bool:
+    method = getattr(kind, name)
+    return method is getattr(object, name) or isinstance(method, FunctionType)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are in slots, by name."""
+    kinds = (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind))
+    names = [n for kind in kinds for n, member in kind.items() if isinstance(member, MemberDescriptorType)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 class Reached(TorchFunctionMode):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from array import array
 from collections.abc import Callable
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +108,74 @@ def test_the_users_module_is_not_touched() -> None:
         assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == held
     assert all(torch.allclose(found[name], expected[name], rtol=1e-10) for found in seen for name in expected)
     assert model.calls == 0 and len(seen) == 2
+
+
+class Ratio(float):
+    pass
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Frozen:
+    inner: list[float]
+
+
+class Slotted:
+    __slots__ = ("_Slotted__factor",)
+
+    def __init__(self) -> None:
+        self.__factor = [2.0]
+
+    @property
+    def inner(self) -> list[float]:
+        return self.__factor
+
+
+class Half(Slotted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.ones(2)
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, first: float, second: list[float]) -> Any:
+        return super().__new__(cls, (first, second))
+
+
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any] | None]] = {
+    "a number of a class of its own": (lambda: Ratio(2.0), float, None),
+    "a set that cannot change": (lambda: frozenset({1, 2}), len, None),
+    "a view of a mapping": (lambda: MappingProxyType({"a": 2.0}), lambda a: a["a"], None),
+    "slots of a frozen class": (
+        lambda: Frozen([2.0]),
+        lambda a: a.inner[0],
+        lambda a: a.inner.append(a.inner.pop() + 1),
+    ),
+    "a private slot": (Slotted, lambda a: a.inner[0], lambda a: a.inner.append(a.inner.pop() + 1)),
+    "slots and attributes": (Half, lambda a: a.inner[0] * a.other[1], lambda a: a.other.add_(1)),
+    "a tuple with arguments of its own": (lambda: Pair(2.0, [3.0]), lambda a: a[1][0], lambda a: a[1].clear()),
+    "an array": (lambda: array("d", [2.0]), lambda a: a[0], lambda a: a.pop()),
+    "bytes": (lambda: bytearray(b"a"), lambda a: a[0] / 97, lambda a: a.clear()),
+}
+
+
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_an_attribute_of_any_kind_is_as_it_was(kind: str) -> None:
+    """A subclass of float was 0 in the snapshot; a frozenset or a mapping's view could not be linearised."""
+    make, read, change = ATTRIBUTES[kind]
+    torch.manual_seed(0)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * read(self.attribute)
+
+    model = Scaled(2, 2).double()
+    model.attribute = make()
+    x = X[:, :, 0]
+    expected = model(x).detach()
+    lin = co.linearize(model, (x, Y), "classification")
+    if change is not None:
+        change(model.attribute)
+    torch.testing.assert_close(lin.predict(x), expected, rtol=0, atol=0)
 
 
 def _bound_forward(model: Any) -> None:
