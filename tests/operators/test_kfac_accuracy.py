@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.linalg import Dense, Kronecker
 from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit, Reason
+from curvops.linalg.operators import kronecker
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.walks import layer_roots as roots
 from curvops.operators import moments
@@ -306,3 +308,27 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
     wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
     with pytest.raises(NotPositiveSemidefinite, match="right factor"):
         wrong.eigen()
+
+
+def test_an_interrupt_leaves_eigendecompositions_that_have_not_begun(monkeypatch):
+    """Ctrl-C waited for all of them, minutes for a large network."""
+    begun = []
+
+    def slow(factor, *given):
+        begun.append(factor)
+        time.sleep(0.02)
+        return decomposition(factor, *given)
+
+    def stop(*step):
+        raise KeyboardInterrupt
+
+    decomposition = kronecker._eigh
+    monkeypatch.setattr(kronecker, "_eigh", slow)
+    monkeypatch.setattr(kronecker, "AT_ONCE", 0)
+    threads = torch.get_num_threads()
+    blocks = [Kronecker(torch.eye(2)[None], torch.eye(2)[None]) for _ in range(20)]
+    with pytest.raises(KeyboardInterrupt):
+        kronecker.decompose(blocks, stop)
+    assert len(begun) <= 3 * threads and torch.get_num_threads() == threads
+    kronecker.decompose(blocks)
+    assert all(block.known_eigen is not None for block in blocks)

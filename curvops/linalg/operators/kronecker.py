@@ -437,10 +437,13 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
             largest_first = sorted(range(len(factors)), key=lambda i: -costs[i])
             futures = {i: pool.submit(work, factors[i]) for i in largest_first}
             waiting = set(futures.values())
-            while waiting:
-                done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                steps.advance(len(done))
-            return [futures[i].result() for i in range(len(factors))]
+            try:
+                while waiting:
+                    done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
+                    steps.advance(len([future.result() for future in done]))  # or the error of one
+                return [futures[i].result() for i in range(len(factors))]
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # of an interrupted run none begins any more
     finally:
         torch.set_num_threads(threads)  # what later threads begin with
 
