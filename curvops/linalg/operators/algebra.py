@@ -20,7 +20,6 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
 from curvops.linalg.operators.draws import draw_together, normal
 
-
 MOST_CANCELLED = 1e-4
 """Relative errors of Woodbury's identity that a step of refinement makes good."""
 
