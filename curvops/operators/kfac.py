@@ -88,7 +88,9 @@ class KFAC(OfLinearization, LayerBlocks):
 
     Plus a prior that is constant in each layer, everything has a closed form in the eigenbases of A and B, which are
     computed once: products, solves, log-determinants, samples. Under a prior that varies within a layer, layers of up
-    to 2,048 weights are factorised; with a larger one among them everything comes from conjugate gradients and probes.
+    to 2,048 weights are factorised; with a larger one among them everything comes from conjugate gradients and probes,
+    preconditioned by the closed form under each layer's geometric mean where the prior is near it. A term of low rank
+    beside it (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
     `checkpoint`, a folder, keeps the sums over the points done, every half minute at most: a build that was killed goes

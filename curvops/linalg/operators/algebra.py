@@ -132,6 +132,9 @@ class OfSum(ClosedForm):
         return self.inner.solve(block) - self.solved @ torch.cholesky_solve(self.solved.mT @ block, self.chol)
 
     def logdet(self) -> Tensor:
+        if self.shift.ndim and self.shift.requires_grad:  # A's form may see the means of d alone: d log det P = P⁻¹ dd
+            constant = self.shift.detach()
+            return OfSum(self.base, constant).logdet() + self.inverse_diagonal().detach() @ (self.shift - constant)
         return self.inner.logdet() + 2 * self.chol.diagonal().log().sum()
 
     def logdet_error(self) -> float:

@@ -165,9 +165,9 @@ class Damped(OfOne):
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
         kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
         cost no iterations. Where A has a closed form under a shift near d (a KFAC under one number for each layer),
-        that serves instead where it bounds the condition number lower. With a ``checkpoint`` it is the one of that
-        folder, or a new one, as in `nystrom`. Without a ``generator`` it has a seed of its own: a solve leaves torch's
-        generator as it is, and is the same each time.
+        that serves instead where it bounds the condition number lower. With a ``checkpoint`` the sketch is the one of
+        that folder, or a new one, as in `nystrom`. Without a ``generator`` it has a seed of its own: a solve leaves
+        torch's generator as it is, and is the same each time.
         """
         cache = self._cache
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:

@@ -23,7 +23,7 @@ from curvops.linalg.operators.draws import draw
 
 
 class OfDirectSum(ClosedForm):
-    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows; for all or for none."""
+    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows; all or none."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
