@@ -21,8 +21,8 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv1d(2, 4, 2), nn.LayerNorm(5)
-        self.wide, self.head = nn.Linear(20, 12), nn.Linear(12, C)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 12))
+        self.wide, self.head = nn.Linear(20, 4), nn.Linear(4, C)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.norm(self.conv(x).tanh()).flatten(1)
@@ -79,7 +79,7 @@ def answers(lin: Any) -> dict[str, Tensor]:
     for score in ("variance", "marginal", "predictive", "magnitude", "obd"):
         extra = {"x": x} if score == "predictive" else {}
         drawn[f"select {score}"] = lambda s=score, e=extra: co.select(
-            lin, 25, score=s, prior_precision=2.0, **e
+            lin, 12, score=s, prior_precision=2.0, **e
         ).double()
     return {name: answer() for name, answer in drawn.items()}
 
