@@ -305,8 +305,10 @@ class Spectrum:
         if len(self._lin.theta) <= WHOLE:
             known = self._decomposed()
             G = known.semidefinite()
-            kept = prior.error_of_sum(self._curvature) is not None  # P is near G + A, and no more
-            P = prior.plus(self._curvature).to_dense().double() if kept else G + prior.precision.to_dense().double()
+            if prior.error_of_sum(self._curvature) is None:
+                P = G + prior.precision.to_dense().double()
+            else:  # the sum kept is another
+                P = prior.plus(self._curvature).to_dense().double()
             definite_logdet(P)  # refuses an indefinite one by name
             factor = torch.linalg.cholesky(P)
             error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
