@@ -10,8 +10,9 @@ from scipy.stats import chi2
 from torch import nn
 
 import curvops as co
-from curvops.evidence.hyperparameters import Misfit
-from curvops.evidence.mackay import _FixedPoint, _left, _oscillates
+from curvops.evidence.hyperparameters import Hyperparameters, Misfit
+from curvops.evidence.mackay import Solved, _between, _FixedPoint, _left, _oscillates
+from curvops.evidence.precision_groups import precision_groups
 
 DOUBLE = torch.float64
 
@@ -262,6 +263,56 @@ def test_steps_end_at_a_quarter_of_the_error_bar_which_excuses_five_percent_at_m
             SimpleNamespace(xtol=1e-4), gamma, torch.tensor([stderr]).double(), Misfit(40.0, 7.0)
         )
         torch.testing.assert_close(found, torch.tensor([bar, max(stderr / 30 / 4, 1e-4)]).double())
+
+
+def test_products_saved_are_those_that_the_rate_asks_for_from_zero(annotations_unchecked):
+    """Residuals that halve at each product, to 2⁻²⁰: of three draws, from 2⁻⁵ five fewer; no rate is told from one."""
+    for start, saved in ((0, 0.0), (5, 15.0), (10, 30.0), (19, 3 * (1 / 0.3 - 1))):
+        history = (0.5 ** torch.arange(start, 21.0)).double()[:, None].expand(-1, 3)
+        drawn = SimpleNamespace(method="cg", history=history, draws=torch.zeros(3, 7))
+        run = SimpleNamespace(past=[None], rtol=0.5**20)
+        assert _FixedPoint._saved(run, drawn) == pytest.approx(saved)
+    assert _FixedPoint._saved(SimpleNamespace(past=[], rtol=0.5**20), drawn) == 0
+    drawn.method = "closed form"
+    assert _FixedPoint._saved(run, drawn) == 0
+
+
+@pytest.mark.parametrize("noise", [None, 0.25])
+def test_solutions_are_guessed_on_the_line_through_the_last_two(noise, annotations_unchecked):
+    """In the logarithms of precision and noise together; a step longer than the last one is too far to be told."""
+    slope, base = torch.arange(6).double().reshape(2, 3), torch.ones(2, 3).double()
+
+    def solved(at, draws=True):
+        at = torch.tensor([at], dtype=DOUBLE)
+        return Solved(at, (base + at * slope)[0], base + at * slope if draws else None)
+
+    for step, share in ((0.6, 0.75), (0.4, 0.5), (-0.4, -0.5), (0.9, 0.0)):
+        place = torch.tensor([1.8 + step], dtype=DOUBLE)
+        now = SimpleNamespace(alpha=(place - (0.0 if noise is None else math.log(noise))).exp(), noise=noise)
+        run = SimpleNamespace(past=[solved(1.0), solved(1.8)], now=now)
+        run._position = lambda run=run: _FixedPoint._position(run)
+        theta, draws = _FixedPoint._guess(run)
+        expected = base + (1.8 + share * 0.8) * slope
+        torch.testing.assert_close(draws, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(theta, expected[0], rtol=1e-12, atol=0)
+    run.past = [solved(1.8)]
+    torch.testing.assert_close(_FixedPoint._guess(run)[1], solved(1.8).draws, rtol=0, atol=0)
+    run.past = [solved(1.8, draws=False)]
+    assert _FixedPoint._guess(run)[1] is None
+    assert _FixedPoint._guess(SimpleNamespace(past=[])) == (None, None)
+
+
+def test_halved_steps_end_half_way_in_the_logarithms():
+    lin, *_ = linear(4, 9)
+    post = co.laplace(lin, check_mode=False)
+    groups = precision_groups(lin, "scalar", None)
+    for noises, middle in (((None, None), None), ((0.5, 8.0), 2.0)):
+        one, other = (
+            Hyperparameters(post, groups, torch.tensor([alpha]).double(), noise)
+            for alpha, noise in zip((3.0, 27.0), noises)
+        )
+        found = _between(one, other)
+        assert float(found.alpha) == pytest.approx(9.0, rel=1e-12) and found.noise == middle
 
 
 WRONG = {

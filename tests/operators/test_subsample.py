@@ -102,6 +102,14 @@ def test_a_draw_is_without_replacement_and_given_by_its_generator(lin):
     torch.testing.assert_close(co.GGN(one) @ v, co.GGN(one).to_dense() @ v, **TIGHT)
 
 
+def test_one_point_and_all_points_are_subsets_too(lin):
+    """Without a generator, one of the five; of all five the sums are the full ones."""
+    singles = [co.subsample(lin, torch.tensor([i])).gradient() for i in range(5)]
+    one = co.subsample(lin, 1)
+    assert one.num_data == 1 and any(torch.allclose(one.gradient(), each, rtol=1e-12) for each in singles)
+    torch.testing.assert_close(co.subsample(lin, 5, generator()).gradient(), lin.gradient(), **TIGHT)
+
+
 def test_it_predicts_as_the_whole_network_does(lin):
     x = next(iter(lin.data)).inputs
     torch.testing.assert_close(co.subsample(lin, 2, generator()).predict(x), lin.predict(x), **TIGHT)

@@ -65,6 +65,8 @@ def test_within_modules_and_at_random(lin):
     assert len(one.unique()) == 10
     named = [lin.unflatten_tangent(snapshot) for snapshot in SNAPSHOTS]
     assert torch.equal(co.select(lin, 5, "swag", snapshots=named), co.select(lin, 5, "swag", snapshots=SNAPSHOTS))
+    farthest = (SNAPSHOTS[0] - SNAPSHOTS[1]).abs().topk(5).indices.sort().values
+    assert torch.equal(co.select(lin, 5, "swag", snapshots=SNAPSHOTS[:2]), farthest)
 
 
 def test_inert_weights_are_warned_of_with_their_share():

@@ -5,8 +5,9 @@ import torch
 from linear_operator.operators import DenseLinearOperator
 
 from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import describe_square, product
+from curvops.linalg.estimators.adaptive import _next
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
 from curvops.linalg.estimators.hutchinson import HutchPlusPlus
 from curvops.linalg.estimators.trace import METHODS, trace
@@ -212,6 +213,28 @@ def test_adaptive_without_a_limit_reaches_any_tolerance(method):
         e = trace(A, method=method, rtol=rtol, generator=generator())
         assert e.reason is Reason.CONVERGED and (e.value - values.sum()).abs() <= 2 * rtol * values.sum()
         assert e.within(rtol) and e.matvecs <= 800
+
+
+@pytest.mark.parametrize("error", [1.05, 1.2, 1.5, 30.0])
+def test_the_next_budget_meets_the_tolerance_at_the_slowest_rate_and_is_no_more_than_twice_the_last(error):
+    """Error bars of independent probes fall with the root of their number; a tenth and eight products are for luck."""
+    spent, rtol = 200, 0.01
+    found = Estimate(torch.tensor(50.0), torch.tensor(50.0 * rtol * error), 100, spent)
+    error *= found.inflation
+    following = _next(spent, found, rtol)
+    assert following <= max(1.1 * spent * error**2 + 1, spent + 8)
+    assert following == 2 * spent or error * (spent / following) ** 0.5 <= 1
+    assert _next(spent, Estimate(torch.tensor(0.0), torch.tensor(1.0), 100, spent), rtol) == 2 * spent
+
+
+@pytest.mark.parametrize("n", [15, 16])
+def test_a_matrix_of_as_many_columns_as_the_first_products_is_multiplied_out(n):
+    """With a tolerance, too, whatever the budget beyond n: an estimate would cost as much."""
+    A = symmetric(torch.linspace(1, 2, n, dtype=torch.float64))
+    for budget in (None, n, 5000):
+        e = trace(A, method="hutchinson", rtol=1e-3, max_matvecs=budget, generator=generator())
+        torch.testing.assert_close(e.value, A.trace(), rtol=1e-12, atol=0)
+        assert e.matvecs == n and e.samples == 0
 
 
 def test_a_memory_budget_is_felt_and_said():
