@@ -2,14 +2,16 @@
 
 import copy
 import gc
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
-from curvops.network.walks.budget import LEAST_ROOM, Budget
+from curvops.network.walks.budget import LEAST_ROOM, Budget, check_budget, default_budget
 
 MIB = 2**20
 
@@ -59,6 +61,39 @@ def test_what_is_kept_counts_as_long_as_its_owner_lives():
 
 def test_a_small_budget_leaves_room_for_small_vectors():
     assert Budget(0).room() == LEAST_ROOM and Budget(0).for_engines == 0
+
+
+GROUP = "/sys/fs/cgroup/memory."
+AVAILABLE = {"/proc/meminfo": "MemTotal:  900 kB\nMemAvailable:   400 kB\nSwapFree:  7 kB\n"}
+PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MACHINES = {
+    "no group": (AVAILABLE, 400 * 1024 // 4),
+    "a group without a limit": (AVAILABLE | {GROUP + "max": "max\n", GROUP + "current": "5\n"}, 400 * 1024 // 4),
+    "a wide group": (AVAILABLE | {GROUP + "max": "900000\n", GROUP + "current": "1000\n"}, 400 * 1024 // 4),
+    "a narrow group": (AVAILABLE | {GROUP + "max": "300000\n", GROUP + "current": "100000\n"}, 200_000 // 4),
+    "no kernel that tells": ({}, PHYSICAL // 2 // 4),
+    "a kernel that does not say what is available": ({"/proc/meminfo": "MemTotal:  900 kB\n"}, PHYSICAL // 2 // 4),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_default_is_a_quarter_of_what_machine_and_control_group_leave(machine, monkeypatch):
+    files, expected = MACHINES[machine]
+
+    def read(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert default_budget(torch.device("cpu")) == expected
+
+
+def test_a_budget_of_no_bytes_is_one():
+    check_budget(0)
+    check_budget(None)
+    with pytest.raises(ValueError, match="memory_budget=-1 must be"):
+        check_budget(-1)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))])
