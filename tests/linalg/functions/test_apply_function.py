@@ -5,6 +5,7 @@ import torch
 
 from curvops.linalg import Dense, Reason, apply_function
 from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.functions.ritz import Approximants, random_signs
 from tests.linalg.matrices import SPECTRA, log_spaced, symmetric
 
 FUNCTIONS = {
@@ -263,6 +264,22 @@ def test_too_few_steps_are_never_certified():
         assert r.reasons == (Reason.UNVERIFIED,) and not r.accepted and r.error_estimates < 0.9
     unseen = apply_function(A, lambda x: (x > 0.999).double(), b, maxiter=5)
     assert unseen.reasons == (Reason.ITERATION_LIMIT,) and unseen.error_estimates == math.inf
+
+
+def test_relative_errors_are_over_the_least_norm_that_rounding_allows():
+    """Of norms 5, 0, 0, 1 and 5: an error beside nothing is infinite, no error of nothing is 0."""
+    y = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 5.0]]).double()
+    truncation, rounding = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 2.0, 1.0]]).double()
+    yes = torch.ones(5, dtype=torch.bool)
+    found = Approximants(y, truncation, rounding, yes, yes, yes).relative()
+    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, math.inf, math.inf, 1.5 / 4]).double())
+
+
+def test_signs_that_stand_for_rounding_are_signs():
+    for m in (1, 2, 40):
+        signs = random_signs(m)
+        assert signs.shape == (2, m) and bool((signs.abs() == 1).all()) and torch.equal(signs, random_signs(m))
+    assert 0 < int((signs > 0).sum()) < 80
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
