@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.variational import Variational, VariationalState
+from curvops.sampling.variational import SETTLED, Variational, VariationalState
 
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
 N, NOISE, PRIOR = 30, 0.5, 2.0
@@ -170,6 +171,30 @@ def test_misfits_are_zero_at_the_optimum_and_relative_errors_of_the_precision_el
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
+def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_standard_errors() -> None:
+    """Of 100 numbers one that is off is seen alone; where its standard error covers it nothing is known."""
+    sampler = co.sampling.vi(lambda params, batch: -0.5 * params.square().sum(), data_size=1)
+    begun = sampler.init(torch.zeros(100, dtype=torch.float64), torch.Generator().manual_seed(0))
+    centre = {"theta": begun.theta, **begun.spread}
+    ending, few, many = co.sampling.FitEnding, 20, 10**6
+    one = torch.zeros(100, dtype=torch.float64)
+    one[3] = -3 * SETTLED
+    nothing, all_of_them = 0 * one, one[3].expand(100)
+    for average, spread, steps, said in [
+        (nothing, 0.0, many, ending.SETTLED),
+        (nothing, 1.0, many, ending.SETTLED),
+        (nothing, 1.0, few, ending.NOISY),
+        (one, 0.0, few, ending.DRIFTING),
+        (one, 1.0, many, ending.DRIFTING),
+        (one, 1.0, few, ending.NOISY),
+        (all_of_them, 0.0, few, ending.DRIFTING),
+        (nothing, 0.0, 0, ending.NOISY),
+    ]:
+        step = torch.full_like(begun.step, steps)
+        moments = {"average": {"mean": average}, "square": {"mean": average.square() + spread**2}}
+        assert sampler.ending(replace(begun, step=step, centre=centre, **moments)) is said, (spread, steps, said)
+
+
 def test_a_fit_says_whether_it_is_at_its_optimum() -> None:
     """Adam's steps of 1e-3 move a log scale by 0.3 in 300 steps, which leaves variances at a sixth of their value."""
     model, batch, _, mode, P = linear()

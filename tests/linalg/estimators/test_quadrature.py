@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio
 from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.quadrature import spectral_quadrature
 from curvops.linalg.spectra.lanczos import LockStep
@@ -152,6 +153,18 @@ def test_errors_at_the_door(options, words):
 def test_lock_step_rules_use_the_probe_length():
     run = LockStep(lambda V: V, signs(50, 1, 0), 3)
     assert float(run.sizes[0]) == pytest.approx(math.sqrt(50))
+
+
+@pytest.mark.parametrize(("largest", "missed"), [((0.3, 1.1), -0.3), ((1.5, 2.3), -0.1), ((0.1, 0.3), -0.8)])
+def test_what_the_largest_eigenvalue_s_weight_misses_is_its_distance_from_the_multiplicity(largest, missed):
+    """A whole number of at least 1; nothing is said where two probes found other largest eigenvalues."""
+    weights = torch.tensor([[w, 10 - w] for w in largest], dtype=torch.float64)
+    for top, times in ((5.0, missed), (5.1, 0.0)):
+        nodes = torch.tensor([[5.0, 1.0], [top, 0.9]], dtype=torch.float64)
+        empty = torch.zeros(2, 0, dtype=torch.float64)
+        q = SpectralQuadrature(nodes, weights, nodes, weights, empty[0], empty, 4, Reason.CONVERGED)
+        expected = (math.log1p(5) - math.log1p(1)) * times
+        assert float(q._missed(log_ratio(1.0))) == pytest.approx(expected, rel=1e-10, abs=1e-14)
 
 
 def test_few_probes_of_one_dominant_direction_are_not_too_sure():

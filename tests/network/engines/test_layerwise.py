@@ -19,14 +19,14 @@ from tests.network.products import PLENTY, agree, columns, dense, pull, push, wa
 from tests.zoo import ZOO, batches, dense_jacobian, reference
 
 
-def wrong_by_one_percent(method: str) -> Any:
+def wrong_by_one_percent(method: str, factor: float = 1.01) -> Any:
     right = getattr(LinearRule, method)
 
     def wrong(self: LinearRule, layer: nn.Linear, *args: Any) -> Any:
         result = right(self, layer, *args)
         if layer.out_features != 5:
             return result
-        return {k: 1.01 * v for k, v in result.items()} if isinstance(result, dict) else 1.01 * result
+        return {k: factor * v for k, v in result.items()} if isinstance(result, dict) else factor * result
 
     return wrong
 
@@ -49,6 +49,26 @@ def test_the_self_check_rejects_a_rule_that_is_wrong_by_one_percent(
     assert "self-check" in str(passes.plan)
     assert [layer.path for layer in passes.plan.layers] == ["0", "4"]
     assert passes.plan.in_use == {"layerwise": 2}
+
+
+@pytest.mark.parametrize("method", ["push", "pull"])
+@pytest.mark.parametrize(("scale", "factor"), [(1e-6, 1.01), (1e6, 1.01), (1.0, 0.99)])
+def test_what_the_self_check_finds_depends_on_no_unit_of_the_outputs(
+    method: str, scale: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = ZOO["mlp"].build()
+    with torch.no_grad():
+        for parameter in list(model.modules())[-1].parameters():
+            parameter.mul_(scale)
+    network = Model(model)
+
+    def found() -> set[str]:
+        engine = Layerwise(network, inputs, owners_of(network), None, PLENTY)
+        return mismatches(engine, layerwise.Streamed(network, inputs, network.selection.names, "forward mode"))
+
+    assert found() == set()
+    monkeypatch.setattr(LinearRule, method, wrong_by_one_percent(method, factor))
+    assert found() == {"2.weight", "2.bias"}
 
 
 def test_the_self_check_may_reject_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
