@@ -37,14 +37,15 @@ def score_and_diagonal(lin: Linearization, fisher: OutputFisher) -> tuple[Tensor
     f = found[0].detach()
     score = likelihood.log_prob(f, batch.targets, batch.weights).sum()
     residual = likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
-    wanted = [residual] if isinstance(fisher, Empirical) else [residual, fisher.columns(f, batch, 0, columns)]
+    same = isinstance(fisher, Empirical) and batch.weights is None  # a weight enters the root by its own root
+    wanted = [residual] if same else [residual, fisher.columns(f, batch, 0, columns)]
     groups = list(groups_at(lin.model, *found, torch.cat(wanted)))
     gradient = {name: torch.zeros_like(value) for name, value in lin.model.values.items()}
     for part in (part for group in groups for part in group.parts):
         layer = part.layer
         for local, term in layer.rule.pull(layer.module, part.kept, part.delta[:, :1], tuple(layer.names)).items():
             gradient[layer.names[local]] += term[0]
-    if len(wanted) > 1:  # of the empirical Fisher residuals are the columns
+    if not same:
         groups = [replace(g, parts=tuple(replace(part, delta=part.delta[:, 1:]) for part in g.parts)) for g in groups]
     return score, lin.model.selection.flatten(gradient), _summed(lin.model, groups, lin.passes.chunk_bytes)
 
