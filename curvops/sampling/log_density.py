@@ -116,21 +116,21 @@ class LogPosterior:
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
     def linearized(self, weights: Float[Tensor, " D"], batch: Any, whole: bool = False) -> Linearization:
-        """The network linearised at these weights, a vector in the order of `params`, on one batch as its data.
+        """The network linearised at these weights, a vector in the order of `params`, on one batch as its data, of which it holds a copy.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
         over two at later ones; with `whole` over the batch, for `score_and_diagonal`.
         """
         theta = self.model.theta
-        given, targets, _ = parts_of(batch, self.weighted)
-        inputs = move(normalise(given), theta.device, theta.dtype)
-        likelihood = self._fitting(inputs, targets)
-        layout, network = self.model.layout, self.model.at(weights)
+        if not self._likelihood:
+            given, targets, _ = parts_of(batch, self.weighted)
+            self._fitting(move(normalise(given), theta.device, theta.dtype), targets)
+        likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
-        data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit)
+        data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit, True)
         memory = Budget(self._budget, theta.device)
-        engines = Engines(network, inputs, "auto", memory.budget, whole)
+        engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget, whole)
         shape = output_shape(likelihood, layout)
         return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
 

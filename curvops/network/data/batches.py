@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ class Batch:
         first = (points.start or 0) if isinstance(points, slice) else 0
         return Batch((), self.targets[points], weights, self.start + first)
 
+    def copy(self) -> Batch:
+        """The same in memory of its own."""
+        weights = None if self.weights is None else self.weights.clone()
+        return Batch(copy(self.inputs), self.targets.clone(), weights, self.start)
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with the names that messages use for them."""
         yield from components(self.inputs)
@@ -105,12 +111,14 @@ class Batches:
         layout: Layout | None,
         weights: bool,
         admit: Callable[[Inputs], None] | None,
+        hold: bool = False,
     ) -> None:
         self._source, self._device, self._dtype, self._check = source, device, dtype, check
         self._layout, self._weights, self._admit = layout, weights, admit
         sizes: list[int] = []
         signatures: list[object] = []
         prints: list[Tensor] = []
+        held: list[Batch] = []
         for index, item in enumerate(self._items()):
             batch = self._read(item, index)
             _require_valid(batch, index, check)
@@ -118,18 +126,30 @@ class Batches:
                 with _of_batch(index):
                     admit(batch.inputs)
             sizes.append(batch.num_points)
-            signatures.append(_signature(batch))
-            prints.append(_fingerprint(batch))
+            if hold:
+                held.append(batch.copy())
+            else:
+                signatures.append(_signature(batch))
+                prints.append(_fingerprint(batch))
         if not sizes:
             raise ValueError(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
-        self._signatures = signatures
-        self._fingerprints = torch.stack(prints)
-        self.fingerprint = int(fingerprint([self._fingerprints]))
-        """That of all batches; data on another device or in another dtype keep it."""
+        self._held, self._noted = held, (signatures, prints)
         self.fingerprint_dtype = dtype
-        """The dtype of floating data when it was taken."""
+        """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """That of all batches; data on another device or in another dtype keep it."""
+        return int(fingerprint([self._seen[1]]))
+
+    @property
+    def _seen(self) -> tuple[list[object], Tensor]:
+        """Signatures and fingerprints of the batches that the first pass met."""
+        if self._held:
+            return [_signature(batch) for batch in self._held], torch.stack([_fingerprint(b) for b in self._held])
+        return self._noted[0], torch.stack(self._noted[1])
 
     @property
     def num_data(self) -> int:
@@ -155,18 +175,22 @@ class Batches:
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
+        yield from self._held or self._again()
+
+    def _again(self) -> Iterator[Batch]:
+        signatures, expected = self._seen
         prints: list[Tensor] = []
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChanged(self._changed(f"there are more than the first pass's {self.num_batches} batches"))
             batch = self._read(item, index)
-            if _signature(batch) != self._signatures[index]:
+            if _signature(batch) != signatures[index]:
                 raise DataChanged(self._changed(f"batch {index} has other shapes or dtypes"))
             prints.append(_fingerprint(batch))
             yield batch
         if len(prints) < self.num_batches:
             raise DataChanged(self._changed(f"only {len(prints)} of the first pass's {self.num_batches} batches came"))
-        changed = (torch.stack(prints) != self._fingerprints).tolist()
+        changed = (torch.stack(prints) != expected).tolist()
         if any(changed):
             raise DataChanged(
                 self._changed(f"batch {changed.index(True)} has other values ({sum(changed)} batches do)")
@@ -177,7 +201,7 @@ class Batches:
 
     def verify(self) -> None:
         """Make one pass only to compare. Raises :class:`DataChanged`."""
-        for _ in self:
+        for _ in self._again():
             pass
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
@@ -224,6 +248,7 @@ def as_batches(
     layout: Layout | None = None,
     weights: bool = False,
     admit: Callable[[Inputs], None] | None = None,
+    hold: bool = False,
 ) -> Batches:
     """The batches in ``data``, checked by a first pass.
 
@@ -238,11 +263,12 @@ def as_batches(
         weights may be (n, *positions) beside (n,).
     weights: whether a third item holds sample weights; mappings name theirs.
     admit: called with each batch's inputs; raises where the model cannot be run on them.
+    hold: keep copies of the batches, which later passes give without reading the data again.
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
     disagree, NaN or Inf, negative weights, and a third item that was not declared to be weights.
     """
-    return Batches(as_source(data, batch_size, weights), device, dtype, check, layout, weights, admit)
+    return Batches(as_source(data, batch_size, weights), device, dtype, check, layout, weights, admit, hold)
 
 
 @dataclass(frozen=True, eq=False)
