@@ -116,7 +116,7 @@ class LogPosterior:
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
     def linearized(self, weights: Float[Tensor, " D"], batch: Any, whole: bool = False) -> Linearization:
-        """The network linearised at these weights, a vector in the order of `params`, on a copy of one batch as its data.
+        """The network linearised at weights in the order of `params`, a vector, on a copy of one batch as its data.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
         over two at later ones; with `whole` over the batch, for `score_and_diagonal`.
