@@ -182,7 +182,10 @@ def test_a_fit_is_settled_where_its_averaged_misfits_are_zero_within_their_stand
     nothing, all_of_them = 0 * one, one[3].expand(100)
     for average, spread, steps, said in [
         (nothing, 0.0, many, ending.SETTLED),
-        (nothing, 1.0, many, ending.SETTLED),
+        (nothing, 30.0, many, ending.SETTLED),
+        (all_of_them / 6, 0.0, few, ending.SETTLED),
+        (-all_of_them / 6, 0.0, few, ending.SETTLED),
+        (one, 66.0, many, ending.SETTLED),
         (nothing, 1.0, few, ending.NOISY),
         (one, 0.0, few, ending.DRIFTING),
         (one, 1.0, many, ending.DRIFTING),
