@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from curvops.network.data.inputs import Inputs, components, copy, first_of, normalise
 from curvops.network.data.layout import Layout
@@ -36,9 +35,9 @@ class Model:
     Outputs at several positions a point, (n, ..., C), become rows (n, T·C) as its `layout` says, once it has one.
 
     Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
-    inputs), params). Of a module a copy is called, with the settings that it had at the snapshot (`skeleton`), through
-    `functional_call`: nothing is done to the user's, and nothing done to it matters. A module can hold one set of
-    values at a time, so everything that calls it takes `lock`. A function is called as it is.
+    inputs), params). Of a module a copy is called, with the settings that it had at the snapshot (`skeleton`):
+    nothing is done to the user's, and nothing done to it matters. The copy can hold one set of values at a time, so
+    everything that calls it takes `lock`. A function is called as it is.
     `last` names the parameters of the last layer, where "last_layer" selects them (see `last_layer`).
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
@@ -54,7 +53,6 @@ class Model:
             check_deterministic_modules(self.module)
             self.module = skeleton_of(self.module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
-        self._holder = None if self.module is None else _Holder(self.module)
         self._places = {} if self.module is None else places(self.module)
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self.frozen = {
@@ -249,17 +247,17 @@ class Model:
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
         """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
-        if self.module is None or self._holder is None:
+        if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
-        held = {f"module.{place}": tensors[name] for place, name in self._places.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             stack.enter_context(own_randomness(self._flat.device))
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            return functional_call(self._holder, held, (run,), tie_weights=False)
+            stack.enter_context(_filled(self.module, {place: tensors[name] for place, name in self._places.items()}))
+            return run()
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -294,15 +292,21 @@ class Model:
         self.lock = threading.RLock()
 
 
-class _Holder(nn.Module):
-    """Runs any function while `functional_call` has put other tensors into the module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
+@contextlib.contextmanager
+def _filled(module: nn.Module, tensors: Blocks) -> Iterator[None]:
+    """While entered, these tensors are at their places in the module, as `torch.func.functional_call` puts them."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for place, tensor in tensors.items():
+            path, _, local = place.rpartition(".")
+            part = module.get_submodule(path)
+            held: dict[str, Any] = part._parameters if local in part._parameters else part._buffers
+            before.append((held, local, held[local]))
+            held[local] = tensor
+        yield
+    finally:
+        for held, local, tensor in before:
+            held[local] = tensor
 
 
 def tensors_of(source: Any) -> Blocks:
