@@ -27,6 +27,8 @@ from curvops.network.model.wrappers import unwrapped
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_OF_THE_PROCESS = threading.RLock()
+"""Held while derivatives are taken, by any model; taken after the model's own lock, never before it."""
 
 
 class Model:
@@ -261,8 +263,13 @@ class Model:
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
-        """Record derivatives even under no_grad or inference_mode, through kernels that have them."""
+        """Record derivatives even under no_grad or inference_mode, through kernels that have them.
+
+        Which kernels serve, and how deep dual numbers are nested, torch keeps for the process: one thread at a time.
+        """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            stack.enter_context(_OF_THE_PROCESS)
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             for setting in self._settings:

@@ -110,6 +110,26 @@ def test_the_users_module_is_not_touched() -> None:
     assert model.calls == 0 and len(seen) == 2
 
 
+def test_linearisations_differentiate_in_threads_of_their_own() -> None:
+    """How deep dual numbers are nested is known to the process alone: products of two linearisations met in it."""
+    lins = [co.linearize(network(), (X, Y), "classification", engine="streamed") for _ in range(2)]
+    v, failed = torch.randn(lins[0].num_parameters).double(), []
+
+    def multiply(lin: co.Linearization) -> None:
+        try:
+            for _ in range(30):
+                _ = co.GGN(lin) @ v
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=multiply, args=(lin,)) for lin in lins]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+
+
 class Ratio(float):
     pass
 
