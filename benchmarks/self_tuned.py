@@ -65,7 +65,9 @@ def results_table(found: dict[str, Any]) -> str:
     rows = []
     for case, row in found.items():
         name, start = case.rsplit(", ", 1)
-        ends = ", ".join(f"{precision:.2g}" for precision in row["precisions"].log().mean(0).exp().tolist())
+        ends = ", ".join(
+            f"{float(f'{precision:.2g}'):g}" for precision in row["precisions"].log().mean(0).exp().tolist()
+        )
         rows.append([start, name, ends, f"{100 * float(row['accuracy'].mean()):.1f} %", spread(row["loss"], 2)])
     seeds = len(next(iter(found.values()))["loss"])
     said = f"Means over {seeds} seeds; of the loss ± the standard deviation over them."

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +84,9 @@ class Study:
 
 
 def keep(name: str, result: Mapping[str, Any]) -> None:
-    """Write the raw results of a study, tensors as lists."""
+    """Write the raw results of a study, tensors as lists, a row of numbers on one line."""
     text = json.dumps(result, indent=1, ensure_ascii=False, default=Tensor.tolist)
+    text = re.sub(r"\[[^][{}\"]*\]", lambda row: " ".join(row[0].split()), text)
     (MEASURED / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
