@@ -83,7 +83,7 @@ def structure_of(model: Model) -> Hashable:
     # A mode may change what any operation does.
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise Unlike
-    if torch_module._has_any_global_hook():
+    if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
         raise Unlike
     tensors = {**model.values, **model.frozen, **model._buffers}
     shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in tensors.items())
