@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of, seeded_as
+from curvops.checks import check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
-from curvops.linalg.core.limits import check_choice, check_flag
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
@@ -114,8 +113,7 @@ def mackay(
     count = None if samples is None else checked_count(samples)
     if count == 1:
         raise ValueError("samples=1 gives no standard error; take two or more.")
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+    checked_whole("steps", steps)
     check_choice("prior", prior, PRIORS)
     check_choice("update", update, ("mackay", "em"))
     present = post.prior.diagonal

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from curvops.checks import checked_whole
 from curvops.evidence.ascent import Ascent
 from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
 from curvops.evidence.precision_groups import OVER, precision_groups
-from curvops.linalg.core.limits import checked_whole
 from curvops.posterior.arguments import check_accuracy
 from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from curvops.checks import checked_whole
 from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.inputs import move, move_tensor, normalise, take
@@ -72,8 +72,8 @@ def train(
     Cost: that of training, and for each update a linearisation, the curvature and the shares of the weights.
     """
     for name, number in (("epochs", epochs), ("every", every), ("batch_size", batch_size), ("steps", steps)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+        if number is not None:
+            checked_whole(name, number)
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvops.checks import check_flag
 from curvops.evidence.ascent import Undetermined
 from curvops.evidence.grid import checked_precisions
-from curvops.linalg.core.limits import check_flag
 from curvops.network.data.batches import as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise
 from curvops.network.data.randomness import items

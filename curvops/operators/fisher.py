@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_flag, check_generator
+from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
 from curvops.network.walks.passes import Passes
@@ -47,7 +47,7 @@ class EmpiricalFisher(Curvature):
 
 def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
     """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
-    _check_samples(mc_samples)
+    checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
     check_generator(generator)
     with torch.no_grad():
         walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
@@ -111,17 +111,10 @@ def output_fisher(lin: Linearization, kind: str, mc_samples: int, generator: tor
     Raises ValueError for another word, for `mc_samples` below 1, and above 1 where nothing is drawn.
     """
     check_kind(kind)
-    _check_samples(mc_samples)
+    checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
     if kind != "mc" and mc_samples != 1:
         raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
     if kind == "mc":
         check_generator(generator)
         return DrawnInPassing(lin, mc_samples, generator)
     return Exact(lin.likelihood) if kind == "exact" else Empirical(lin.likelihood)
-
-
-def _check_samples(mc_samples: int) -> None:
-    if isinstance(mc_samples, bool) or not isinstance(mc_samples, int):
-        raise TypeError(f"mc_samples must be a whole number of targets a point, got {mc_samples!r}.")
-    if mc_samples < 1:
-        raise ValueError(f"mc_samples={mc_samples} must be at least 1.")

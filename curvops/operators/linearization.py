@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import check_flag
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.limits import check_flag
 from curvops.linalg.core.sources import Sources
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batch, Batches
@@ -196,11 +196,7 @@ class Linearization:
 
         With `per_token` those of the tokens of sequences, (N·T, D). Raises TypeError for anything but True or False.
         """
-        if not isinstance(per_token, bool):
-            raise TypeError(
-                f"per_token must be True or False, got {type(per_token).__name__}. Gradients are those of the training "
-                "points; for other points linearise there: co.linearize(model, (x, y), likelihood).gradients()."
-            )
+        check_flag("per_token", per_token, "For points other than the training points linearise there.")
         return Gradients(self.theta, *self.likelihood.hyperparameters, lin=self, per_token=per_token)
 
     def positions_apart(self, per_token: bool) -> int:

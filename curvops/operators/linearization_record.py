@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import digest
+from curvops.checks import check_limits
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.data.batches import Batches, as_batches
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
@@ -24,7 +25,7 @@ from curvops.network.likelihoods.likelihood_record import record_of_likelihood, 
 from curvops.network.model.identity import identity_of, require_same_network
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
-from curvops.network.walks.budget import Budget, check_budget, default_budget
+from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.source import likelihood_state
 from curvops.operators.linearization import Linearization
 from curvops.operators.linearize import at_positions, checked_layout, first_points, output_shape
@@ -89,7 +90,7 @@ def recorded_linearization(
     Raises ValueError where the model, the data or the likelihood are not those of the record.
     """
     check_progress(progress)
-    check_budget(memory_budget)
+    check_limits(memory_budget=memory_budget)
     held = tensors_of(model)
     require_same_network(record["tensors"], held)
     names, index = record["names"], record["index"]

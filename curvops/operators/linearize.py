@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from curvops.checks import check_choice, check_flag, check_limits
 from curvops.network.data.batches import as_batches, as_source, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
@@ -21,7 +22,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
-from curvops.network.walks.budget import Budget, check_budget, default_budget
+from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators.linearization import Linearization
 from curvops.progress import Progress, check_progress
 
@@ -94,15 +95,10 @@ def linearize(
     passes over two points, about twenty for the first network of its structure: what is proven of its derivatives then
     is not proven again.
     """
-    if engine not in get_args(EngineChoice):
-        raise ValueError(f"engine={engine!r}; expected 'auto', 'streamed', 'autodiff' or 'layerwise'.")
+    check_choice("engine", engine, get_args(EngineChoice))
     check_progress(progress)
-    check_budget(memory_budget)
-    if not isinstance(weights, bool):
-        raise TypeError(
-            f"weights={type(weights).__name__}: it says whether data hold weights. Give them with the data, (X, y, w) "
-            "and weights=True."
-        )
+    check_limits(memory_budget=memory_budget)
+    check_flag("weights", weights, "Give them with the data: (X, y, w) and weights=True.")
     by_running = isinstance(parameters, str) and parameters == "last_layer"
     network = Model(model, None if by_running else parameters)
     if by_running:

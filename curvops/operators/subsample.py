@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_generator
+from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import as_batches
 from curvops.network.data.inputs import take
 from curvops.operators.linearization import Linearization
@@ -58,9 +56,6 @@ def _positions(m: int | Tensor, num_data: int, generator: torch.Generator | None
     check_generator(generator)
     if isinstance(m, Tensor) and m.ndim:
         return checked_indices(m, num_data).cpu().sort().values
-    if isinstance(m, bool) or not isinstance(m, numbers.Integral):
-        raise TypeError(f"m must be a whole number of points or a vector of their positions, got {m!r}.")
-    if not 1 <= m <= num_data:
-        raise ValueError(f"m must lie between 1 and the {num_data} points, got {m}.")
+    count = checked_whole("m", m, 1, num_data, "a whole number of points or a vector of their positions")
     device = None if generator is None else generator.device
-    return torch.randperm(num_data, generator=generator, device=device)[: int(m)].cpu().sort().values
+    return torch.randperm(num_data, generator=generator, device=device)[:count].cpu().sort().values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_generator
+from curvops.checks import check_generator, checked_number, checked_whole
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.operators.algebra import is_symmetric
 from curvops.network.model.model import Model
@@ -20,20 +19,12 @@ from curvops.operators import Linearization
 
 def checked_count(k: Any) -> int:
     """A number of draws; TypeError unless it is whole, ValueError below 1."""
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise TypeError(f"k must be a whole number of draws, got {k!r}.")
-    count = int(k)
-    if count < 1:
-        raise ValueError(f"k must be at least one draw, got {count}.")
-    return count
+    return checked_whole("k", k, kind="a whole number of draws")
 
 
 def check_accuracy(rtol: Any, generator: Any = None, name: str = "rtol") -> None:
     """TypeError or ValueError unless `rtol` is a positive finite number and `generator` a torch.Generator or None."""
-    if isinstance(rtol, bool) or not isinstance(rtol, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {rtol!r}.")
-    if not 0 < float(rtol) < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {rtol}.")
+    checked_number(name, rtol)
     check_generator(generator)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +10,9 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_choice, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
@@ -85,8 +84,8 @@ def check_form(form: Any, rank: Any) -> str | None:
     """The form in which an earlier posterior is to be kept, "low_rank" where a rank alone is given."""
     if form is not None:
         check_choice("form", form, FORMS)
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, numbers.Integral)):
-        raise TypeError(f"rank must be a whole number, got {rank!r}.")
+    if rank is not None:
+        checked_whole("rank", rank)
     if rank is not None and form == "kronecker":
         raise ValueError(f"rank={rank} is for form='low_rank' or 'low_rank_diagonal'; a Kronecker form has none.")
     return "low_rank" if form is None and rank is not None else form

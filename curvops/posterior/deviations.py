@@ -18,9 +18,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories

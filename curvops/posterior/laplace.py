@@ -18,8 +18,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
+from curvops.checks import check_choice, check_flag, checked_number
 from curvops.linalg import Estimate
-from curvops.linalg.core.limits import check_choice, check_flag
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods.sequences import single_noise
@@ -47,7 +47,7 @@ from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, linear_mode
 from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
-from curvops.posterior.priors import KroneckerPrior, Prior, read_prior, read_temperature
+from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
 from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
@@ -490,7 +490,7 @@ def laplace(
     """
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin)
-    return _posterior(lin, curvature, prior, read_temperature(temperature), check_mode)
+    return _posterior(lin, curvature, prior, checked_number("temperature", temperature), check_mode)
 
 
 def _posterior(

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
+from curvops.checks import check_choice, checked_whole
 
 __all__ = [
     "ReliabilityBins",
@@ -80,8 +80,7 @@ def reliability_bins(
 ) -> ReliabilityBins:
     """Group points by confidence (the largest probability) into `bins` equal-width bins of (0, 1]."""
     _check(probabilities, labels)
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, not {bins}")
+    checked_whole("bins", bins)
     confidence, predicted = probabilities.max(-1)
     edges = torch.linspace(0, 1, bins + 1, dtype=probabilities.dtype, device=probabilities.device)
     where = (torch.bucketize(confidence, edges) - 1).clamp(0, bins - 1)

@@ -16,6 +16,7 @@ from linear_operator.operators import LinearOperator
 from scipy.special import chdtri
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg import Dense
 
 
@@ -101,8 +102,7 @@ class SampledNormal(Normal):
 
     def variance_interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*N C"], Float[Tensor, "*N C"]]:
         """The exact interval of each variance from the quantiles of χ²; ValueError for a level outside (0, 1)."""
-        if not 0.0 < level < 1.0:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        checked_number("level", level, "(0, 1)")
         k, tail = self._known_draws(), (1 - level) / 2
         low, high = (k / float(chdtri(k, q)) for q in (tail, 1 - tail))
         return self.variance * low, self.variance * high

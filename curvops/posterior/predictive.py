@@ -16,8 +16,8 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_choice, check_flag, check_generator
 from curvops.linalg import Estimate, LowRank
-from curvops.linalg.core.limits import check_choice, check_flag, check_generator
 from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Sequences

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,12 +129,3 @@ def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> 
             "detach them, or give a number or a vector."
         )
     return given
-
-
-def read_temperature(given: Any) -> float:
-    """A positive finite number; TypeError or ValueError otherwise."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"temperature must be a number, got {given!r}.")
-    if not 0 < float(given) < math.inf:
-        raise ValueError(f"temperature must be positive and finite, got {given}.")
-    return float(given)

@@ -7,7 +7,6 @@ depends on have the largest of all: such a selection predicts without any uncert
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
-from curvops.linalg.core.limits import check_choice, check_generator
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.row_squares import squared_columns
@@ -150,15 +149,12 @@ def select(
     """
     check_linearization(lin)
     check_generator(generator)
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise TypeError(f"k must be a whole number of weights, got {k!r}; of a share take int(share * D).")
     check_choice("score", score, SCORES)
     prior = read_prior(prior_precision, 0.0, lin.model).diagonal
     if prior is None:
         raise ValueError("prior_precision is an operator; scores take a number, a vector or a mapping.")
     allowed = _within(lin, modules)
-    if not 1 <= k <= len(allowed):
-        raise ValueError(f"k must lie between 1 and the {len(allowed):,} weights to choose from, got {int(k):,}.")
+    k = checked_whole("k", k, 1, len(allowed), "a whole number of weights (of a share take int(share * D))")
     given = Ingredients(lin, prior.detach(), x, snapshots, generator)
     with torch.no_grad():
         values = SCORES[score](given)[allowed]

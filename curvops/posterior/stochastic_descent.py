@@ -9,7 +9,6 @@ near interpolation, L is better.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -19,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
-from curvops.linalg.core.limits import check_choice, check_within
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvature_root import CurvatureRoot
@@ -71,12 +70,10 @@ class StochasticDescent:
     def __post_init__(self) -> None:
         check_choice("loss", self.loss, get_args(Loss))
         for name in ("batch_size", "epochs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}.")
+            checked_whole(name, getattr(self, name))
         for name, interval in RANGES.items():
             if name != "step_size" or self.step_size is not None:
-                check_within(name, getattr(self, name), interval)
+                checked_number(name, getattr(self, name), interval)
 
     def solve(
         self,

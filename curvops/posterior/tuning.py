@@ -10,6 +10,7 @@ from jaxtyping import Float
 from scipy.special import chdtri
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg.core.summary import Summarised
 
 
@@ -134,8 +135,7 @@ class Validation(Summarised):
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """The quantiles of χ² / its degrees of freedom that enclose the level."""
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+    checked_number("level", level, "(0, 1)")
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))
     return low.to(freedom.device), high.to(freedom.device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import replace
 from typing import Any
 
+from curvops.checks import check_flag, checked_whole
 from curvops.sampling.transition import Transition
 
 
@@ -31,10 +31,7 @@ def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
         raise TypeError(f"chains takes a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
     if sampler.chains is not None:
         raise ValueError(f"the sampler runs {sampler.chains} chains already; give the sampler of one.")
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise TypeError(f"k must be a whole number of chains, got {k!r}.")
-    if k < 1:
-        raise ValueError(f"k must be at least one chain, got {k}.")
-    if not (vectorized is None or isinstance(vectorized, bool)):
-        raise TypeError(f"vectorized must be True, False or None, got {vectorized!r}.")
-    return replace(sampler, chains=int(k), density=replace(sampler.density, vectorized=vectorized, _together=[]))
+    count = checked_whole("k", k, kind="a whole number of chains")
+    if vectorized is not None:
+        check_flag("vectorized", vectorized)
+    return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
+from curvops.checks import check_choice
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.jacobian import Jacobian

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
-from curvops.linalg.core.limits import check_choice, checked_whole
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvature_root import root_of
 from curvops.operators.fisher import output_fisher
@@ -22,7 +22,6 @@ from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.sampling.families import RANK
 from curvops.sampling.log_density import LogPosterior
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import checked
 from curvops.sampling.sghmc import fields_of
 from curvops.sampling.state import Info, State
 from curvops.sampling.transition import Transition, common_arguments
@@ -225,7 +224,7 @@ def ekf(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,
         fisher=fisher,
-        transition_noise=checked("transition_noise", transition_noise, zero=True),
+        transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
         rank=RANK if rank is None else checked_whole("rank", rank, 1),
     )
 

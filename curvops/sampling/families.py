@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import checked_whole
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
-from curvops.linalg.core.limits import checked_whole
 from curvops.sampling.noise_source import NoiseSource
 from curvops.sampling.structure import Structure
 

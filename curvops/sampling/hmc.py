@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import checked_number, checked_whole
 from curvops.sampling.long_sums import long_dot
 from curvops.sampling.metropolis import Metropolis, MetropolisState, choice, kept
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import checked
 from curvops.sampling.sghmc import fields_of
 from curvops.sampling.state import Info, State
 from curvops.sampling.transition import common_arguments
@@ -118,6 +117,5 @@ def hmc(
     Cost: L gradients (and one where the batch is another than before), L + 1 products with D, a solve, a draw.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    if isinstance(leapfrog_steps, bool) or not isinstance(leapfrog_steps, numbers.Integral) or leapfrog_steps < 1:
-        raise ValueError(f"leapfrog_steps must be a whole number, at least 1, got {leapfrog_steps!r}.")
-    return Leapfrog(**shared, leapfrog_steps=int(leapfrog_steps), refreshment=1.0, sigma=checked("sigma", sigma))
+    steps = checked_whole("leapfrog_steps", leapfrog_steps)
+    return Leapfrog(**shared, leapfrog_steps=steps, refreshment=1.0, sigma=checked_number("sigma", sigma))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from curvops.checks import checked_number
 from curvops.sampling.hmc import Leapfrog
-from curvops.sampling.schedules import checked
 from curvops.sampling.transition import common_arguments
 
 
@@ -41,6 +41,6 @@ def lmc(
     Cost: a gradient (two where the batch is another than before), two products with D, a solve, a draw.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    if checked("refreshment", refreshment) > 1:
+    if checked_number("refreshment", refreshment) > 1:
         raise ValueError(f"refreshment must lie in (0, 1], got {refreshment}.")
-    return Leapfrog(**shared, leapfrog_steps=1, refreshment=float(refreshment), sigma=checked("sigma", sigma))
+    return Leapfrog(**shared, leapfrog_steps=1, refreshment=float(refreshment), sigma=checked_number("sigma", sigma))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import digest
+from curvops.checks import checked_whole
 from curvops.network.data.batches import as_batches, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.engines.engine import Engines
@@ -232,17 +232,13 @@ def log_posterior(
         )
     if likelihood is None:
         raise ValueError("likelihood is missing: give one of co.likelihoods, a loss of torch, or 'classification'.")
-    if isinstance(data_size, bool) or not isinstance(data_size, numbers.Integral) or data_size < 1:
-        raise ValueError(
-            f"data_size must be the number N of points in all batches together, at least 1, got {data_size!r}: the "
-            "prior counts 1/N beside a mean over the batch."
-        )
+    size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if reading_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
     else:  # read at the first batch, whose shapes it needs
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
-    return LogPosterior(network, _prior(prior_precision, prior_mean, network), int(data_size), weights, likelihood)
+    return LogPosterior(network, _prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
 
 def _prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import is_psd
@@ -18,7 +19,6 @@ from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import checked
 from curvops.sampling.structure import Structure
 
 
@@ -118,7 +118,7 @@ def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
     if given is None:
         return Isotropic()
     if isinstance(given, numbers.Real) and not isinstance(given, bool):
-        return Isotropic(checked(name, given))
+        return Isotropic(checked_number(name, given))
     if isinstance(given, Tensor) and given.ndim == 1:
         given = Diagonal(given.detach().clone())
     if not isinstance(given, Operator):

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from curvops.checks import checked_number
 from curvops.network.model.wrappers import unwrapped
-from curvops.sampling.schedules import checked
 
 FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)
@@ -37,7 +37,7 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
     module: Any = unwrapped(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function give a mapping.")
-    sw, sb = checked("weight_std", weight_std), checked("bias_std", bias_std)
+    sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
     known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
     biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
     others = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
 
+from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
-from curvops.linalg.core.limits import check_choice, check_generator
 from curvops.network.likelihoods import Categorical, Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.model.parameters import Blocks
@@ -296,8 +295,8 @@ def reprior(
         check_choice("form", form, get_args(Form))
     if last is not None and form == "ntk":
         raise ValueError("last names a readout, and form='ntk' changes all weights alike: leave one of them out.")
-    stated = None if noise is None else _positive("noise", noise, finite=True)
-    level = None if reg is None else _positive("reg", reg, finite=form == "ntk")
+    stated = None if noise is None else checked_number("noise", noise)
+    level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
     variance = _variance(lin, stated)
     if level is None and variance is None and stated is None:
@@ -357,15 +356,6 @@ def _variance(lin: Linearization, noise: float | None) -> float | None:
     if len(set(likelihood.noise.flatten().tolist())) > 1:
         raise ValueError(f"reprior takes one noise variance for all outputs, got {likelihood.noise.tolist()}.")
     return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
-
-
-def _positive(name: str, given: Any, finite: bool) -> float:
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {given!r}.")
-    value = float(given)
-    if not value > 0 or (finite and value == math.inf):
-        raise ValueError(f"{name} must be positive{' and finite' if finite else ''}, got {given}.")
-    return value
 
 
 def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
-from curvops.linalg.core.limits import check_generator, checked_whole
+from curvops.checks import check_generator, checked_number, checked_whole
 from curvops.progress import Progress, check_progress, shown
 from curvops.sampling.chain import Chain
 from curvops.sampling.divergence import Watch
@@ -217,8 +216,7 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
         raise ValueError(
             f"target_acceptance is for Metropolis samplers (hmc, lmc, pcn); {type(sampler).__name__} is none."
         )
-    if isinstance(target, bool) or not isinstance(target, numbers.Real) or not 0 < target < 1:
-        raise ValueError(f"target_acceptance must lie between 0 and 1, got {target!r}.")
+    checked_number("target_acceptance", target, "(0, 1)")
     if warmup < 1:
         raise ValueError("target_acceptance is reached in a warm-up: give warmup=, some hundred steps.")
     if not isinstance(sampler.step_size, Constant):

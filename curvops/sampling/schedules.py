@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from curvops.checks import checked_number, checked_whole
 
 Schedule = Callable[[int], float]
 
@@ -30,9 +31,9 @@ class RobbinsMonro:
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        checked("a", self.a)
-        checked("b", self.b)
-        if not 0.5 < checked("gamma", self.gamma) <= 1:
+        checked_number("a", self.a)
+        checked_number("b", self.b)
+        if not 0.5 < checked_number("gamma", self.gamma) <= 1:
             raise ValueError(
                 f"gamma must lie in (½, 1], got {self.gamma}: at ½ or below the squared steps add up to ∞, above 1 "
                 "the steps themselves do not."
@@ -51,36 +52,25 @@ class Cosine:
     last: float = 0.0
 
     def __post_init__(self) -> None:
-        checked("first", self.first)
-        checked("last", self.last, zero=True)
-        if isinstance(self.period, bool) or not isinstance(self.period, numbers.Integral) or self.period < 1:
-            raise ValueError(f"period must be a whole number of steps, at least 1, got {self.period!r}.")
+        checked_number("first", self.first)
+        checked_number("last", self.last, "[0, inf)")
+        checked_whole("period", self.period, kind="a whole number of steps")
 
     def __call__(self, step: int) -> float:
         share = (1 + math.cos(math.pi * (step % self.period) / self.period)) / 2
         return self.last + (self.first - self.last) * share
 
 
-def checked(name: str, value: Any, zero: bool = False) -> float:
-    """A positive finite number, or 0 where that is allowed; TypeError or ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    number = float(value)
-    if not (0 < number < math.inf or (zero and number == 0)):
-        raise ValueError(f"{name} must be {'0 or more' if zero else 'positive'} and finite, got {value}.")
-    return number
-
-
 def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
     """A number, checked, or a function of the step, whose values `at` checks."""
     if callable(given) and not isinstance(given, type):
         return given
-    if not isinstance(given, numbers.Real) or isinstance(given, bool):
-        raise TypeError(f"{name} must be a number or a function of the step, such as RobbinsMonro(a), got {given!r}.")
-    return Constant(checked(name, given, zero))
+    kind = "a number or a function of the step, such as RobbinsMonro(a)"
+    return Constant(checked_number(name, given, "[0, inf)" if zero else "(0, inf)", kind))
 
 
 def at(name: str, schedule: Schedule, step: int, zero: bool = False) -> float:
     """The value at a step, checked unless it was before."""
-    value = schedule(step)
-    return value if isinstance(schedule, Constant) else checked(f"{name} at step {step}", value, zero)
+    if isinstance(schedule, Constant):
+        return schedule.value
+    return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)" if zero else "(0, inf)")

@@ -9,9 +9,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_flag
+from curvops.checks import check_flag, checked_number
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import Constant, checked
+from curvops.sampling.schedules import Constant
 from curvops.sampling.sgld import deviation
 from curvops.sampling.state import Info, MomentumState, State
 from curvops.sampling.transition import Transition, common_arguments
@@ -160,7 +160,7 @@ def sghmc(
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     check_flag("momentum_first", momentum_first)
-    shared |= friction(alpha, sigma) | {"beta": checked("beta", beta, zero=True)}
+    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
     return SGHMC(**shared, momentum_first=momentum_first)
 
 
@@ -201,13 +201,13 @@ def sgnht(
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
     if shared["temperature"] == Constant(0.0):
         raise ValueError(COLD)
-    shared |= friction(alpha, sigma) | {"beta": checked("beta", beta, zero=True)}
+    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
     return SGNHT(**shared)
 
 
 def friction(alpha: Any, sigma: Any) -> dict[str, float]:
     """α and σ, checked."""
-    return {"alpha": checked("alpha", alpha), "sigma": checked("sigma", sigma)}
+    return {"alpha": checked_number("alpha", alpha), "sigma": checked_number("sigma", sigma)}
 
 
 def fields_of(state: State) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from curvops.checks import checked_number
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import checked
 from curvops.sampling.state import Info, State
 from curvops.sampling.transition import Transition, common_arguments
 
@@ -59,7 +59,7 @@ def sgld(
     Cost: a gradient, a product with D and a draw by its root; three vectors.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    return SGLD(**shared, beta=checked("beta", beta, zero=True))
+    return SGLD(**shared, beta=checked_number("beta", beta, "[0, inf)"))
 
 
 def deviation(variance: float, beta: float) -> float:

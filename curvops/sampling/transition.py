@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_flag, check_generator
+from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.posterior.stochastic_descent import Diverged
 from curvops.sampling.evaluation import Evaluation, LogDensity
 from curvops.sampling.metric import Isotropic, as_metric
@@ -205,14 +204,13 @@ def common_arguments(
         )
     if data_size is None:
         data_size = known
-    if isinstance(data_size, bool) or not isinstance(data_size, numbers.Integral) or data_size < 1:
-        raise ValueError(f"data_size must be a whole number of points, at least 1, got {data_size!r}.")
+    size = checked_whole("data_size", data_size, kind="a whole number of points")
     if known is not None and data_size != known:
         raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
     return {
         "density": Evaluation(log_posterior),
         "step_size": as_schedule("step_size", step_size),
         "temperature": as_schedule("temperature", temperature, zero=True),
-        "data_size": int(data_size),
+        "data_size": size,
         "metric": as_metric(preconditioner),
     }

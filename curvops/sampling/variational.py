@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice, check_flag, checked_whole
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.operators import Linearization
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior
 from curvops.sampling.families import FAMILIES, GaussianFamily, family_of
 from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.schedules import at, checked
+from curvops.sampling.schedules import at
 from curvops.sampling.sghmc import fields_of
 from curvops.sampling.state import Info, State
 from curvops.sampling.torch_optimizer import Optimizer, OptimizerState
@@ -258,5 +258,5 @@ def vi(
         family=family_of(family, rank),
         draws=checked_whole("draws", draws, 1),
         stick_the_landing=stick_the_landing,
-        initial_scale=checked("initial_scale", initial_scale),
+        initial_scale=checked_number("initial_scale", initial_scale),
     )

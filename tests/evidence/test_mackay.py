@@ -317,7 +317,7 @@ def test_halved_steps_end_half_way_in_the_logarithms():
 
 WRONG = {
     "no posterior": (lambda post: co.evidence.mackay(post.lin), TypeError, "posterior"),
-    "no draws": (lambda post: co.evidence.mackay(post, 0), ValueError, "at least one"),
+    "no draws": (lambda post: co.evidence.mackay(post, 0), ValueError, "at least 1"),
     "one draw": (lambda post: co.evidence.mackay(post, 1), ValueError, "two or more"),
     "half a draw": (lambda post: co.evidence.mackay(post, 2.5), TypeError, "whole number"),
     "no steps": (lambda post: co.evidence.mackay(post, 4, 0), ValueError, "steps"),

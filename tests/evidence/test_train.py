@@ -117,7 +117,7 @@ WRONG = {
     "no epochs": (lambda m, d: co.evidence.train(m, d, "classification", epochs=0), ValueError, "epochs"),
     "half a batch": (
         lambda m, d: co.evidence.train(m, d, "classification", epochs=1, batch_size=2.5),
-        ValueError,
+        TypeError,
         "batch_size",
     ),
     "weight decay twice": (

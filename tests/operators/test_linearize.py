@@ -207,8 +207,12 @@ def test_parameters_that_are_not_finite(parameters: str | None, value: float) ->
         ({"parameters": "tail.*"}, ValueError, "names no parameter; the model has 0.weight"),
         ({"parameters": lambda name, tensor: False}, ValueError, "selects nothing"),
         ({"parameters": torch.tensor([51])}, ValueError, "out of range: the flat vector has 51 entries"),
-        ({"weights": torch.ones(7)}, TypeError, r"weights=Tensor: it says .* \(X, y, w\) and weights=True"),
-        ({"memory_budget": -1}, ValueError, "memory_budget=-1 must be a number of bytes, at least 0"),
+        (
+            {"weights": torch.ones(7)},
+            TypeError,
+            r"weights must be True or False, got Tensor. .*weights=True",
+        ),
+        ({"memory_budget": -1}, ValueError, "memory_budget must not be negative, got -1"),
     ],
     ids=["name", "nothing", "index", "weights", "budget"],
 )

@@ -47,8 +47,8 @@ WRONG_LAPLACE = {
     "check_mode": (lambda lin: co.laplace(lin, check_mode="no"), TypeError, "check_mode"),
 }
 WRONG_USES = {
-    "no draws": (lambda post: post.sample(0), ValueError, "k must be at least one"),
-    "negative": (lambda post: post.sample(-1), ValueError, "k must be at least one"),
+    "no draws": (lambda post: post.sample(0), ValueError, "k must be at least 1"),
+    "negative": (lambda post: post.sample(-1), ValueError, "k must be at least 1"),
     "a fraction of a draw": (lambda post: post.sample(2.5), TypeError, "k must be a whole number"),
     "a float": (lambda post: post.sample(2.0), TypeError, "k must be a whole number"),
     "a shape": (lambda post: post.sample((2, 3)), TypeError, "k must be a whole number"),

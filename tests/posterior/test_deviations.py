@@ -247,7 +247,7 @@ def test_misuse_is_refused_by_name(annotations_unchecked):
     other = co.laplace(co.linearize(*_smaller()), check_mode=False)
     noise = other.deviations(2, generator=seeded()).noise
     for arguments, error, message in [
-        ((0,), ValueError, "k must be at least one"),
+        ((0,), ValueError, "k must be at least 1"),
         ((2.5,), TypeError, "k must be a whole number"),
         ((2, noise), ValueError, "the noise is of 7 points"),
         ((2, "cg"), TypeError, "noise must be"),
@@ -268,22 +268,24 @@ def test_misuse_is_refused_by_name(annotations_unchecked):
     for method in ("dual", "sgd"):
         with pytest.raises(ValueError, match="KFAC has not"):
             kfac.deviations(2, method=method)
-    for options in ({"loss": "L"}, {"epochs": 0}, {"step_size": -1.0}, {"batch_size": True}, {"clip": math.nan}):
+    for options in ({"loss": "L"}, {"epochs": 0}, {"step_size": -1.0}, {"clip": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
             co.StochasticDescent(**options)
-    for name, interval, inside, outside in [
-        ("step_size", r"\(0, inf\)", [1e-300], [0, math.inf]),
-        ("momentum", r"\[0, 1\)", [0, 0.99], [-1e-300, 1]),
-        ("final", r"\(0, 1\]", [1e-300, 1], [0, 1 + 1e-12]),
-        ("averaging", r"\(0, 1\]", [1], [0, 1 + 1e-12]),
+    for name, words, inside, outside in [
+        ("step_size", "be positive and finite", [1e-300], [0, math.inf]),
+        ("momentum", r"lie in \[0, 1\)", [0, 0.99], [-1e-300, 1]),
+        ("final", r"lie in \(0, 1\]", [1e-300, 1], [0, 1 + 1e-12]),
+        ("averaging", r"lie in \(0, 1\]", [1], [0, 1 + 1e-12]),
     ]:
         for value in inside:
             co.StochasticDescent(**{name: value})
         for value in outside:
-            with pytest.raises(ValueError, match=f"{name} must lie in {interval}, got"):
+            with pytest.raises(ValueError, match=f"{name} must {words}, got"):
                 co.StochasticDescent(**{name: value})
     with pytest.raises(TypeError, match="momentum must be a number, got '0.9'"):
         co.StochasticDescent(momentum="0.9")
+    with pytest.raises(TypeError, match="batch_size must be a whole number, got True"):
+        co.StochasticDescent(batch_size=True)
     with pytest.raises(co.linalg.NotConverged, match="2 of 2 draws did not converge") as caught:
         post.deviations(2, method=co.StochasticDescent(epochs=1, batch_size=10), rtol=1e-9)
     assert caught.value.deviations.draws.shape == (2, 51)

@@ -117,7 +117,7 @@ def test_what_it_has_not_is_refused_by_name() -> None:
         (lambda: co.GaussianPosterior.of(model, good), TypeError, "linearised network"),
         (lambda: co.GaussianPosterior.of(lin, forms(48)["diagonal"]), ValueError, r"shape \(51, 51\)"),
         (lambda: co.GaussianPosterior.of(lin, good.to(torch.float32)), ValueError, "float32"),
-        (lambda: co.GaussianPosterior.of(lin, good).sample(0), ValueError, "at least one"),
+        (lambda: co.GaussianPosterior.of(lin, good).sample(0), ValueError, "at least 1"),
         (lambda: co.GaussianPosterior.of(lin, good).sample(1.5), TypeError, "whole number"),
         (lambda: co.GaussianPosterior.of(lin, good).trace(torch.eye(51)), TypeError, "M must be an operator"),
         (lambda: co.evidence.maximize(co.GaussianPosterior.of(lin, good)), TypeError, "GaussianPosterior"),

@@ -388,7 +388,7 @@ WRONG = {
     "another link": (lambda post: post.probabilities(X, "logit"), ValueError, "'bridge_norm', 'network'"),
     "noise of classes": (lambda post: post.predict(X, noise=True), ValueError, "Gaussian likelihood.*Categorical"),
     "noise in numbers": (lambda post: post.predict(X, noise=0.1), TypeError, "noise"),
-    "no functions": (lambda post: post.functions(X, 0), ValueError, "at least one"),
+    "no functions": (lambda post: post.functions(X, 0), ValueError, "at least 1"),
     "functions by position": (lambda post: post.functions(3, X), TypeError, "number of draws"),
     "a seed": (lambda post: post.uncertainty(X, generator=0), TypeError, "manual_seed"),
     "wrong draws": (lambda post: post.uncertainty(X, torch.zeros(2, 3)), ValueError, "samples must be"),

@@ -309,7 +309,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path, annotations_unchecked):
     assert "path must be" in refusal(post.save, None)
     assert "model must be an nn.Module or a pair" in refusal(co.load, path, str(path))
     assert "No likelihood for" in refusal(co.load, path, model, likelihood=3)
-    assert "memory_budget=-1" in refusal(co.load, path, model, memory_budget=-1)
+    assert "memory_budget must not be negative, got -1" in refusal(co.load, path, model, memory_budget=-1)
     assert "progress must be" in refusal(co.load, path, model, progress="yes")
     assert "cannot be read" in refusal(co.load, path, model, 3)
 

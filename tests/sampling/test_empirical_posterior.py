@@ -208,7 +208,7 @@ def test_what_is_no_linearisation_is_refused() -> None:
     model, lin, draws, _ = setting()
     with pytest.raises(TypeError, match="linearised network"):
         co.sampling.empirical(model, draws)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         co.sampling.empirical(lin, draws).sample(0)
     with pytest.raises(ValueError, match="one draw has no spread"):
         co.sampling.empirical(lin, {name: t[:1, :1] for name, t in draws.items()})

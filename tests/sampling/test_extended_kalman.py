@@ -218,7 +218,11 @@ def test_bad_arguments_are_refused_by_name() -> None:
     for call, error, words in [
         (lambda: ekf(log_posterior, "full"), ValueError, "'diagonal', 'dense', 'low_rank_diagonal'"),
         (lambda: ekf(log_posterior, fisher="exact"), ValueError, "'ggn', 'empirical'"),
-        (lambda: ekf(log_posterior, transition_noise=-1.0), ValueError, "transition_noise must be 0 or more"),
+        (
+            lambda: ekf(log_posterior, transition_noise=-1.0),
+            ValueError,
+            "transition_noise must be finite",
+        ),
         (lambda: ekf(log_posterior, lr=0.0), ValueError, "step_size|lr"),
         (lambda: ekf(log_posterior, lr="fast"), TypeError, "step_size|lr"),
         (lambda: ekf(log_posterior, rank=3), ValueError, "'diagonal' has none"),

@@ -153,9 +153,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     model, X, y = problem()
     lin = co.linearize(model, (X, y), "classification")
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (model, {"likelihood": "classification"}, ValueError, "data_size"),
+        (model, {"likelihood": "classification"}, TypeError, "data_size"),
         (model, {"likelihood": "classification", "data_size": 0}, ValueError, "data_size"),
-        (model, {"likelihood": "classification", "data_size": 11.0}, ValueError, "data_size"),
+        (model, {"likelihood": "classification", "data_size": 11.0}, TypeError, "data_size"),
         (model, {"data_size": 11}, ValueError, "likelihood is missing"),
         (model, {"likelihood": "poetry", "data_size": 11}, TypeError, "No likelihood"),
         (lin, {"data_size": 11}, ValueError, "brings data_size"),

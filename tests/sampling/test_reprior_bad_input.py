@@ -231,7 +231,7 @@ CALLS = {
         "float32 on cpu, the network",
     ),
     "theta": (lambda rep, phi: rep.inverse(list(phi)), TypeError, "theta must be a mapping"),
-    "no draws": (lambda rep, phi: rep.sample(0), ValueError, "at least one"),
+    "no draws": (lambda rep, phi: rep.sample(0), ValueError, "at least 1"),
     "half a draw": (lambda rep, phi: rep.normal(1.5), TypeError, "whole number"),
     "one sample": (lambda rep, phi: rep.divergence(1), ValueError, "at least 2"),
     "one draw": (lambda rep, phi: rep.gradient_gap(rep.normal(1)), ValueError, "at least 2"),

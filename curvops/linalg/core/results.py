@@ -16,6 +16,7 @@ from linear_operator.utils.errors import NotPSDError
 from scipy.special import stdtrit
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Vectors
 
@@ -266,8 +267,7 @@ class Estimate(Summarised):
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
         """
-        if not 0.0 < level < 1.0:
-            raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        checked_number("level", level, "(0, 1)")
         half = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
         if self.samples == 1:
             half = torch.full_like(self.value, math.inf)

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_generator
+from curvops.checks import check_generator
 from curvops.progress import counting
 
 Matrix: TypeAlias = Tensor | LinearOperator

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
+from curvops.checks import check_choice
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Estimate, Reason
 from curvops.linalg.core.vectors import Matrix, describe, largest, product

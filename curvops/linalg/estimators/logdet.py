@@ -23,6 +23,7 @@ from jaxtyping import Shaped
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
@@ -253,8 +254,8 @@ def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None)
             raise ValueError(f"shift must be a number or a tensor (m,), got shape {tuple(shift.shape)}.")
     shifts = shift.reshape(-1).tolist() if isinstance(shift, Tensor) else [shift]
     for name, value in (*(("shift", s) for s in shifts), ("lower_bound", lower_bound)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}.")
+        if value is not None:
+            checked_number(name, value, "[0, inf)")
     bound = float(lower_bound or 0.0)
     return bound, [bound + float(s or 0.0) for s in shifts]
 

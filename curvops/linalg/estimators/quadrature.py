@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from curvops.checks import checked_whole
 from curvops.linalg.core.dense_sizes import EXACT_SIZE
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square, product
@@ -56,8 +57,8 @@ def spectral_quadrature(
     """
     mu, limits, facts = float(positive(shift)), Limits(rtol, max_matvecs, memory_budget), describe_square(G)
     limits.check(LEAST)
-    if probes is not None and probes < 1:
-        raise ValueError(f"probes must be at least 1, got {probes}.")
+    if probes is not None:
+        checked_whole("probes", probes)
     if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, limits.products) and memory_budget is None:
         with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
             return known_spectrum(product(G), facts, rtol)

@@ -18,7 +18,8 @@ from jaxtyping import Float
 from scipy.special import stdtrit
 from torch import Tensor
 
-from curvops.linalg.core.limits import NEAR_ZERO, check_choice, check_limits
+from curvops.checks import check_choice, check_limits, checked_number, checked_whole
+from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
@@ -150,12 +151,10 @@ def spectral_density(
 def _check(scale: str, probes: int, steps: int, grid_size: int, bandwidth: float | None, level: float) -> None:
     check_choice("scale", scale, ("linear", "log"))
     for name, count, least in (("probes", probes, 1), ("steps", steps, 1), ("grid_size", grid_size, 32)):
-        if count < least:
-            raise ValueError(f"{name} must be at least {least}, got {count}.")
-    if bandwidth is not None and not 0 < bandwidth < math.inf:
-        raise ValueError(f"bandwidth must be positive and finite, got {bandwidth}.")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie strictly between 0 and 1, got {level}.")
+        checked_whole(name, count, least)
+    if bandwidth is not None:
+        checked_number("bandwidth", bandwidth)
+    checked_number("level", level, "(0, 1)")
 
 
 def _less(depth: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Shaped
 
-from curvops.linalg.core.limits import check_choice
+from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.results import FunctionProduct
 from curvops.linalg.core.vectors import Matrix, Vectors
 from curvops.linalg.functions.apply_function import apply_function
@@ -112,8 +112,8 @@ def _root(
     **options: Any,
 ) -> FunctionProduct:
     check_choice("method", method, ("lanczos", "contour"))
-    if lower_bound is not None and not 0 <= lower_bound < torch.inf:
-        raise ValueError(f"lower_bound must be finite and not negative, got {lower_bound}.")
+    if lower_bound is not None:
+        checked_number("lower_bound", lower_bound, "[0, inf)")
     bound = float(lower_bound) if lower_bound else (None if inverse else 0.0)
     with at_work("inverse_sqrt" if inverse else "sqrt", options["max_matvecs"], progress, A):
         if method == "contour":

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, seed_of
+from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.cache import require_unrecorded
-from curvops.linalg.core.limits import check_choice
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.result_record import record_of_result, recorded_result
@@ -96,8 +96,8 @@ def low_rank(
     check_choice("method", method, ("nystrom", "lanczos"))
     if rank is not None and not 1 <= rank <= facts.rows:
         raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")
-    if rtol is not None and not 0 < rtol < 1:
-        raise ValueError(f"rtol must lie strictly between 0 and 1, got {rtol}.")
+    if rtol is not None:
+        checked_number("rtol", rtol, "(0, 1)")
     aim = (0.01 if rank is None else None) if rtol is None else rtol
     wanted = rank or (facts.rows if memory_budget is not None else min(facts.rows, MOST_RANK))
     if memory_budget is not None and memory_budget < (least := KEPT * vector_bytes(facts)):

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.checks import check_limits, checked_number
 from curvops.linalg.core.entries import columns_of
-from curvops.linalg.core.limits import check_limits
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.symmetry import require_symmetric
@@ -93,8 +92,7 @@ def block_jacobi(
     Source: Jacobi 1845; with b blocks the largest eigenvalue of P^-½AP^-½ is at most b.
     """
     n, _, dtype, device = describe_square(A)
-    if not 0 <= shift < math.inf:
-        raise ValueError(f"shift must be finite and not negative, got {shift}.")
+    checked_number("shift", shift, "[0, inf)")
     check_limits(memory_budget=memory_budget)
     parts = _positions(blocks, n, device)
     size = sum(len(part) ** 2 for part in parts) * torch.finfo(dtype).bits // 8

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.checks import check_choice, check_limits, checked_number
 from curvops.linalg.core.entries import columns_of, diagonal_of
-from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
@@ -74,8 +74,7 @@ class PivotedCholesky:
             ValueError: the shift is negative, or zero where F Fᵀ is singular and nothing was left out.
         """
         shift = self.shift if shift is None else shift
-        if not 0 <= shift < math.inf:
-            raise ValueError(f"shift must be finite and not negative, got {shift}.")
+        checked_number("shift", shift, "[0, inf)")
         n = len(self.F)
         Q, R = tall_qr(self.F)
         V, S, _ = torch.linalg.svd(R)
@@ -152,8 +151,8 @@ def cholesky(
 def _check(rank: int | None, pivoting: str, shift: float | int) -> None:
     check_choice("pivoting", pivoting, ("greedy", "random"))
     for name, value in (("rank", rank), ("shift", shift)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}.")
+        if value is not None:
+            checked_number(name, value, "[0, inf)")
 
 
 def _scale(diagonal: Tensor) -> float:

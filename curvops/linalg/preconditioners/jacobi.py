@@ -9,13 +9,13 @@ tensor([0.3333, 0.2500])
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg.core.entries import diagonal_of
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square
@@ -52,8 +52,7 @@ def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int 
         ValueError: A is neither square nor a vector, or an entry is not finite.
         NotPositiveSemidefinite: an entry of P is not positive.
     """
-    if not 0 <= shift < math.inf:
-        raise ValueError(f"shift must be finite and not negative, got {shift}.")
+    checked_number("shift", shift, "[0, inf)")
     if isinstance(A, Tensor) and A.ndim == 1:
         diagonal, spent = A.detach(), 0
     else:

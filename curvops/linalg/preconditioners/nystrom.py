@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, seed_of
-from curvops.linalg.core.limits import check_limits
+from curvops.checks import check_limits
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.result_record import record_of_result, recorded_result

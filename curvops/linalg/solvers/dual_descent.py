@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Shaped
 
+from curvops.checks import check_generator
 from curvops.linalg.core.entries import rows
-from curvops.linalg.core.limits import check_generator
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.vectors import (
     Matrix,

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
-from curvops.linalg.core.limits import check_choice, check_limits
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (

@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.linalg.core.limits import check_limits
+from curvops.checks import check_limits
 from curvops.linalg.core.memory import (
     NO_ROOM,
     Multiply,

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, digest, seed_of
-from curvops.linalg.core.limits import check_choice, check_limits
+from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Eigenpairs, Reason

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_limits
+from curvops.checks import check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
@@ -98,8 +98,7 @@ def lanczos(
     """
     facts = describe_square(A)
     n, _, dtype, device = facts
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
+    checked_whole("steps", steps)
     check_limits(memory_budget=memory_budget)
     if start is None:
         block = random_block(facts, 1, "gaussian", generator)

@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from curvops.linalg.core.limits import check_choice, check_limits
+from curvops.checks import check_choice, check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason, SingularTriplets
 from curvops.linalg.core.vectors import (
@@ -73,8 +73,7 @@ def svds(
         raise ValueError(f"k must lie in 1..{n}, the smaller size of the matrix, got {k}.")
     check_choice("which", which, ("largest", "smallest"))
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}.")
+    checked_whole("block_size", block_size)
     numbers = facts.rows + facts.columns
     least = math.ceil((k + 2 + BESIDE) * numbers / max(facts.rows, facts.columns))
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)

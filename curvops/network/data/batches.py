@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from curvops.checks import checked_whole
 from curvops.network.data.fingerprints import fingerprint
 from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import (
@@ -292,13 +293,13 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
     `parts_of` finds inputs, targets and weights in what it gives.
     """
     if holds_all(data):
-        _require_batch_size(batch_size)
+        checked_whole("batch_size", batch_size)
         given, targets, w = parts_of(data, weights)
         inputs = normalise(given)
         _require_aligned("data", inputs, targets, w)
         return _InMemory(inputs, {"targets": targets} | ({} if w is None else {"weights": w}), batch_size, type(given))
     if isinstance(data, Dataset):
-        _require_batch_size(batch_size)
+        checked_whole("batch_size", batch_size)
         # Without a generator of its own, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
     if isinstance(data, DataLoader):
@@ -409,11 +410,6 @@ def _undeclared(third: object) -> str:
         "mapping {'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
         "[(x, y) for x, y, _ in loader] does."
     )
-
-
-def _require_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; given {batch_size}.")
 
 
 def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, within
 
 
@@ -39,11 +40,9 @@ class Categorical(Likelihood):
                 "Class weights must be a floating tensor of shape (C,), finite and not negative; "
                 f"given {weight.dtype} of shape {tuple(weight.shape)}."
             )
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1); given {label_smoothing}.")
         self.weight = weight
         self.ignore_index = ignore_index
-        self.label_smoothing = float(label_smoothing)
+        self.label_smoothing = checked_number("label_smoothing", label_smoothing, "[0, 1)")
 
     def __repr__(self) -> str:
         weight = "None" if self.weight is None else f"<{len(self.weight)} classes>"

@@ -98,12 +98,6 @@ class Budget:
                 cache.shrink(max(0, cache.kept_bytes - lacking))
 
 
-def check_budget(memory_budget: int | None) -> None:
-    """ValueError for a negative number of bytes."""
-    if memory_budget is not None and memory_budget < 0:
-        raise ValueError(f"memory_budget={memory_budget} must be a number of bytes, at least 0.")
-
-
 def default_budget(device: torch.device) -> int:
     """A quarter of the bytes free on the device now."""
     if device.type == "cuda":

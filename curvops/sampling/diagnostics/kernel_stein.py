@@ -7,7 +7,6 @@ that do not converge, of Gorham & Mackey 2017.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checks import checked_number
 from curvops.linalg import Estimate
 from curvops.sampling.diagnostics.collected import collected
 
@@ -131,6 +131,4 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
         if not found > 0:
             raise ValueError("scale='median' is zero: at least half of the draws are the same; give a number.")
         return found
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not 0 < float(scale) < math.inf:
-        raise ValueError(f"scale must be a positive number or 'median', got {scale!r}.")
-    return float(scale)
+    return checked_number("scale", scale, kind="a positive number or 'median'")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_generator
+from curvops.checks import check_generator
 from curvops.linalg.core.summary import Summarised
 from curvops.posterior.arguments import checked_count
 from curvops.sampling.diagnostics.collected import collected

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import check_choice
+from curvops.checks import check_choice
 from curvops.sampling.diagnostics.collected import collected
 
 LEAST_DRAWS = 4

@@ -1,0 +1,94 @@
+"""Checks of what callers give: numbers, counts, flags, names. Below all floors; every door uses these."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Collection
+
+import torch
+
+IN_WORDS = {
+    "(0, inf)": "be positive and finite",
+    "(0, inf]": "be positive",
+    "[0, inf)": "be finite and not negative",
+    "[0, inf]": "not be negative",
+    "(0, 1)": "lie strictly between 0 and 1",
+}
+
+
+def checked_number(name: str, given: object, interval: str = "(0, inf)", kind: str = "a number") -> float:
+    """Return ``given`` as a float, where it is a number of this interval: "[0, 1)" holds its left end alone.
+
+    Raises:
+        TypeError: it is no number; the message says that it must be of this ``kind``.
+        ValueError: it lies outside.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"{name} must be {kind}, got {given!r}.")
+    value, (low, high) = float(given), map(float, interval[1:-1].split(","))
+    at_end = (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
+    if not (low < value < high or at_end):
+        raise ValueError(f"{name} must {IN_WORDS.get(interval, f'lie in {interval}')}, got {given}.")
+    return value
+
+
+def checked_whole(
+    name: str, given: object, least: int = 1, most: int | None = None, kind: str = "a whole number"
+) -> int:
+    """Return ``given`` as an int, where it is a whole number of at least ``least`` and at most ``most``.
+
+    Raises:
+        TypeError: it is no whole number; the message says that it must be of this ``kind``.
+        ValueError: it is too small or too large.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise TypeError(f"{name} must be {kind}, got {given!r}.")
+    value = int(given)
+    if value < least or (most is not None and value > most):
+        limits = f"be at least {least}" if most is None else f"lie between {least} and the {most:,} there are"
+        raise ValueError(f"{name} must {limits}, got {value}.")
+    return value
+
+
+def check_limits(
+    rtol: float | int | None = None,
+    maxiter: int | None = None,
+    max_matvecs: int | None = None,
+    memory_budget: int | None = None,
+    *,
+    sampled: bool = False,
+) -> None:
+    """Check the tolerance and the budgets of an algorithm; None stands for no limit.
+
+    ``sampled`` is for estimators, whose error bar no budget brings down to 0.
+
+    Raises:
+        TypeError, ValueError: a limit is no number or negative, rtol not finite, or an estimator's rtol 0.
+    """
+    if rtol is not None:
+        checked_number("rtol", rtol, "(0, inf)" if sampled else "[0, inf)")
+    for name, value in (("maxiter", maxiter), ("max_matvecs", max_matvecs), ("memory_budget", memory_budget)):
+        if value is not None:
+            checked_number(name, value, "[0, inf]")
+
+
+def check_generator(generator: object) -> None:
+    """Raise TypeError for what is neither a torch.Generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}; for a seed write "
+            "torch.Generator().manual_seed(0)."
+        )
+
+
+def check_flag(name: str, given: object, hint: str = "") -> None:
+    """Raise TypeError unless ``given`` is True or False; the ``hint`` ends the message."""
+    if not isinstance(given, bool):
+        shown = repr(given) if isinstance(given, str | numbers.Number) or given is None else type(given).__name__
+        raise TypeError(f"{name} must be True or False, got {shown}.{hint and ' '}{hint}")
+
+
+def check_choice(name: str, given: object, known: Collection[str]) -> None:
+    """Raise ValueError, naming what there is, unless ``given`` is one of these names."""
+    if not isinstance(given, str) or given not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}.")

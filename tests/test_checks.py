@@ -1,0 +1,77 @@
+"""Checks at the door: what is right comes back as plain numbers, what is wrong is refused by name."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from curvops.checks import (
+    IN_WORDS,
+    check_choice,
+    check_flag,
+    check_generator,
+    check_limits,
+    checked_number,
+    checked_whole,
+)
+
+RIGHT = {
+    "an integer": (lambda: checked_number("a", 2), 2.0),
+    "a fraction": (lambda: checked_number("a", Fraction(1, 2)), 0.5),
+    "NumPy's": (lambda: checked_number("a", np.float32(0.5)), 0.5),
+    "a closed end": (lambda: checked_number("a", 0, "[0, 1)"), 0.0),
+    "infinity": (lambda: checked_number("a", math.inf, "(0, inf]"), math.inf),
+    "a count": (lambda: checked_whole("k", np.int64(3)), 3),
+    "the most": (lambda: checked_whole("k", 5, 1, 5), 5),
+    "no limits": (lambda: check_limits(), None),
+    "zeros": (lambda: check_limits(0.0, 0, 0, 0), None),
+    "bytes as a float": (lambda: check_limits(memory_budget=1e9), None),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_passes(case):
+    call, expected = RIGHT[case]
+    found = call()
+    assert found == expected and type(found) is type(expected)
+
+
+WRONG = {
+    "text": (lambda: checked_number("a", "1"), TypeError, "a must be a number, got '1'"),
+    "a flag": (lambda: checked_number("a", True), TypeError, "a must be a number, got True"),
+    "a tensor": (lambda: checked_number("a", torch.ones(()), kind="one number"), TypeError, "a must be one number"),
+    "complex": (lambda: checked_number("a", 1j), TypeError, "a must be a number"),
+    "NaN": (lambda: checked_number("a", math.nan, "[0, inf]"), ValueError, "got nan"),
+    "an open end": (lambda: checked_number("a", 0), ValueError, "a must be positive and finite, got 0"),
+    "the other end": (lambda: checked_number("a", 1, "[0, 1)"), ValueError, r"a must lie in \[0, 1\), got 1"),
+    "too large": (lambda: checked_number("a", math.inf), ValueError, "got inf"),
+    "a half": (lambda: checked_whole("k", 2.5, kind="a number of draws"), TypeError, "k must be a number of draws"),
+    "a true count": (lambda: checked_whole("k", True), TypeError, "k must be a whole number, got True"),
+    "none": (lambda: checked_whole("k", 0), ValueError, "k must be at least 1, got 0"),
+    "too many": (lambda: checked_whole("k", 6, 1, 5), ValueError, "k must lie between 1 and the 5 there are, got 6"),
+    "rtol": (lambda: check_limits(math.inf), ValueError, "rtol must be finite and not negative, got inf"),
+    "an estimator's rtol": (lambda: check_limits(0.0, sampled=True), ValueError, "rtol must be positive and finite"),
+    "iterations": (lambda: check_limits(maxiter=-1), ValueError, "maxiter must not be negative, got -1"),
+    "bytes": (lambda: check_limits(memory_budget=-1), ValueError, "memory_budget must not be negative, got -1"),
+    "a seed": (lambda: check_generator(0), TypeError, "manual_seed"),
+    "a vector for a flag": (lambda: check_flag("w", torch.ones(2), "See X."), TypeError, "got Tensor. See X."),
+    "one for a flag": (lambda: check_flag("w", 1), TypeError, "w must be True or False, got 1"),
+    "a choice": (lambda: check_choice("c", "z", ("x", "y")), ValueError, "c must be one of 'x', 'y', got 'z'"),
+    "no name": (lambda: check_choice("c", ["x"], ("x", "y")), ValueError, "c must be one of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_by_name(case):
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("interval", IN_WORDS)
+def test_words_of_an_interval_say_what_it_refuses(interval):
+    for value in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"a must {IN_WORDS[interval]}, got {value}"):
+            checked_number("a", value, interval)
