@@ -38,7 +38,7 @@ from curvops.cli.demo.digits import load_digits
 from curvops.plots import style
 from curvops.sampling.diagnostics import random_projections
 from curvops.sampling.diagnostics.projected_chains import effective_size
-from curvops.sampling.reprior_gap import divergence
+from curvops.sampling.repriorisation.gap import divergence
 
 NOISE, WEIGHT_STD, BIAS_STD = 0.01, 2**0.5, 0.1
 TARGET, LEAST, MOST = 0.99, 0.98, 0.995

@@ -1,27 +1,31 @@
 """Samplers, variational families and Kalman filters: one protocol, any curvature operator as preconditioner."""
 
 from curvops.sampling import diagnostics
-from curvops.sampling.baoa import baoa
-from curvops.sampling.chain import Chain
-from curvops.sampling.chains import chains
-from curvops.sampling.empirical_posterior import EmpiricalPosterior, empirical
-from curvops.sampling.evaluation import NotVectorized
-from curvops.sampling.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
-from curvops.sampling.hmc import hmc
-from curvops.sampling.lmc import lmc
-from curvops.sampling.log_density import LogPosterior, log_posterior
-from curvops.sampling.ntk_precision import ntk_precision
-from curvops.sampling.pcn import pcn
-from curvops.sampling.reprior import Reprior, reprior
-from curvops.sampling.reprior_gap import FewEffectiveDraws, GradientGap
-from curvops.sampling.running import run
-from curvops.sampling.schedules import Constant, Cosine, RobbinsMonro
-from curvops.sampling.sghmc import sghmc, sgnht
-from curvops.sampling.sgld import sgld
-from curvops.sampling.state import Info, MomentumState, State
-from curvops.sampling.torch_optimizer import optimizer
-from curvops.sampling.transition import Transition
-from curvops.sampling.variational import FitEnding, Unsettled, Variational, VariationalInfo, VariationalState, vi
+from curvops.sampling.core.evaluation import NotVectorized
+from curvops.sampling.core.log_density import LogPosterior, log_posterior
+from curvops.sampling.core.schedules import Constant, Cosine, RobbinsMonro
+from curvops.sampling.core.state import Chain, Info, MomentumState, State
+from curvops.sampling.core.transition import Transition
+from curvops.sampling.families.extended_kalman import ExtendedKalmanFilter, KalmanState, ekf
+from curvops.sampling.families.variational import (
+    FitEnding,
+    Unsettled,
+    Variational,
+    VariationalInfo,
+    VariationalState,
+    vi,
+)
+from curvops.sampling.repriorisation.gap import FewEffectiveDraws, GradientGap
+from curvops.sampling.repriorisation.ntk_precision import ntk_precision
+from curvops.sampling.repriorisation.reprior import Reprior, reprior
+from curvops.sampling.runs.empirical_posterior import EmpiricalPosterior, empirical
+from curvops.sampling.runs.running import chains, run
+from curvops.sampling.samplers.baoa import baoa
+from curvops.sampling.samplers.hmc import hmc, lmc
+from curvops.sampling.samplers.pcn import pcn
+from curvops.sampling.samplers.sghmc import sghmc, sgnht
+from curvops.sampling.samplers.sgld import sgld
+from curvops.sampling.samplers.torch_optimizer import optimizer
 
 __all__ = [
     "Chain",

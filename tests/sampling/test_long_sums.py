@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from curvops.sampling.long_sums import ROW, long_dot
+from curvops.sampling.core.structure import ROW, long_dot
 
 
 @pytest.mark.parametrize("size", [1, ROW - 1, ROW, 3 * ROW, 3 * ROW + 5])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from curvops.sampling.step_size import StepSizeSearch
+from curvops.sampling.runs.running import StepSizeSearch
 from tests.sampling.gaussians import (
     POINTS,
     SCALED,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.sampling.reprior_gap import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
+from curvops.sampling.repriorisation.gap import divergence, effective_draws, plain_mean, warn_of_few, weighted_mean
 from tests.sampling.repriors import flat, mlp, one, precision, regression, slope
 
 

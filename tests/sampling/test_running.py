@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops.sampling.divergence import largest_curvature
+from curvops.sampling.runs.divergence import largest_curvature
 from tests.sampling.gaussians import curvature, log_density, preconditioners, seeded
 
 S = co.sampling

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.sampling.noise_source import NoiseSource
-from curvops.sampling.variational import SETTLED, Variational, VariationalState
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.families.variational import SETTLED, Variational, VariationalState
 
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")
 N, NOISE, PRIOR = 30, 0.5, 2.0

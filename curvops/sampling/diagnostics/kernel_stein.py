@@ -1,4 +1,4 @@
-"""The kernel Stein discrepancy: how far the law of draws is from a target whose score is known.
+"""The kernel Stein discrepancy, how far the law of draws is from a target whose score is known; and such scores.
 
 Liu, Lee & Jordan 2016 and Chwialkowski, Strathmann & Gretton 2016; the inverse multiquadric kernel, which sees draws
 that do not converge, of Gorham & Mackey 2017.
@@ -7,7 +7,7 @@ that do not converge, of Gorham & Mackey 2017.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from curvops.checks import checked_number
 from curvops.linalg import Estimate
+from curvops.network.data.batches import parts_of
+from curvops.sampling.core.evaluation import Evaluation
+from curvops.sampling.core.log_density import LogPosterior
+from curvops.sampling.core.state import Chain
 from curvops.sampling.diagnostics.collected import collected
 
 AT_A_TIME = 2**22
@@ -132,3 +136,51 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
             raise ValueError("scale='median' is zero: at least half of the draws are the same; give a number.")
         return found
     return checked_number("scale", scale, kind="a positive number or 'median'")
+
+
+@torch.no_grad()
+def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False) -> Any:
+    """∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
+
+    It is N times the gradient of `log_posterior`, a mean over N points, added up over the batches by their sizes. Of a
+    tempered posterior divide it by τ.
+
+    Args:
+        log_posterior: of `co.sampling.log_posterior`.
+        chain: what `co.sampling.run` returned.
+        batches: all data, `[(X, y)]` or a list of batches.
+        part: True takes batches of a part of the data, N/n times their sum: unbiased scores where they are chosen at
+            random, which the discrepancy's docstring says what to make of.
+
+    Returns:
+        A tree like `chain.params`, tensors (k, S, *shape).
+
+    Raises:
+        TypeError: another kind of log posterior, draws or batches.
+        ValueError: the batches do not hold all N points, and `part` is not asked for.
+
+    Cost: a gradient for each draw, many draws together where `torch.vmap` can.
+    """
+    if not isinstance(log_posterior, LogPosterior):
+        raise TypeError(
+            "scores takes co.sampling.log_posterior(...), which knows N and the sizes of batches, got "
+            f"{type(log_posterior).__name__}; of a density of your own give its gradients to stein_discrepancy."
+        )
+    if not isinstance(chain, Chain):
+        raise TypeError(f"scores takes the chain that co.sampling.run returned, got {type(chain).__name__}.")
+    if isinstance(batches, Tensor | tuple) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be a list of batches, [(X, y)] for all data, got {type(batches).__name__}.")
+    rows = chain.theta.flatten(0, 1)
+    density, total, count = Evaluation(log_posterior), torch.zeros_like(rows), 0
+    for batch in batches:
+        points = len(parts_of(batch, log_posterior.weighted)[1])
+        total += points * density.gradient(rows, chain.structure, batch)[1]
+        count += points
+    if count != log_posterior.data_size and not part:
+        raise ValueError(
+            f"the batches hold {count} points of {log_posterior.data_size}: give all of them, or part=True for scores "
+            "of some, scaled to all."
+        )
+    if not count:
+        raise ValueError("there is no batch.")
+    return chain.structure.unflatten((total * (log_posterior.data_size / count)).view_as(chain.theta))

@@ -1,0 +1,1 @@
+"""The ground of all samplers: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""

@@ -1,0 +1,119 @@
+"""`log_posterior` and its gradient at the vectors of a state: one point, or k points together or one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.sampling.core.structure import Structure
+
+LogDensity = Callable[[Any, Any], Tensor]
+
+
+class NotVectorized(UserWarning):
+    """The log posterior of several chains is computed one by one; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The function, and how several chains call it: together (`torch.vmap`), one by one, or (None) as it allows."""
+
+    log_posterior: LogDensity
+    vectorized: bool | None = None
+    _together: list[bool] = field(default_factory=list, repr=False)
+
+    def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
+        """log_posterior alone."""
+        with torch.no_grad():
+            return self._routed(self._value, theta, structure, batch)[0]
+
+    def gradient(
+        self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
+    ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """log_posterior and its gradient, in memory of its own."""
+        value, gradient = self._routed(self._gradient, theta, structure, batch)
+        return value, gradient
+
+    def _routed(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
+        if theta.ndim == 1 or self._is_together():
+            try:
+                found = compute(theta, structure, batch)
+            except (RuntimeError, NotImplementedError) as error:
+                if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._apart(error)
+            else:
+                return found
+        each = [compute(row, structure, batch) for row in theta]
+        return tuple(torch.stack(parts) for parts in zip(*each))
+
+    def _is_together(self) -> bool:
+        return self._together[0] if self._together else self.vectorized is not False
+
+    def _apart(self, error: Exception) -> None:
+        """From now on one by one, or an error where the chains would share what a batch changes."""
+        if "running_mean" in str(error):
+            raise ValueError(
+                "the model normalises by batch statistics in train mode, so that chains would share its running means: "
+                "call model.eval(), or use a normalisation that sees one point at a time."
+            ) from error
+        if self.vectorized:
+            raise ValueError(
+                f"vectorized=True, but torch.vmap cannot run log_posterior: {error}. Leave vectorized out for a loop."
+            ) from error
+        warnings.warn(
+            f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
+            "chains(..., vectorized=False) says so from the start.",
+            NotVectorized,
+            stacklevel=6,
+        )
+        self._together[:] = [False]
+
+    def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
+        return (self._called(structure.parts(theta), theta.ndim, structure, batch),)
+
+    def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
+        leaves = [part.requires_grad_() for part in structure.parts(theta.detach())]
+        with torch.enable_grad():
+            value = self._called(leaves, theta.ndim, structure, batch)
+        if not value.requires_grad:
+            raise ValueError(
+                "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
+                "the params that it is called with (torch.func.functional_call for a module)."
+            )
+        gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
+        missing = [name for name, each in zip(structure.names, gradients) if each is None]
+        if missing:
+            raise ValueError(
+                f"log_posterior does not depend on {', '.join(missing)}: leave them out of params, or give them a "
+                "prior."
+            )
+        return value.detach(), structure.join([each for each in gradients if each is not None], theta.ndim - 1)
+
+    def _called(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
+        def call(*tensors: Tensor) -> Tensor:
+            return checked_value(self.log_posterior(structure.tree(tensors), batch))
+
+        return call(*parts) if ndim == 1 else torch.vmap(call)(*parts)
+
+
+def checked_value(value: Any) -> Tensor:
+    """What `log_posterior` returned, a real number; TypeError or ValueError otherwise."""
+    if isinstance(value, tuple):
+        raise TypeError(
+            f"log_posterior returned a tuple of {len(value)}; it must return the number alone, the mean log-likelihood "
+            "of the batch + log prior / N."
+        )
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"log_posterior must return a real floating tensor (), got {value!r}.")
+    if value.ndim:
+        raise ValueError(
+            f"log_posterior must return one number, got shape {tuple(value.shape)}: take the mean over the batch."
+        )
+    return value

@@ -1,0 +1,301 @@
+"""The log posterior of a network as samplers take it: mean log-likelihood of a batch + log prior / N."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from curvops.checkpoint import digest
+from curvops.checks import checked_whole
+from curvops.network.data.batches import as_batches, parts_of
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
+from curvops.network.engines.engine import Engines
+from curvops.network.likelihoods import as_likelihood
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.torch_losses import reading_of
+from curvops.network.model.model import Model
+from curvops.network.walks.budget import Budget, default_budget
+from curvops.operators import Linearization
+from curvops.operators.linearize import at_positions, checked_layout, output_shape
+from curvops.posterior.gaussian_weights import GaussianWeights
+from curvops.posterior.laplace import as_prior
+from curvops.posterior.priors import Prior, read_prior
+from curvops.sampling.core.state import State
+
+SUBNETWORK = "subnetwork"
+"""The name of the one tensor of parameters where entries of tensors were selected."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogPosterior:
+    """(params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, up to a constant, in nats.
+
+    Made by `co.sampling.log_posterior`. Batches are (inputs, targets), as `co.linearize` takes them, of any size n.
+    Everything but the selected parameters is held at its values when this was made.
+    """
+
+    model: Model
+    prior: Prior
+    data_size: int
+    weighted: bool = False
+    _spec: Any = field(default=None, repr=False)
+    _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The selected parameters at the values that the model had, by name: copies, to start a sampler from."""
+        if self.model.selection.index is not None:
+            return {SUBNETWORK: self.model.theta.clone()}
+        return {name: value.clone() for name, value in self.model.values.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """What is equal for equal weights of the model, equal priors and N."""
+        A = self.prior.precision
+        held = [A] if isinstance(A, Tensor) else A.representation()
+        return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
+
+    def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """The log posterior of a batch over N, differentiable in params."""
+        return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
+
+    def log_likelihood(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
+        """The mean over the batch's points of log p(y | x, params)."""
+        values = self._values(params)
+        given, targets, weights = parts_of(batch, self.weighted)
+        theta = self.model.theta
+        inputs = move(normalise(given), theta.device, theta.dtype)
+        likelihood = self._fitting(inputs, targets)
+        outputs, layout = self.model(values, inputs), self.model.layout
+        assert layout is not None
+        if len(outputs) != len(targets):
+            raise ValueError(f"the batch holds {len(outputs)} inputs, but targets {tuple(targets.shape)}.")
+        y = layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        w = None if weights is None else layout.weights(weights.to(theta))
+        return likelihood.log_prob(outputs, y, w).mean()
+
+    def require_all_data(self, batch: Any) -> None:
+        """ValueError unless the batch holds N points, for samplers that accept or reject."""
+        n = len(parts_of(batch, self.weighted)[1])
+        if n != self.data_size:
+            raise ValueError(
+                f"this batch holds {n} of the {self.data_size} points: samplers that accept or reject need all data at "
+                "each step, [(X, y)]; for minibatches use sgld, sghmc or baoa."
+            )
+
+    def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """−½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
+        if self._terms is not None:
+            return -0.5 * torch.stack([_squares(params[name], *term) for name, term in self._terms.items()]).sum()
+        gap = self._flat(params) - self.prior.mean
+        held = gap.detach()
+        pull = self.prior.product(held)
+        return 0.5 * (pull * held).sum() - (pull * gap).sum()  # the gradient −A(θ − m), whatever A's product records
+
+    @cached_property
+    def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
+        """A and m of each tensor of the parameters, m None where it is 0; None where A is an operator."""
+        A, m = self.prior.diagonal, self.prior.mean
+        if A is None:
+            return None
+        shapes = {name: value.shape for name, value in self.params.items()}
+        sizes = [shape.numel() for shape in shapes.values()]
+
+        def parts(x: Tensor) -> list[Tensor]:
+            if x.ndim == 0:
+                return [x] * len(sizes)
+            return [part.view(shape) for part, shape in zip(x.split(sizes), shapes.values())]
+
+        means: list[Tensor | None] = [None] * len(sizes)
+        return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
+
+    def linearized(self, weights: Float[Tensor, " D"], batch: Any, whole: bool = False) -> Linearization:
+        """The network linearised at weights in the order of `params`, a vector, on a copy of one batch as its data.
+
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
+        over two at later ones; with `whole` over the batch, for `score_and_diagonal`.
+        """
+        theta = self.model.theta
+        if not self._likelihood:
+            given, targets, _ = parts_of(batch, self.weighted)
+            self._fitting(move(normalise(given), theta.device, theta.dtype), targets)
+        likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
+        assert layout is not None
+        check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
+        data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit, True)
+        memory = Budget(self._budget, theta.device)
+        engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget, whole)
+        shape = output_shape(likelihood, layout)
+        return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
+
+    @cached_property
+    def _budget(self) -> int:
+        """The bytes of each linearisation: to ask the system takes as long as a small network's pass."""
+        return default_budget(self.model.theta.device)
+
+    def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        if self.model.selection.index is not None:
+            return params[SUBNETWORK]
+        return torch.cat([params[name].flatten() for name in self.model.selection.names])
+
+    def _values(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        names = self.model.selection.names if self.model.selection.index is None else (SUBNETWORK,)
+        if not isinstance(params, Mapping) or set(params) != set(names):
+            given = list(params) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(
+                f"params must name {list(names)}, got {given}: start from log_posterior.params, or select other "
+                "parameters when it is built."
+            )
+        theta = self.model.theta
+        for name, value in params.items():
+            if (value.dtype, value.device) != (theta.dtype, theta.device):
+                raise ValueError(
+                    f"params[{name!r}] is {value.dtype} on {value.device}, the model was {theta.dtype} on "
+                    f"{theta.device} when this was built: start from log_posterior.params, or build it anew."
+                )
+        return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
+
+    def _fitting(self, inputs: Inputs, targets: Tensor) -> Likelihood:
+        """The likelihood at the model's positions, found at the first batch, with which everything is checked."""
+        if not self._likelihood:
+            theta, reading = self.model.theta, reading_of(self._spec)
+            few = take(inputs, slice(0, 2))
+            if reading is None:
+                layout = checked_layout(self.model, few)
+            else:
+                layout = checked_layout(self.model, few, reading.class_dim, numbers=not reading.indices)
+            given = as_likelihood(self._spec, layout.shape).to(device=theta.device, dtype=theta.dtype)
+            likelihood, self.model.layout = at_positions(given, layout)
+            y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
+            likelihood.check_targets(y, self.model.layout.output_shape.numel())
+            self._likelihood.append(likelihood)
+        return self._likelihood[0]
+
+
+def _squares(p: Tensor, A: Tensor, m: Tensor | None) -> Tensor:
+    """(p − m)ᵀA(p − m)."""
+    squares = (p if m is None else p - m).square()
+    return A * squares.sum() if A.ndim == 0 else (A * squares).sum()
+
+
+def log_posterior(
+    model: Any,
+    likelihood: Any = None,
+    *,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    data_size: int | None = None,
+    parameters: Any = None,
+    weights: bool = False,
+) -> LogPosterior:
+    """The log posterior of a network as every sampler takes it, carrying N.
+
+    Args:
+        model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
+            arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which brings likelihood,
+            parameters, N and whether data are weighted.
+        likelihood: as `co.linearize` takes it.
+        prior_precision: A, as `co.laplace` takes it: a number, a vector (D,), a mapping {glob: number}, an operator, or
+            an earlier posterior (then with its mean).
+        prior_mean: m, likewise: a number, a vector (D,) or a mapping.
+        data_size: N, the number of points in all batches together.
+        parameters: as `co.linearize` takes it ("last_layer" needs data: give a linearisation).
+        weights: True says that the third item of a batch holds weights.
+
+    Returns:
+        A `LogPosterior`; `.params` are the parameters to start from.
+
+    Raises:
+        TypeError, ValueError: N missing or given twice, a model in train mode that is random or has batch statistics,
+            and what `co.linearize` and `co.laplace` refuse. Batches are checked when they come, targets at the first.
+
+    Cost of a call: a forward pass, and a pass over the parameters for the prior.
+    """
+    if isinstance(model, Linearization):
+        given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise ValueError(f"the linearisation brings {', '.join(twice)}: leave that out.")
+        prior = as_prior(prior_precision, prior_mean, model)
+        known = [model.likelihood]
+        return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
+    if isinstance(parameters, str) and parameters == "last_layer":
+        raise ValueError(
+            'parameters="last_layer" is found by running the model on data: give log_posterior a linearisation, '
+            'co.linearize(model, data, likelihood, "last_layer").'
+        )
+    if likelihood is None:
+        raise ValueError("likelihood is missing: give one of co.likelihoods, a loss of torch, or 'classification'.")
+    size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
+    if reading_of(likelihood) is None:
+        likelihood = as_likelihood(likelihood).snapshot()
+    else:  # read at the first batch, whose shapes it needs
+        likelihood = copy.deepcopy(likelihood)
+    network = Model(model, parameters)
+    return LogPosterior(network, _prior(prior_precision, prior_mean, network), size, weights, likelihood)
+
+
+def _prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
+    if not isinstance(prior_precision, GaussianWeights):
+        return read_prior(prior_precision, prior_mean, network)
+    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
+        raise ValueError("prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out.")
+    return read_prior(prior_precision.detached_precision, prior_precision.mean, network)
+
+
+def in_order(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
+    """{name: tensor (*k, *shape)}, with `leading` dimensions k, as vectors in the order of `lin.flatten`, a copy.
+
+    One tensor without a name, or that of a subnetwork, holds such vectors. Raises ValueError for other names or shapes.
+    """
+    selection = lin.model.selection
+    named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
+    if list(named) == [SUBNETWORK] and SUBNETWORK not in selection.names and isinstance(named[SUBNETWORK], Tensor):
+        vectors = named[SUBNETWORK]
+        if vectors.shape[leading:] != (lin.num_parameters,):
+            raise ValueError(
+                f"{what} without names must be vectors of the {lin.num_parameters} weights in the order of "
+                f"lin.flatten, got {tuple(vectors.shape)}."
+            )
+        return vectors.clone()
+    if set(named) != set(selection.names) or selection.index is not None:
+        wanted = "vectors of a subnetwork" if selection.index is not None else list(selection.names)
+        raise ValueError(
+            f"{what} are of {list(named)}, the linearisation selects {wanted}: linearise with the parameters that were "
+            "sampled, parameters=[...]."
+        )
+    for name, shape in zip(selection.names, selection.shapes):
+        if named[name].shape[leading:] != shape:
+            raise ValueError(
+                f"{what}[{name!r}] are of shape {tuple(named[name].shape[leading:])}, the network's own of "
+                f"{tuple(shape)}: they are of another network."
+            )
+    return torch.cat([named[name].flatten(leading) for name in selection.names if named[name].numel()], leading)
+
+
+def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
+    """For each of the linearisation's weights its position in the state's vector.
+
+    Raises ValueError where the linearisation is of other parameters, or at other weights than the state's.
+    """
+    positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
+    order = in_order(lin, state.structure.unflatten(positions), 0, "the state's params").long()
+    mean = state.theta[order]
+    if lin.theta.dtype != mean.dtype or lin.theta.device != mean.device:
+        raise ValueError(
+            f"the state is {mean.dtype} on {mean.device}, the linearisation {lin.theta.dtype} on {lin.theta.device}."
+        )
+    if not torch.equal(lin.theta, mean):
+        raise ValueError(
+            f"the linearisation is at other weights than the mean (they differ by up to "
+            f"{float((lin.theta - mean).abs().max()):.3g}): put the mean into the model, "
+            "model.load_state_dict(state.params, strict=False), and linearise again."
+        )
+    return order

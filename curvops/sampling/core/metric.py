@@ -1,0 +1,135 @@
+"""The preconditioner D of a sampler: D g in the drift, D^½ ξ in the noise, D⁻¹ m in kinetic energies."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checks import checked_number
+from curvops.linalg import Diagonal, Inverse, Operator
+from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.operators.closed_form import Eigenbasis
+from curvops.linalg.operators.draws import draw
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.structure import Structure
+
+
+@dataclass(frozen=True, eq=False)
+class Isotropic:
+    """D = scale · I. Vectors are (d,) or (k, d)."""
+
+    scale: float = 1.0
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        """ValueError unless D is a matrix (d, d) on these parameters."""
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D v; v itself where D is the identity."""
+        return v if self.scale == 1 else v * self.scale
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D⁻¹ v; v itself where D is the identity."""
+        return v if self.scale == 1 else v / self.scale
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """D^½ ξ for standard normal ξ, in memory of its own."""
+        drawn = source.normal(like)
+        return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
+
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        """target += drift · D g + spread · D^½ ξ; without spread nothing is drawn."""
+        target.add_(self.product(g), alpha=drift)
+        if spread:
+            target.add_(self.noise(source, g), alpha=spread)
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorMetric(Isotropic):
+    """D an operator: constant between two refreshes, so that no term with its derivative is needed."""
+
+    D: LinearOperator = field(kw_only=True)
+
+    def check(self, structure: Structure, theta: Tensor) -> None:
+        kind, d = type(self.D).__name__, structure.size
+        if tuple(self.D.shape) != (d, d):
+            raise ValueError(f"preconditioner {kind} is {tuple(self.D.shape)}; these params have {d} entries.")
+        if self.D.dtype != theta.dtype or self.D.device != theta.device:
+            raise ValueError(
+                f"preconditioner {kind} is {self.D.dtype} on {self.D.device}, params are {theta.dtype} on "
+                f"{theta.device}; convert it with .to(...)."
+            )
+        space = spaces_of(self.D)[0]
+        if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
+            raise ValueError(
+                f"preconditioner {kind} is of parameters in the order {list(space.names)}, params are "
+                f"{list(structure.names)}: give both the same, in one order."
+            )
+
+    @cached_property
+    def _basis(self) -> Eigenbasis | None:
+        """The eigenbasis of D, where its closed form has one: drift and noise then share the way back from it."""
+        inverse = isinstance(self.D, Inverse)
+        known = self.D.base if inverse else self.D
+        form = known._closed_form() if isinstance(known, Operator) else None
+        basis = None if form is None else form.eigenbasis()
+        if form is None or basis is None or not inverse:
+            return basis
+        form.require_definite()
+        return replace(basis, values=basis.values.reciprocal())
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """The square roots of the eigenvalues."""
+        assert self._basis is not None
+        return self._basis.values.clamp_min(0).sqrt()
+
+    def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        block = v.unsqueeze(0) if v.ndim == 1 else v
+        return self.D._matmul(block.mT).mT.reshape(v.shape)
+
+    def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        block = v.unsqueeze(0) if v.ndim == 1 else v
+        return self.D.inverse()._matmul(block.mT).mT.reshape(v.shape)
+
+    def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))
+
+    def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
+        basis = self._basis
+        if basis is None:
+            return super().kick(target, g, drift, spread, source)
+        rotated = basis.rotate_back(g.reshape(-1, g.shape[-1]).mT).mT.mul(basis.values).mul_(drift)
+        if spread:
+            rotated.addcmul_(source.normal(g).reshape(rotated.shape), self._root, value=spread)
+        target.add_(basis.rotate(rotated.mT).mT.reshape(g.shape))
+        return None
+
+
+def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
+    """The metric that None, a number, a vector (d,) or an operator known to be positive semidefinite stands for."""
+    if given is None:
+        return Isotropic()
+    if isinstance(given, numbers.Real) and not isinstance(given, bool):
+        return Isotropic(checked_number(name, given))
+    if isinstance(given, Tensor) and given.ndim == 1:
+        given = Diagonal(given.detach().clone())
+    if not isinstance(given, Operator):
+        hint = " Wrap a matrix as co.linalg.Dense(matrix, psd=True)." if isinstance(given, Tensor) else ""
+        raise TypeError(
+            f"{name} must be None, a number, a vector (d,) or an operator (d, d) of curvops, such as "
+            f"co.KFAC(lin).add_diagonal(prior).inverse(), got {type(given).__name__}.{hint}"
+        )
+    if not is_psd(given):
+        raise ValueError(
+            f"{name} {type(given).__name__} is not known to be positive semidefinite, and must have a square root. "
+            "Give co.linalg.Dense(matrix, psd=True), or the inverse of a curvature plus a prior precision."
+        )
+    return OperatorMetric(D=given)

@@ -1,0 +1,125 @@
+"""A tree of parameters as one vector: samplers step in the vector, the model is called with the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Names and shapes of a tree's tensors, in the order in which they lie in the vector (d,)."""
+
+    spec: Any
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    def __repr__(self) -> str:
+        return f"Structure({len(self.names)} tensors, d={self.size})"
+
+    @property
+    def size(self) -> int:
+        """d."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def parts(self, vector: Float[Tensor, "*k d"]) -> list[Tensor]:
+        """The tensors (*k, *shape) in their order, views of the vector."""
+        parts = vector.split([shape.numel() for shape in self.shapes], -1)
+        return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for shape, part in zip(self.shapes, parts)]
+
+    def join(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
+        """The vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
+        return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
+
+    def tree(self, parts: Sequence[Tensor]) -> Any:
+        """The tensors as the tree that the user gave: a mapping by name, a tuple, one tensor, …"""
+        return pytree.tree_unflatten(list(parts), self.spec)
+
+    def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
+        """The tree of a vector, its tensors (*k, *shape) views of it."""
+        return self.tree(self.parts(vector))
+
+
+def flattened(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
+    """The vector of a tree of parameters, a copy, and how they lie in it.
+
+    Raises:
+        TypeError: params is a module, or a leaf is no real floating tensor.
+        ValueError: there is none, they differ in dtype or device, or hold NaN or Inf.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError("params is a module: give its tensors, dict(model.named_parameters()).")
+    found, spec = pytree.tree_flatten_with_path(params)
+    if not found:
+        raise ValueError(f"params hold no tensor: {params!r}.")
+    leaves: dict[str, Tensor] = {}
+    for path, leaf in found:
+        name = f"params{pytree.keystr(path)}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name} is {type(leaf).__name__}; params is a tree (dict, tuple, …) of tensors.")
+        if not leaf.is_floating_point():
+            raise TypeError(
+                f"{name} is of {leaf.dtype}; only real floating tensors can be sampled. Leave it out of params, and "
+                "let log_posterior hold it."
+            )
+        leaves[name] = leaf.detach()
+    first_name, first = next(iter(leaves.items()))
+    for name, leaf in leaves.items():
+        for what in ("dtype", "device"):
+            if getattr(leaf, what) != getattr(first, what):
+                raise ValueError(
+                    f"{first_name} is {getattr(first, what)}, {name} {getattr(leaf, what)}: params are one vector; "
+                    "convert them."
+                )
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(f"{name} holds NaN or Inf.")
+    structure = Structure(spec, tuple(leaves), tuple(leaf.shape for leaf in leaves.values()))
+    return structure.join(list(leaves.values())), structure
+
+
+def flattened_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
+    """The vectors of a list of trees, one for each chain.
+
+    Raises:
+        ValueError: there are more or fewer than chains, or they differ in their tensors.
+    """
+    if len(starts) != chains:
+        raise ValueError(
+            f"a list holds a start for each of the {chains} chains, this one {len(starts)}. Parameters that are a list "
+            "themselves: give them as a tuple."
+        )
+    rows, structures = zip(*[flattened(start) for start in starts])
+    first = structures[0]
+    for i, other in enumerate(structures):
+        if (other.spec, other.shapes) != (first.spec, first.shapes):
+            raise ValueError(
+                f"start {i} holds {_described(other)}, start 0 {_described(first)}: all chains need the same."
+            )
+        if (rows[i].dtype, rows[i].device) != (rows[0].dtype, rows[0].device):
+            raise ValueError(
+                f"start {i} is {rows[i].dtype} on {rows[i].device}, start 0 {rows[0].dtype} on {rows[0].device}."
+            )
+    return torch.stack(rows), first
+
+
+def _described(structure: Structure) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
+
+
+ROW = 1024
+"""Numbers that are summed in their own dtype; sums of them are summed in float64."""
+
+
+def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
+    """Σ a b along the last dimension: without a copy in float64, which would take several times as long."""
+    products = a * b
+    rows = products.shape[-1] // ROW
+    whole, rest = products.split([rows * ROW, products.shape[-1] - rows * ROW], -1)
+    sums = whole.unflatten(-1, (rows, ROW)).sum(-1)
+    return torch.cat([sums, rest], -1).sum(-1, dtype=torch.float64)

@@ -1,0 +1,216 @@
+"""The protocol: `init` makes a state, `update` takes a step with a batch; the method is swapped by one line."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_flag, check_generator, checked_whole
+from curvops.posterior.stochastic_descent import Diverged
+from curvops.sampling.core.evaluation import Evaluation, LogDensity
+from curvops.sampling.core.metric import Isotropic, as_metric
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.schedules import Schedule, as_schedule, at
+from curvops.sampling.core.state import Info, State, seeded
+from curvops.sampling.core.structure import flattened, flattened_starts
+
+AnyTransition = TypeVar("AnyTransition", bound="Transition")
+
+LOOK_EVERY = 32
+"""Steps between two looks at whether numbers are finite, on a device that would have to be waited for."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Transition(ABC):
+    """A sampler or an optimiser: everything that a step needs but the state and the batch. Immutable.
+
+    temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
+    posterior, τ = 0 the optimiser. chains: how many the states hold side by side, None for one without a dimension.
+    """
+
+    density: Evaluation
+    step_size: Schedule
+    temperature: Schedule
+    data_size: int
+    metric: Isotropic = field(default_factory=Isotropic)
+    chains: int | None = None
+
+    @property
+    def log_posterior(self) -> LogDensity:
+        """The function (params, batch) -> mean log-likelihood + log prior / N."""
+        return self.density.log_posterior
+
+    # The protocol
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def init(self, params: Any, generator: torch.Generator | None = None) -> Any:
+        """A state at these parameters, which are copied.
+
+        Args:
+            params: a tree (dict, tuple, …) of floating tensors of one dtype and device, such as
+                `dict(model.named_parameters())` or `log_posterior.params`. With chains, all start there; a list
+                of such trees holds a start for each.
+            generator: source of what the state's own generators start from, one for each chain; None takes torch's
+                default. Initial momenta are drawn.
+
+        Raises:
+            TypeError, ValueError: params of another form, integer, not finite, or not those of the preconditioner.
+        """
+        check_generator(generator)
+        if self.chains is not None and isinstance(params, list):
+            theta, structure = flattened_starts(params, self.chains)
+        else:
+            theta, structure = flattened(params)
+            theta = theta if self.chains is None else theta.expand(self.chains, -1).clone()
+        self.metric.check(structure, theta)
+        state = State(
+            theta, torch.zeros((), dtype=torch.int64), seeded(generator, theta.device, self.chains), structure
+        )
+        noise = NoiseSource(state.random, theta.device)
+        begun = self._begun(state, noise)
+        noise.keep()
+        return begun
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def update(self, state: Any, batch: Any = None, inplace: bool = False) -> tuple[Any, Info]:
+        """One step from this state with this batch.
+
+        Args:
+            state: of `init` or of an earlier update by the same kind of sampler.
+            batch: handed to `log_posterior`.
+            inplace: write into the tensors of `state`, which is returned, instead of copies. The numbers are the same.
+
+        Raises:
+            Diverged: the log posterior is not finite; the message names a step size to try. On an accelerator it is
+                looked at every 32 steps.
+            TypeError, ValueError: the state of another sampler, or a log posterior that is no number for each chain or
+                does not depend on the parameters.
+        """
+        check_flag("inplace", inplace)
+        self._check_state(state)
+        new = state if inplace else state.clone()
+        noise = NoiseSource(new.random, new.theta.device)
+        info = self._step(new, batch, noise)
+        noise.keep()
+        new.step.add_(1)
+        return new, info
+
+    def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
+        """The same with another D: every hundred steps, say, that of newer curvature. States go on."""
+        return replace(self, metric=as_metric(preconditioner))
+
+    def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
+        """The same with another step size or schedule. States go on."""
+        return replace(self, step_size=as_schedule("step_size", step_size))
+
+    # What a method defines
+
+    metropolis: ClassVar[bool] = False
+    """Whether proposals are accepted or rejected."""
+    largest_step: ClassVar[float] = math.inf
+
+    def step_taken(self, step: int) -> tuple[str, float]:
+        """The option that sets the step's length, and its value."""
+        return "step_size", self.step_size(step)
+
+    def stability_limit(self, curvature: float) -> float | None:
+        """The largest ε that is stable on a quadratic of this curvature (of D^½ H D^½); None where there is none."""
+        return None
+
+    def _begun(self, state: State, noise: NoiseSource) -> Any:
+        """The state with what the method holds beside the parameters."""
+        return state
+
+    @abstractmethod
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+        """Move the state, in place. Nothing of it may be written to before the gradient was found finite."""
+
+    @property
+    def _state_type(self) -> type[State]:
+        return State
+
+    # What methods share
+
+    def _now(self, state: State) -> tuple[float, float]:
+        """ε and 𝒯 at this step."""
+        step = int(state.step)
+        temperature = at("temperature", self.temperature, step, zero=True)
+        return at("step_size", self.step_size, step, zero=True), temperature / self.data_size
+
+    def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
+        """log_posterior and its gradient at the state, finite."""
+        value, gradient = self.density.gradient(state.theta, state.structure, batch)
+        step = int(state.step)
+        if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
+            raise self._not_finite(value, step)
+        return value, gradient
+
+    def _not_finite(self, value: Tensor, step: int) -> Exception:
+        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_chains_where(~value.isfinite())}"
+        if step == 0:
+            return ValueError(
+                f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
+            )
+        name, epsilon = self.step_taken(step)
+        measured = " (co.sampling.run measures the curvature and names the limit.)"
+        return Diverged(
+            f"log_posterior is {found} at step {step} with {name}={epsilon:g}, which is probably beyond stability; "
+            f"try {name}={epsilon / 4:.2g}.{'' if self.stability_limit(1.0) is None else measured}"
+        )
+
+    def _check_state(self, state: Any) -> None:
+        if type(state) is not self._state_type:
+            raise TypeError(
+                f"state must be one of this sampler's init ({self._state_type.__name__}), got {type(state).__name__}."
+            )
+        wanted = () if self.chains is None else (self.chains,)
+        if tuple(state.theta.shape[:-1]) != wanted:
+            raise ValueError(
+                f"the state holds chains {tuple(state.theta.shape[:-1])}, this sampler runs {wanted}: make it by this "
+                "sampler's init."
+            )
+
+
+def _chains_where(bad: Tensor) -> str:
+    """The numbers of some chains, five of them written out."""
+    which = bad.nonzero().flatten().tolist()
+    names = ", ".join(map(str, which[:5])) + (", …" if len(which) > 5 else "")
+    return f"{len(which)} of {len(bad)} chains ({names})"
+
+
+def common_arguments(
+    log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
+) -> dict[str, Any]:
+    """The fields that every sampler has, checked."""
+    if not callable(log_posterior):
+        raise TypeError(
+            "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "
+            f"{type(log_posterior).__name__}."
+        )
+    known = getattr(log_posterior, "data_size", None)
+    if data_size is None and known is None:
+        raise ValueError(
+            "data_size is missing: log_posterior is a mean over N points, and temperature 1 is the posterior only "
+            "where N is known. Give data_size=N (1 for a density that is no mean over data), or build log_posterior "
+            "by co.sampling.log_posterior(...), which carries it."
+        )
+    if data_size is None:
+        data_size = known
+    size = checked_whole("data_size", data_size, kind="a whole number of points")
+    if known is not None and data_size != known:
+        raise ValueError(f"data_size={data_size}, but log_posterior was built for {known} points: leave it out.")
+    return {
+        "density": Evaluation(log_posterior),
+        "step_size": as_schedule("step_size", step_size),
+        "temperature": as_schedule("temperature", temperature, zero=True),
+        "data_size": size,
+        "metric": as_metric(preconditioner),
+    }

@@ -1,0 +1,1 @@
+"""Normal distributions of weights that are learned: variational families, Kalman filters."""

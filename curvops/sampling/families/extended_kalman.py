@@ -1,0 +1,232 @@
+"""The extended Kalman filter of the weights: each batch is linearised at the present mean, whose precision adds up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_choice, checked_number, checked_whole
+from curvops.linalg import Dense, Diagonal, LowRank, Operator
+from curvops.operators import GGN, EmpiricalFisher, Linearization
+from curvops.operators.curvature_root import root_of
+from curvops.operators.fisher import output_fisher
+from curvops.operators.row_squares import score_and_diagonal
+from curvops.posterior import continual
+from curvops.posterior.arguments import check_linearization
+from curvops.posterior.gaussian_posterior import GaussianPosterior
+from curvops.sampling.core.log_density import LogPosterior, order_at_mean
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.transition import Transition, common_arguments
+from curvops.sampling.families.normal_families import RANK
+from curvops.sampling.samplers.sghmc import fields_of
+
+FORMS = ("diagonal", "dense", "low_rank_diagonal")
+FISHERS = ("ggn", "empirical")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class KalmanState(State):
+    """The mean as `theta`, and the tensors of its precision."""
+
+    precision: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExtendedKalmanFilter(Transition):
+    """P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
+
+    form: str
+    fisher: str
+    transition_noise: float
+    rank: int
+
+    def step_taken(self, step: int) -> tuple[str, float]:
+        """`lr`, the fraction that a batch counts as."""
+        return "lr", self.step_size(step)
+
+    @property
+    def _state_type(self) -> type[State]:
+        return KalmanState
+
+    @property
+    def _known(self) -> LogPosterior:
+        found = self.log_posterior
+        assert isinstance(found, LogPosterior)
+        return found
+
+    def _begun(self, state: State, noise: NoiseSource) -> KalmanState:
+        if self.chains is not None:
+            raise ValueError("a Kalman filter is deterministic, and runs no chains.")
+        wanted = list(self._known.params)
+        tree = state.structure.unflatten(state.theta)
+        if not isinstance(tree, dict) or list(tree) != wanted:
+            raise ValueError(f"params must name {wanted}, in this order: start from log_posterior.params.")
+        return KalmanState(**fields_of(state), precision=self._of_prior(state.theta))
+
+    def _of_prior(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
+        prior = self._known.prior
+        if prior.diagonal is None:
+            if self.form != "dense":
+                raise ValueError(
+                    f"form={self.form!r} starts from a prior precision that is a number, a vector or a mapping; that "
+                    f"of log_posterior is an operator, {type(prior.precision).__name__}, which form='dense' takes."
+                )
+            assert isinstance(prior.precision, Operator)
+            return {"matrix": prior.precision.to_dense().clone()}
+        diagonal = prior.diagonal.detach().expand_as(theta).clone()
+        if self.form == "dense":
+            return {"matrix": torch.diag(diagonal)}
+        return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
+
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
+        lin = self._known.linearized(state.theta, batch, whole=self.form == "diagonal")
+        rate, _ = self._now(state)
+        curvature: Any = lin
+        if self.form == "diagonal":
+            kind = "empirical" if self.fisher == "empirical" else "exact"
+            score, slope, curvature = score_and_diagonal(lin, output_fisher(lin, kind, 1, None))
+        else:
+            score, slope = lin.log_likelihood(), lin.gradient()
+        if not bool(score.isfinite() & slope.isfinite().all()):
+            raise self._not_finite(score, int(state.step))
+        found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
+        state.precision.clear()
+        state.precision.update(found)
+        state.theta.sub_(move, alpha=rate)
+        return Info((score / lin.num_data).to(state.theta))
+
+    # Each form: the precision after the transition and this batch, and P⁻¹ times the gradient
+
+    def _diagonal(
+        self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        before = held["diagonal"] / (1 + self.transition_noise * held["diagonal"])
+        diagonal = before + rate * entries
+        return {"diagonal": diagonal}, slope / diagonal
+
+    def _dense(
+        self, held: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        before = held["matrix"]
+        if self.transition_noise:  # (P⁻¹ + q I)⁻¹ = (I + q P)⁻¹ P
+            widened = torch.linalg.solve(self.transition_noise * before + _eye(before), before)
+            before = (widened + widened.mT) / 2
+        matrix = before + rate * self._curvature(lin).to_dense()
+        factor = torch.linalg.cholesky(matrix)
+        return {"matrix": matrix}, torch.cholesky_solve(slope.unsqueeze(1), factor).squeeze(1)
+
+    def _low_rank_diagonal(
+        self, held: dict[str, Tensor], lin: Linearization, rate: float, slope: Tensor, noise: NoiseSource
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        diagonal, W = held["diagonal"], held["root"]
+        if self.transition_noise:
+            # (P⁻¹ + q I)⁻¹ of P = D + W Wᵀ is D/E + E⁻¹W (I + q WᵀE⁻¹W)⁻¹ WᵀE⁻¹ for E = I + q D: of the same form.
+            q, E = self.transition_noise, 1 + self.transition_noise * diagonal
+            scaled = W / E.unsqueeze(1)
+            factor = torch.linalg.cholesky(q * W.mT @ scaled + _eye(W.mT @ W))
+            diagonal, W = diagonal / E, torch.linalg.solve_triangular(factor, scaled.mT, upper=False).mT
+        root = root_of(self._curvature(lin))
+        assert root is not None
+        W = torch.cat([W, math.sqrt(rate) * root.to_dense()], 1)
+        precision = LowRank(W, W.new_ones(W.shape[1])).add_diagonal(diagonal)
+        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with all of the batch: only what is kept is cut
+        if W.shape[1] <= self.rank:
+            return {"diagonal": diagonal, "root": W}, move
+        seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
+        generator = torch.Generator(W.device).manual_seed(seed)
+        kept: Any = continual.kept_as("low_rank_diagonal", precision, self.rank, generator)[0]
+        return {"diagonal": kept.shift, "root": kept.base.root}, move
+
+    def _curvature(self, lin: Linearization) -> GGN | EmpiricalFisher:
+        return EmpiricalFisher(lin) if self.fisher == "empirical" else GGN(lin)
+
+    def posterior(self, state: KalmanState, lin: Linearization) -> GaussianPosterior:
+        """N(mean, P⁻¹) as a posterior, with the face of Laplace's.
+
+        Args:
+            state: of this filter's `init` or `update`.
+            lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
+                `co.linearize(model, data, likelihood)`.
+
+        Raises:
+            TypeError, ValueError: another kind of state, or a linearisation of other parameters or at other weights.
+        """
+        self._check_state(state)
+        check_linearization(lin)
+        order, held = order_at_mean(lin, state), state.precision
+        if self.form == "diagonal":
+            entries = held["diagonal"][order]
+            return GaussianPosterior.of(lin, Diagonal(1 / entries), Diagonal(entries))
+        if self.form == "dense":
+            matrix = held["matrix"][order][:, order]
+            return GaussianPosterior.of(lin, precision=Dense(matrix, psd=True).add_diagonal(0.0))
+        root = held["root"][order]
+        low_rank = LowRank(root, root.new_ones(root.shape[1]))
+        return GaussianPosterior.of(lin, precision=low_rank.add_diagonal(held["diagonal"][order]))
+
+
+def ekf(
+    log_posterior: LogPosterior,
+    form: str = "diagonal",
+    *,
+    fisher: str = "ggn",
+    transition_noise: float = 0.0,
+    lr: Any = 1.0,
+    rank: int | None = None,
+) -> ExtendedKalmanFilter:
+    """The extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
+
+    At each batch, linearised at the present mean θ with the output Fisher H (the observation noise's inverse):
+
+        P ← (P⁻¹ + q I)⁻¹ + ε Σ_n J_nᵀH_nJ_n,    θ ← θ + ε P⁻¹ Σ_n ∇ log p(y_n | x_n, θ)
+
+    Sums run over the batch: ε = 1 and one pass are Bayes' rule, which for a linear model under a Gaussian likelihood
+    is exact with form="dense", in any order of the batches: recursive least squares.
+
+    Args:
+        log_posterior: of `co.sampling.log_posterior`: the network, its likelihood and the prior precision, which is
+            that of the first state. Its mean is that state's params: start from the prior's mean for Bayes' rule.
+        form: of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which beyond its rank keeps the
+            exact diagonal of what it leaves out (Chang et al. 2023), as `post.update(form="low_rank_diagonal")`.
+        fisher: "ggn", or "empirical": Σ g_n g_nᵀ of the gradients in place of the curvature (of Duffield et al. 2024),
+            which is no estimate of it, and under which linear models do not come to their posterior.
+        transition_noise: q ≥ 0, the variance by which each weight is expected to move between two batches.
+        lr: ε > 0, a number or a schedule; below 1 a batch counts as a fraction of itself.
+        rank: of W, 10 where none is given.
+
+    Returns:
+        An `ExtendedKalmanFilter`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`; `co.sampling.run`
+        takes it.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot hold.
+
+    Cost of a step, after a first one that proves the derivatives: of the diagonal one forward pass over the batch and
+    C + 1 backward passes (empirical: one); of the others a gradient and N·C rows of J in the batch; dense D³/3 besides.
+    """
+    check_choice("form", form, FORMS)
+    check_choice("fisher", fisher, FISHERS)
+    if not isinstance(log_posterior, LogPosterior):
+        raise TypeError(
+            "ekf takes co.sampling.log_posterior(model, likelihood, ...), whose network it linearises, got "
+            f"{type(log_posterior).__name__}."
+        )
+    if rank is not None and form != "low_rank_diagonal":
+        raise ValueError(f"rank={rank!r} is of form='low_rank_diagonal'; {form!r} has none.")
+    return ExtendedKalmanFilter(
+        **common_arguments(log_posterior, lr, 1.0, None, None),
+        form=form,
+        fisher=fisher,
+        transition_noise=checked_number("transition_noise", transition_noise, "[0, inf)"),
+        rank=RANK if rank is None else checked_whole("rank", rank, 1),
+    )
+
+
+def _eye(like: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)

@@ -1,0 +1,257 @@
+"""Families of normal distributions over the weights: how they are drawn from, their density, their covariance.
+
+Each is a zero-mean normal on the vector of all weights, described by a few tensors; the mean is kept beside it. A row
+of the table `FAMILIES` is the whole of what variational inference needs to know.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import checked_whole
+from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.structure import Structure
+
+Tensors = Mapping[str, Tensor]
+LOG_2PI = math.log(2 * math.pi)
+
+
+class GaussianFamily(ABC):
+    """A shape of covariances Σ on vectors (d,) of this structure."""
+
+    @abstractmethod
+    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        """The tensors of N(0, scale² I), or of what the family has near it."""
+
+    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
+        """The standard normal numbers that k draws are made of, one a weight."""
+        return source.normal(like.new_empty(k * len(like))).view(k, -1)
+
+    @abstractmethod
+    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        """Draws z of N(0, Σ), differentiable in the tensors."""
+
+    @abstractmethod
+    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        """log N(z; 0, Σ) in nats."""
+
+    @abstractmethod
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        """Estimates of what is zero at the best Σ, relative to it.
+
+        With the residual u = Tᵀ∇ log(q/p) of draws z = T ε the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
+        −log p (Stein 1981): the relative error of q's precision. Of it these are what the family can make zero; the
+        squares of an error add up over all but the first dimension.
+        """
+
+    @abstractmethod
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        """Σ, and Σ⁻¹ where it has a form of its own, with entry i that of position order[i] in the vector."""
+
+
+class DiagonalFamily(GaussianFamily):
+    """Σ = diag(e^{2 s})."""
+
+    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        return {"log_scale": torch.full_like(like, math.log(scale))}
+
+    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        return noise * tensors["log_scale"].exp()
+
+    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        s = tensors["log_scale"]
+        return _standard(z / s.exp(), s.sum())
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        return {"log_scale": (residual * noise).mean(0)}
+
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        variances = (2 * tensors["log_scale"][order]).exp()
+        return Diagonal(variances), Diagonal(1 / variances)
+
+
+class DenseFamily(GaussianFamily):
+    """Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
+
+    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
+
+    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        return noise @ triangle(tensors["factor"]).mT
+
+    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        factor = tensors["factor"]
+        white = torch.linalg.solve_triangular(triangle(factor), z.mT, upper=False).mT
+        return _standard(white, factor.diagonal().sum())
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        return {"factor": residual.mT @ noise / len(noise)}
+
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        rows = triangle(tensors["factor"])[order]
+        return Dense(rows @ rows.mT, psd=True), None
+
+
+class LowRankDiagonalFamily(GaussianFamily):
+    """Σ = U Uᵀ + diag(e^{2 s}), U (d, r) (Ong, Nott & Smith 2018)."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        small = 0.1 * scale / self.rank**0.5  # at U = 0 its gradient is zero in the mean
+        vectors = small * source.normal(like.new_empty(len(like) * self.rank)).view(-1, self.rank)
+        return {"log_scale": torch.full_like(like, math.log(scale)), "vectors": vectors}
+
+    def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
+        return source.normal(like.new_empty(k * (len(like) + self.rank))).view(k, -1)
+
+    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        s, U = tensors["log_scale"], tensors["vectors"]
+        return noise[:, : len(s)] * s.exp() + noise[:, len(s) :] @ U.mT
+
+    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        s, U = tensors["log_scale"], tensors["vectors"]
+        W, white = U / s.exp().unsqueeze(1), z / s.exp()
+        inner, _ = torch.linalg.cholesky_ex(
+            torch.eye(self.rank, dtype=W.dtype, device=W.device) + W.mT @ W
+        )  # at least 1
+        taken = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
+        return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * taken.square().sum(0)
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        d = noise.shape[1] - self.rank
+        u = residual[:, :d]
+        return {"log_scale": (u * noise[:, :d]).mean(0), "vectors": u.mT @ noise[:, d:] / len(noise)}
+
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        U = tensors["vectors"][order]
+        return LowRank(U, U.new_ones(self.rank)).add_diagonal((2 * tensors["log_scale"][order]).exp()), None
+
+
+class KroneckerFamily(GaussianFamily):
+    """Σ of each tensor (p, …, q) = (L Lᵀ) ⊗ (R Rᵀ) on its first dimension and the others; of a vector (p,) L Lᵀ.
+
+    The matrix normal of Louizos & Welling 2016. Tensors are independent of each other.
+    """
+
+    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        found = {}
+        for i, (p, q) in enumerate(sizes(structure)):
+            # Of a vector the right factor is 1 × 1 and would only say the same again.
+            of_each = math.log(scale) / (1 if q == 1 else 2)
+            found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
+            if q > 1:
+                found[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
+        return found
+
+    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        return self._each(
+            tensors,
+            structure,
+            noise,
+            lambda factor, block: triangle(factor) @ block,
+        )
+
+    def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+        white = self._each(
+            tensors,
+            structure,
+            z,
+            lambda factor, block: torch.linalg.solve_triangular(triangle(factor), block, upper=False),
+        )
+        log_root = z.new_zeros(())
+        for i, (p, q) in enumerate(sizes(structure)):
+            log_root = log_root + q * tensors[f"left.{i}"].diagonal().sum()
+            if q > 1:
+                log_root = log_root + p * tensors[f"right.{i}"].diagonal().sum()
+        return _standard(white, log_root)
+
+    def misfits(
+        self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
+    ) -> dict[str, Tensor]:
+        found, start = {}, 0
+        for i, (p, q) in enumerate(sizes(structure)):
+            u, Z = (rows[:, start : start + p * q].unflatten(1, (p, q)) for rows in (residual, noise))
+            found[f"left.{i}"] = (u @ Z.mT).mean(0) / q
+            if q > 1:
+                found[f"right.{i}"] = (u.mT @ Z).mean(0) / p
+            start += p * q
+        return found
+
+    def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)  # where each position of the vector comes to lie
+        blocks, inverses, positions, start = [], [], [], 0
+        for i, (p, q) in enumerate(sizes(structure)):
+            left = triangle(tensors[f"left.{i}"])
+            right = triangle(tensors[f"right.{i}"]) if q > 1 else left.new_ones(1, 1)
+            blocks.append(Kronecker((left @ left.mT).unsqueeze(0), (right @ right.mT).unsqueeze(0)))
+            inverse_left, inverse_right = (torch.cholesky_inverse(factor).unsqueeze(0) for factor in (left, right))
+            inverses.append(Kronecker(inverse_left, inverse_right))
+            positions.append(place[start : start + p * q])
+            start += p * q
+        return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
+
+    def _each(
+        self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+    ) -> Float[Tensor, "k d"]:
+        """L applied from the left, R from the right, tensor by tensor."""
+        found, start = [], 0
+        for i, (p, q) in enumerate(sizes(structure)):
+            block = apply(tensors[f"left.{i}"], rows[:, start : start + p * q].unflatten(1, (p, q)))
+            if q > 1:
+                block = apply(tensors[f"right.{i}"], block.mT).mT
+            found.append(block.flatten(1))
+            start += p * q
+        return torch.cat(found, 1)
+
+
+FAMILIES: dict[str, type[GaussianFamily]] = {
+    "diagonal": DiagonalFamily,
+    "dense": DenseFamily,
+    "low_rank_diagonal": LowRankDiagonalFamily,
+    "kronecker": KroneckerFamily,
+}
+RANK = 10
+"""Of a low rank plus a diagonal, where none is given."""
+
+
+def family_of(name: str, rank: object) -> GaussianFamily:
+    """The family of that name; ValueError for a rank where it has none."""
+    kind = FAMILIES[name]
+    if kind is LowRankDiagonalFamily:
+        return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
+    if rank is not None:
+        raise ValueError(f"rank={rank!r} is of family='low_rank_diagonal'; {name!r} has none.")
+    return kind()
+
+
+def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The lower triangle with the exponential of its diagonal."""
+    return factor.tril(-1) + torch.diag(factor.diagonal().exp())
+
+
+def sizes(structure: Structure) -> list[tuple[int, int]]:
+    """(p, q) of each tensor as a matrix; of a vector or a number q = 1."""
+    return [(shape[0] if shape else 1, shape[1:].numel() if len(shape) > 1 else 1) for shape in structure.shapes]
+
+
+def _standard(white: Float[Tensor, "k d"], log_root: Tensor) -> Float[Tensor, " k"]:
+    """log density of z = Σ^½ w in nats, of log det Σ^½."""
+    return -0.5 * (white.square() + LOG_2PI).sum(1) - log_root

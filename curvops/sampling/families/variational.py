@@ -1,0 +1,262 @@
+"""Variational inference: the normal distribution of a family that is nearest to the posterior."""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.operators import Linearization
+from curvops.posterior.arguments import check_linearization
+from curvops.posterior.gaussian_posterior import GaussianPosterior
+from curvops.sampling.core.log_density import order_at_mean
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.schedules import at
+from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.transition import common_arguments
+from curvops.sampling.families.normal_families import FAMILIES, GaussianFamily, family_of
+from curvops.sampling.samplers.sghmc import fields_of
+from curvops.sampling.samplers.torch_optimizer import Optimizer, OptimizerState
+from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
+
+SETTLED = 0.1
+"""A fit has settled where neither its mean, in standard deviations, nor its precision, relatively, is off by more."""
+AVERAGED = 3
+"""Power of the step by which misfits are weighted in their average, which so forgets the way from the start."""
+
+
+class FitEnding(Enum):
+    """Whether variational inference has come to its optimum. The value is the remedy, in plain sentences."""
+
+    SETTLED = (
+        "Settled: the gradient, averaged over the last steps, leaves the mean less than 0.1 standard deviations and "
+        "the precisions less than 10 % from the family's optimum. Nothing needs to be done."
+    )
+    DRIFTING = (
+        "The steps were spent before the fit stopped moving: the gradient, averaged over the last steps, is beyond its "
+        "noise. Go on from this state, with a larger lr where the gradient keeps its sign."
+    )
+    SCATTERED = (
+        "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around the "
+        "optimum by more than a tenth of a standard deviation. Go on from this state with an lr that falls to zero, "
+        "lr=co.sampling.Cosine(lr, steps)."
+    )
+    NOISY = (
+        "The gradient's noise hides whether the fit has stopped moving. More steps, more draws= or larger batches help."
+    )
+
+
+class Unsettled(UserWarning):
+    """A variational fit is not known to be at its optimum."""
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class VariationalState(OptimizerState):
+    """The mean as `theta`, and the tensors that describe the covariance.
+
+    average and square: of how far mean and covariance are from the optimum as each step's draws say, and of its
+    square; centre: of the tensors themselves. In all of these the last steps are weighted most.
+    """
+
+    spread: dict[str, Tensor]
+    average: dict[str, Tensor]
+    square: dict[str, Tensor]
+    centre: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class VariationalInfo(Info):
+    """log_posterior is the mean over the step's draws; ``nelbo`` that of 𝒯 log q − log_posterior, in nats a point."""
+
+    nelbo: Float[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Variational(Optimizer):
+    """An optimiser of the mean and the covariance of a normal distribution."""
+
+    family: GaussianFamily
+    draws: int
+    stick_the_landing: bool
+    initial_scale: float
+
+    @property
+    def _state_type(self) -> type[State]:
+        return VariationalState
+
+    def _begun(self, state: State, noise: NoiseSource) -> VariationalState:
+        if self.chains is not None:
+            raise ValueError("variational inference makes one fit, not chains: give several draws=, or fit each alone.")
+        spread = self.family.begun(state.structure, self.initial_scale, state.theta, noise)
+        return VariationalState(
+            **fields_of(super()._begun(state, noise)), spread=spread, average={}, square={}, centre={}
+        )
+
+    def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
+        numbers = self.family.noise(state.structure, self.draws, state.theta, noise)
+        info, of_mean, of_spread, residual = self.gradients(state, batch, numbers)
+        if not bool(info.log_posterior.isfinite()):
+            raise self._not_finite(info.log_posterior, int(state.step))
+        tensors = [*state.structure.parts(state.theta), *state.spread.values()]
+        slopes = [*state.structure.parts(of_mean), *of_spread.values()]
+        self._descend(tensors, slopes, state.slots.setdefault("0", {}), int(state.step))
+        misfits = {"mean": residual.mean(0), **self.family.misfits(state.structure, residual, numbers)}
+        share = (AVERAGED + 1) / (int(state.step) + 1 + AVERAGED)
+        for name, misfit in misfits.items():
+            state.average.setdefault(name, misfit.clone()).lerp_(misfit, share)
+            state.square.setdefault(name, misfit.square()).lerp_(misfit.square(), share)
+        for name, tensor in {"theta": state.theta, **state.spread}.items():
+            state.centre.setdefault(name, tensor.detach().clone()).lerp_(tensor.detach(), share)
+        return info
+
+    def ending(self, state: VariationalState) -> FitEnding:
+        """Whether the fit is at its optimum, as far as the noise of the gradients that it took can tell.
+
+        At the optimum of the family the mean of the gradient is zero. In units of the fit itself, standard deviations
+        for the mean and shares for the precisions, it says how far the optimum is; it is averaged over the steps, the
+        last ones weighted most, and compared with its standard error: the root mean square over the weights, and each
+        number alone. It speaks of the average over these steps, which the state must be near, too.
+
+        Args:
+            state: of this method's `update`.
+        """
+        self._check_state(state)
+        steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # as many would be averaged evenly
+        if steps <= 1:
+            return FitEnding.NOISY
+        hidden = False
+        for name, average in state.average.items():
+            variance = (state.square[name] - average.square()).clamp_min(0) / (steps - 1)
+            off = float((average.square() - variance).sum()) / len(average)
+            error = 2 * (2 * float(variance.square().sum())) ** 0.5 / len(average)
+            alone = float((average.abs() - 5 * variance.sqrt()).max())
+            if not (off - error <= SETTLED**2 and alone <= SETTLED):
+                return FitEnding.DRIFTING
+            hidden |= max(off, 0.0) + error > SETTLED**2
+        if hidden:
+            return FitEnding.NOISY
+        order = torch.arange(len(state.theta), device=state.theta.device)
+        spreads = (state.spread, {name: state.centre[name] for name in state.spread})
+        now, mean = (self.family.covariance(each, state.structure, order)[0].diagonal() for each in spreads)
+        from_centre = (state.theta - state.centre["theta"]).square() / mean, (now / mean).log().square() / 4
+        near = all(float(each.mean()) <= SETTLED**2 for each in from_centre)
+        return FitEnding.SETTLED if near else FitEnding.SCATTERED
+
+    def gradients(
+        self, state: VariationalState, batch: Any, numbers: Float[Tensor, "k m"]
+    ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
+        """The NELBO at these standard normal numbers, its gradients in the mean and in the spread, and residuals.
+
+        The residual of a draw is the gradient of log(q/p) in the standard normal numbers that it is made of.
+        """
+        temperature = at("temperature", self.temperature, int(state.step), zero=True) / self.data_size
+        if not temperature > 0:
+            raise ValueError("temperature is 0, at which the best distribution is a point: use co.sampling.optimizer.")
+        family, structure = self.family, state.structure
+        spread = {name: tensor.detach().clone().requires_grad_() for name, tensor in state.spread.items()}
+        mean = state.theta.detach().clone().requires_grad_()
+        numbers = numbers.clone().requires_grad_()
+        with torch.enable_grad():
+            theta = mean + family.moved(spread, structure, numbers)
+            given = theta.detach()
+            values, slopes = (
+                self.density.gradient(given, structure, batch)
+                if len(given) > 1
+                else tuple(each.unsqueeze(0) for each in self.density.gradient(given[0], structure, batch))
+            )
+            fixed = {name: tensor.detach() for name, tensor in spread.items()} if self.stick_the_landing else spread
+            centre = mean.detach() if self.stick_the_landing else mean
+            log_q = temperature * family.log_density(fixed, structure, theta - centre)
+            surrogate = (log_q - (slopes * theta).sum(1)).mean()
+        of_mean, of_numbers, *of_spread = torch.autograd.grad(
+            surrogate, [mean, numbers, *spread.values()], allow_unused=True
+        )
+        info = VariationalInfo(values.mean(), nelbo=(log_q.detach() - values).mean())
+        return info, of_mean, dict(zip(spread, of_spread)), of_numbers * (len(numbers) / temperature)
+
+    def posterior(self, state: VariationalState, lin: Linearization) -> GaussianPosterior:
+        """N(mean, Σ) as a posterior, with the face of Laplace's.
+
+        Args:
+            state: of this method's `init` or `update`.
+            lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
+                `co.linearize(model, data, likelihood)`.
+
+        Raises:
+            TypeError, ValueError: another kind of state, or a linearisation of other parameters or at other weights.
+
+        Warns with `Unsettled` where the fit is not known to be at its optimum, see `ending`.
+        """
+        ending = self.ending(state)
+        check_linearization(lin)
+        covariance, precision = self.family.covariance(state.spread, state.structure, order_at_mean(lin, state))
+        if ending is not FitEnding.SETTLED:
+            warnings.warn(f"after {int(state.step)} steps: {ending.value}", Unsettled, stacklevel=2)
+        return GaussianPosterior.of(lin, covariance, precision)
+
+
+def vi(
+    log_posterior: Any,
+    family: str = "diagonal",
+    *,
+    optimizer: Any = torch.optim.Adam,
+    draws: int = 1,
+    rank: int | None = None,
+    stick_the_landing: bool = True,
+    initial_scale: float = 0.05,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    **options: Any,
+) -> Variational:
+    """Variational inference with normal distributions (Graves 2011; Blundell et al. 2015), under the same protocol.
+
+    Each step descends NELBO(q) = E_q[𝒯 log q − log_posterior], 𝒯 = τ/N, whose least value over all distributions is at
+    the posterior to the power 1/τ. Of a linear model under a Gaussian likelihood the dense family comes to N(θ̄, τP⁻¹),
+    the diagonal one to the variances τ/P_dd.
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
+            `co.sampling.log_posterior` makes it.
+        family: "diagonal"; "dense", by a Cholesky factor; "low_rank_diagonal", U Uᵀ plus a diagonal; "kronecker", for
+            each tensor the Kronecker product of two covariances, of a vector one.
+        optimizer: a class of torch.optim, which takes the gradients of the mean and of the family's parameters. Weight
+            decay would pull at the covariance, too: AdamW needs weight_decay=0.
+        draws: draws of the weights a step, together where `torch.vmap` can. Variances fall with their number.
+        rank: of U, 10 where none is given.
+        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017), which is unbiased and
+            without noise where q is the posterior; False differentiates log q in all of its parameters.
+        initial_scale: the standard deviation of each weight at the start.
+        temperature: τ > 0, a number or a schedule.
+        data_size: N, where log_posterior does not carry it.
+        options: of the optimiser; `lr` may be a schedule.
+
+    Returns:
+        A `Variational`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`, and `co.sampling.run` takes
+        it. `state.params` are the mean; `ending(state)` says whether the steps taken have led to the optimum.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range, and what `co.sampling.optimizer` refuses.
+
+    Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
+    p² + q² a tensor, dense D²) and three times as much for `ending`, the optimiser's own, and three vectors a draw.
+    """
+    check_choice("family", family, FAMILIES)
+    check_flag("stick_the_landing", stick_the_landing)
+    shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
+    if isinstance(temperature, numbers.Real) and temperature == 0:
+        raise ValueError("temperature=0: the best distribution is then a point; use co.sampling.optimizer for it.")
+    inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
+    return Variational(
+        **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},
+        family=family_of(family, rank),
+        draws=checked_whole("draws", draws, 1),
+        stick_the_landing=stick_the_landing,
+        initial_scale=checked_number("initial_scale", initial_scale),
+    )

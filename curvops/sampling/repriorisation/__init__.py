@@ -1,0 +1,1 @@
+"""Repriorisation: sampling wide networks in the coordinates of their last layer."""

@@ -1,0 +1,264 @@
+"""Repriorisation of all weights at once, by the empirical tangent kernel, and its exact log-determinant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+from curvops.linalg import Estimate, NotConverged, Operator, eigsh, logdet, minres
+from curvops.linalg.core.results import Reason
+from curvops.network.model.parameters import Blocks
+from curvops.sampling.repriorisation.conjugate import factor, solved
+from curvops.sampling.repriorisation.map import Moved
+from curvops.sampling.repriorisation.reprior_problem import RepriorProblem
+
+MOST_STEPS = 20
+"""Newton steps of the inverse at each λ."""
+
+
+class Tangents(NamedTuple):
+    """At φ: J (m, D) of all outputs, the Cholesky factor of JJᵀ + λI, α = (JJᵀ + λI)⁻¹(y − f), and Jᵀα."""
+
+    J: Float[Tensor, "m D"]
+    L: Float[Tensor, "m m"]
+    alpha: Float[Tensor, " m"]
+    step: Float[Tensor, " D"]
+
+
+class CurvedIdentity(Operator):
+    """I + Σ_i α_i ∇²f_i (D, D), symmetric and perhaps indefinite, by double backward passes."""
+
+    def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(phi, product=product)
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]), len(self._args[0])))
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return block + self._kwargs["product"](block)
+
+
+class SquaredIdentity(CurvedIdentity):
+    """(I + Σ_i α_i ∇²f_i)², positive semidefinite."""
+
+    @property
+    def psd(self) -> bool:
+        return True
+
+    def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        return super()._product(super()._product(block))
+
+
+@dataclass(frozen=True, eq=False)
+class TangentMap:
+    """T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
+
+    It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have one image, and a
+    chain in φ would count that θ twice. `inverse(map(φ))` then finds another φ.
+
+    `targets` are those of a Gaussian model of the outputs, `root` the square roots of the points' weights. Its
+    derivative takes second derivatives of the network, a gradient of its determinant third ones: reverse mode alone.
+    """
+
+    problem: RepriorProblem
+    level: float
+    targets: Float[Tensor, "N C"]
+    root: Float[Tensor, "N 1"] | None
+
+    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
+        """Exactly: J (m, D) and a matrix (D, D) are formed, m = N·C. One further forward pass."""
+        v = self._flat(phi)
+        at = self._tangents(v, self.level)
+        white = self._blocks(v + at.step)
+        outputs = self.problem.outputs(white)
+        return Moved(white, self._logdet(v, at), outputs)
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log p̃(φ), as `forward` costs."""
+        return self.forward(phi).log_density(self.problem)
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """T(φ). A forward pass and J."""
+        return self._blocks(self._moved(self._flat(phi), self.level))
+
+    @torch.no_grad()
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """By Newton's method as λ falls from where T is the identity; ValueError where T has no such φ on the way."""
+        goal = self._flat(white)
+        level = max(self.level, float(self._tangents(goal, self.level).J.square().sum()))
+        v, gap = goal, 0.0
+        enough = 1e-2 * math.sqrt(torch.finfo(goal.dtype).eps) * (1 + float(goal.abs().max()))
+        while gap <= enough:
+            v, gap = self._solved(goal, v, level)
+            if gap <= enough and level == self.level:
+                return self._blocks(v)
+            level = max(self.level, level / 4)
+        raise ValueError(
+            f"no φ was found whose T(φ) are these weights: Newton's method leaves a gap of {gap:.2e}. The "
+            "tangent-kernel form is one to one only where the network is nearly linear: raise reg, take a wider "
+            "network, start from a φ (normal(1)) and not from weights, or use the readout's form."
+        )
+
+    def _solved(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
+        """The φ nearest to T(φ) = goal that damped Newton steps reach, and the largest entry of the gap."""
+        gap = goal - self._moved(v, level)
+        for _ in range(MOST_STEPS):
+            step = torch.linalg.solve(jacrev(lambda w: self._moved(w, level))(v), gap)
+            share, left = 1.0, gap
+            while share > 1e-4:
+                left = goal - self._moved(v + share * step, level)
+                if bool(left.norm() < gap.norm()):
+                    break
+                share /= 2
+            else:
+                break
+            v, gap = v + share * step, left
+        return v, float(gap.abs().max())
+
+    def estimated_logdet(
+        self,
+        phi: Mapping[str, Tensor],
+        method: Literal["slq", "taylor"],
+        rtol: float,
+        max_matvecs: int | None,
+        generator: torch.Generator | None,
+    ) -> Estimate:
+        """log|det ∂T/∂φ| with log|det(I + H_α)| estimated from products; the others, m × m, are exact."""
+        v = self._flat(phi).detach()
+        at = Tangents(*(part.detach() for part in self._tangents(v, self.level)))
+        product = self._curvature_product(v, at.alpha)
+        curved = CurvedIdentity(v, product=product)
+        accuracy = 1e-2 * math.sqrt(torch.finfo(v.dtype).eps)
+        found = minres(curved, at.J.mT, rtol=accuracy)
+        if not found.accepted:
+            raise NotConverged(found, accuracy)
+        mixed = self._identity(at) - self._mixed_rows(v, at) @ found.x / self.level
+        known = self._kernel_term(at) + torch.linalg.slogdet(mixed)[1].double()
+        if method == "slq":
+            middle = _by_quadrature(v, product, rtol, max_matvecs, generator)
+        else:
+            middle = _by_taylor(curved, product, rtol, max_matvecs, generator)
+        return middle + known
+
+    def _flat(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        return torch.cat([blocks[name].flatten() for name in self.problem.model.selection.names])
+
+    def _blocks(self, v: Float[Tensor, " D"]) -> Blocks:
+        return self.problem.model.selection.unflatten(v)
+
+    def _outputs(self, v: Float[Tensor, " D"]) -> Float[Tensor, " m"]:
+        f = self.problem.outputs(self._blocks(v))
+        return (f if self.root is None else self.root * f).flatten()
+
+    def _tangents(self, v: Float[Tensor, " D"], level: float) -> Tangents:
+        targets = self.targets if self.root is None else self.root * self.targets
+        J: Tensor = jacrev(self._outputs)(v)
+        L = factor(J @ J.mT, level)
+        gap = (targets.flatten() - self._outputs(v)).unsqueeze(1)
+        alpha = solved(L.mT, solved(L, gap), upper=True).squeeze(1)
+        return Tangents(J, L, alpha, J.mT @ alpha)
+
+    def _moved(self, v: Float[Tensor, " D"], level: float) -> Float[Tensor, " D"]:
+        return v + self._tangents(v, level).step
+
+    def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
+        """−log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
+
+        def value(w: Tensor) -> Tensor:
+            return self._outputs(w) @ at.alpha
+
+        H: Tensor = jacrev(grad(value))(v)
+        curved = H + torch.eye(len(v), dtype=v.dtype, device=v.device)
+        mixed = self._identity(at) - self._mixed_rows(v, at) @ torch.linalg.solve(curved, at.J.mT) / self.level
+        terms = (torch.linalg.slogdet(matrix)[1].double() for matrix in (curved, mixed))
+        return self._kernel_term(at) + sum(terms)
+
+    def _kernel_term(self, at: Tangents) -> Float[Tensor, ""]:
+        return len(at.L) * math.log(self.level) - 2 * at.L.diagonal().double().log().sum()
+
+    def _mixed_rows(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, "m D"]:
+        """R, whose rows are (∇²f_i Jᵀα)ᵀ."""
+        R: Tensor = jacrev(lambda w: jacrev(self._outputs)(w) @ at.step)(v)
+        return R
+
+    def _identity(self, at: Tangents) -> Tensor:
+        return torch.eye(len(at.L), dtype=at.L.dtype, device=at.L.device)
+
+    def _curvature_product(self, v: Float[Tensor, " D"], alpha: Float[Tensor, " m"]) -> Callable[[Tensor], Tensor]:
+        def value(w: Tensor) -> Tensor:
+            return self._outputs(w) @ alpha
+
+        def slope(w: Tensor, vector: Tensor) -> Tensor:
+            found: Tensor = grad(value)(w)
+            return found @ vector
+
+        def one(vector: Tensor) -> Tensor:
+            found: Tensor = grad(slope)(v, vector)
+            return found
+
+        return lambda block: vmap(one, in_dims=1, out_dims=1)(block)
+
+
+def _by_quadrature(
+    v: Float[Tensor, " D"],
+    product: Callable[[Tensor], Tensor],
+    rtol: float,
+    max_matvecs: int | None,
+    generator: torch.Generator | None,
+) -> Estimate:
+    """log|det(I + H)|: of the matrix itself where it is positive definite, half that of its square where it is not."""
+    for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
+        lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
+        bound = float(lowest.values - lowest.residuals)
+        if bound > 0:
+            options: dict[str, Any] = {"rtol": rtol, "max_matvecs": max_matvecs, "generator": generator}
+            found = share * logdet(operator, lower_bound=0.9 * bound, **options)
+            return replace(found, matvecs=found.matvecs + lowest.matvecs)
+    raise ValueError(
+        f"I + H is singular to the accuracy of {lowest.matvecs} products, so that no determinant is known."
+    )
+
+
+def _by_taylor(
+    curved: CurvedIdentity,
+    product: Callable[[Tensor], Tensor],
+    rtol: float,
+    max_matvecs: int | None,
+    generator: torch.Generator | None,
+    probes: int = 32,
+) -> Estimate:
+    """log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v of random signs v, where ‖H‖ < 1; the terms left out are bounded."""
+    size = curved.shape[-1]
+    largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("largest", "smallest")]
+    radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)
+    spent = sum(pair.matvecs for pair in largest)
+    if radius >= 1:
+        raise ValueError(
+            f"the Taylor series of log det(I + H) does not converge: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'."
+        )
+    terms = 1
+    while size * radius ** (terms + 1) / ((terms + 1) * (1 - radius)) > rtol and terms < 10_000:
+        terms += 1
+    if max_matvecs is not None:
+        terms = max(1, min(terms, (max_matvecs - spent) // probes))
+    phi = curved.representation()[0]
+    V = torch.randint(0, 2, (size, probes), generator=generator, device=phi.device).to(phi.dtype) * 2 - 1
+    power, sums = V, torch.zeros(probes, dtype=torch.float64, device=phi.device)
+    for k in range(1, terms + 1):
+        power = -product(power)
+        sums -= (V * power).double().sum(0) / k
+    bias = size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))
+    reason = Reason.CONVERGED if bias <= rtol else Reason.MATVEC_LIMIT
+    stderr = sums.std() / math.sqrt(probes)
+    return Estimate(sums.mean(), stderr, probes, spent + terms * probes, bias, reason)

@@ -1,0 +1,398 @@
+"""Repriorisation: a network's weights in which a wide network's posterior has become its prior, N(0, I)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+
+from curvops.checks import check_choice, check_generator, checked_number
+from curvops.linalg import Estimate
+from curvops.network.likelihoods import Categorical, Gaussian
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.model.parameters import Blocks
+from curvops.operators import Linearization, linearize
+from curvops.posterior.arguments import checked_count
+from curvops.posterior.priors import Prior, read_prior
+from curvops.sampling.repriorisation.conjugate import DataSpace, FeatureSpace, Identity, condition
+from curvops.sampling.repriorisation.gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
+from curvops.sampling.repriorisation.map import Change, ExactReadoutMap, ReadoutMap
+from curvops.sampling.repriorisation.ntk import TangentMap
+from curvops.sampling.repriorisation.readout import Readout, find_readout
+from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_normal
+
+Form = Literal["feature", "data", "ntk"]
+CHUNK = 4e6
+"""Numbers, roughly, that draws evaluated side by side may hold."""
+LOST_DIGITS = 0.05
+"""κ eps of the matrix to be factorised beyond which a dtype is refused: fewer than two digits would be left."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reprior:
+    """A change of variables θ = T(φ) of a network's weights, and the log posterior of φ. Made by `reprior`.
+
+    φ and θ are mappings by parameter name, like the parameters. In φ the prior's own scale is taken out, too: the
+    posterior of φ is N(0, I) where the network is linear, and tends to it as the network becomes wider. Every sampler
+    takes this object as its `log_posterior`, with `batch=None`; `params` are where a chain may start. Everything is
+    differentiable and can be mapped over chains by `torch.vmap`.
+
+    form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
+    data_size: N.
+    """
+
+    form: Form
+    reg: float
+    noise: float | None
+    readout: tuple[str, ...]
+    data_size: int
+    _problem: RepriorProblem
+    _change: Change
+
+    @property
+    def params(self) -> Blocks:
+        """φ of the weights that the network had, to start a sampler from."""
+        return self.inverse(self._problem.model.values)
+
+    @property
+    def prior(self) -> Prior:
+        """N(0, I) of φ, from which `pcn` proposes."""
+        one = torch.ones_like(self._problem.model.theta[0])
+        return Prior(one, torch.zeros_like(one))
+
+    def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
+        """log p̃(φ)/N in nats, as samplers take it.
+
+        With a batch (inputs, targets) the mean log-likelihood of its points stands in for that of all data; T is of all
+        data all the same, so that a step costs no less.
+        """
+        if batch is None:
+            return -self.energy(phi) / self.data_size
+        moved = self._change.forward(self._white(phi))
+        prior = log_normal(moved.white) + moved.logdet
+        return self._problem.batch_mean(moved.white, batch) + prior / self.data_size
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """θ = T(φ), the weights as the network holds them. One forward pass over all data."""
+        return self._problem.theta(self._change.map(self._white(phi)))
+
+    def inverse(self, theta: Mapping[str, Tensor]) -> Blocks:
+        """φ with T(φ) = θ; of the tangent-kernel form by Newton's method, ValueError where it finds none."""
+        return self._change.inverse(self._problem.white(self._checked(theta, "theta")))
+
+    def logdet(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """log|det ∂θ/∂φ|, in float64."""
+        scales = torch.stack([scale.double().log().sum() for scale in self._problem.scale.values()]).sum()
+        return self._change.forward(self._white(phi)).logdet + scales
+
+    def estimated_logdet(
+        self,
+        phi: Mapping[str, Tensor],
+        method: Literal["slq", "taylor"] = "slq",
+        *,
+        rtol: float = 0.01,
+        max_matvecs: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """`logdet` of the tangent-kernel form for more weights than a matrix (D, D) has room for, with an error bar.
+
+        Of its three terms that of I + H_α is estimated: "slq" is half the log-determinant of its square, by stochastic
+        Lanczos quadrature; "taylor" the series with Hutchinson's probes, where ‖H_α‖ < 1 (ValueError where it is not),
+        cut where what follows is below rtol nats (`bias_bound`). J (N·C, D) is formed, and solves with I + H_α, one
+        for each output of each point, are by `minres`.
+
+        Raises ValueError for another form, whose log-determinant is exact at no cost, NotConverged where a solve fails.
+        """
+        check_choice("method", method, ("slq", "taylor"))
+        check_generator(generator)
+        if not isinstance(self._change, TangentMap):
+            raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
+        scales = float(torch.stack([scale.double().log().sum() for scale in self._problem.scale.values()]).sum())
+        return self._change.estimated_logdet(self._white(phi), method, rtol, max_matvecs, generator) + scales
+
+    def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """−log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with every constant, in float64.
+
+        Its integral e^−energy over φ is the evidence p(y), whatever the form and λ.
+        """
+        return -self._change.log_density(self._white(phi))
+
+    def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
+        """k draws φ ~ N(0, I), {name: (k, *shape)}."""
+        check_generator(generator)
+        k, theta = checked_count(k), self._problem.model.theta
+        options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
+        return {name: torch.randn(k, *scale.shape, **options) for name, scale in self._problem.scale.items()}
+
+    @torch.no_grad()
+    def sample(self, k: int, generator: torch.Generator | None = None) -> Blocks:
+        """T(φ) of k draws φ ~ N(0, I), {name: (k, *shape)}: draws of the posterior where the network is wide enough.
+
+        Exact for a linear model. How far from it they are in general, `divergence` says: importance weights e^h. k
+        forward passes.
+        """
+        found: Blocks = self._over(self.map, self.normal(k, generator))
+        return found
+
+    @torch.no_grad()
+    def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """h(φ) = log p̃(φ) − log N(φ; 0, I), constant where the posterior has become the prior; E e^h = p(y)."""
+        return -self.energy(phi) - log_normal(self._white(phi))
+
+    def divergence(self, samples: int = 1000, generator: torch.Generator | None = None) -> Estimate:
+        """KL(N(0, I) ‖ p̃) = log E e^h − E h in nats from draws of N(0, I), at least 0 (Hron et al. 2022, theorem 2.1).
+
+        Where its standard deviation is many nats, few draws of h carry E e^h and the estimate is too low: it warns with
+        `FewEffectiveDraws`. One forward pass a draw.
+        """
+        drawn = self.normal(_several(samples), generator)
+        return divergence(self._over(self.log_ratio, drawn))
+
+    def gradient_gap(
+        self,
+        draws: Mapping[str, Tensor] | None = None,
+        *,
+        samples: int = 1000,
+        generator: torch.Generator | None = None,
+    ) -> GradientGap:
+        """E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1): 0 where p̃ is N(0, I).
+
+        draws: φ's of a sampler, {name: (k, *shape)}, nearly independent (the standard error takes them to be). None
+        takes draws of N(0, I) weighted with e^h, which must not rest on a few of them (`FewEffectiveDraws`). At λ = σ²
+        the readout's part is 0 but for rounding. A gradient for each draw.
+        """
+        weighted = draws is None
+        given = self.normal(_several(samples), generator) if draws is None else self._stacked(draws)
+
+        def ratio(phi: Blocks) -> Tensor:
+            return -self.energy(phi) - log_normal(phi)
+
+        def gaps(phi: Blocks) -> tuple[Tensor, Blocks]:
+            slopes, h = grad_and_value(ratio)(phi)
+            return h, {name: slope.double().square().sum() for name, slope in slopes.items()}
+
+        h, parts = self._over(gaps, given)
+        if weighted:
+            warn_of_few(h, "the gradient gap is no average under p̃")
+
+        def mean(names: Sequence[str]) -> Estimate:
+            total = torch.stack([parts[name] for name in names]).sum(0)
+            return weighted_mean(total, h) if weighted else plain_mean(total)
+
+        return GradientGap(mean(list(parts)), mean(self.readout) if self.readout else None)
+
+    def _white(self, phi: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._checked(phi, "phi")
+
+    def _checked(self, given: Any, what: str) -> Mapping[str, Tensor]:
+        """Blocks of the parameters' names, shapes and dtype; TypeError or ValueError otherwise."""
+        scale = self._problem.scale
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{what} must be a mapping of parameter names to tensors, as reprior(...).params is, got "
+                f"{type(given).__name__}."
+            )
+        if given.keys() != scale.keys():
+            lacks, more = sorted(scale.keys() - given.keys()), sorted(given.keys() - scale.keys())
+            raise ValueError(
+                f"{what} must name the parameters {list(scale)}: it lacks {lacks}, and has {more} besides."
+            )
+        for name, block in given.items():
+            if not isinstance(block, Tensor) or block.shape != scale[name].shape:
+                got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
+                raise ValueError(
+                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; of several draws take "
+                    "one at a time, or torch.vmap."
+                )
+            if block.dtype != scale[name].dtype or block.device != scale[name].device:
+                raise ValueError(
+                    f"{what}[{name!r}] is {block.dtype} on {block.device}, the network {scale[name].dtype} on "
+                    f"{scale[name].device}; convert it."
+                )
+        return given
+
+    def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
+        """What the function returns for each of several draws, stacked.
+
+        Side by side, or, where the model has an operation that cannot be mapped, one after the other.
+        """
+        held = self._problem.num_data * self._problem.model.theta.numel() ** 0.5 + self._problem.model.theta.numel()
+        try:
+            return torch.vmap(function, chunk_size=max(1, int(CHUNK / held)))(dict(draws))
+        except RuntimeError:
+            return pytree.tree_map(lambda *each: torch.stack(each), *[function(phi) for phi in _each(draws)])
+
+    def _stacked(self, draws: Any) -> Mapping[str, Tensor]:
+        if not isinstance(draws, Mapping) or not draws or not all(isinstance(d, Tensor) for d in draws.values()):
+            raise TypeError(f"draws must be a mapping of parameter names to tensors (k, *shape), got {draws!r}.")
+        counts = {len(block) if block.ndim else 0 for block in draws.values()}
+        if len(counts) != 1 or min(counts) < 2:
+            raise ValueError(f"draws must hold as many draws of each parameter, at least 2, got {sorted(counts)}.")
+        self._checked({name: block[0] for name, block in draws.items()}, "draws (one of them)")
+        return draws
+
+    def __repr__(self) -> str:
+        noise = "classes" if self.noise is None else f"noise={self.noise:g}"
+        return f"Reprior(form={self.form!r}, reg={self.reg:g}, {noise}, readout={self.readout}, N={self.data_size})"
+
+
+def reprior(
+    model: Any,
+    data: Any,
+    noise: float | None = None,
+    reg: float | None = None,
+    form: Form | None = None,
+    last: str | None = None,
+    prior_precision: Any = 1.0,
+    *,
+    likelihood: Any = None,
+    weights: bool = False,
+) -> Reprior:
+    """Weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
+
+    The readout of θ = T(φ) is the posterior of a linear regression on the last features, written as mean plus root
+    times φ; the weights before it keep their values. Markov chains in φ mix the faster, the wider the network.
+
+        T(φ) = μ + Σ^½φ,   Σ = λ(λI + ΨᵀΨ)⁻¹,   μ = ΣΨᵀy/λ,   Ψ = features and a column for the bias, times A^-½
+
+    Args:
+        model: an `nn.Module` that ends with a linear layer, with any number of outputs C, with or without a bias.
+            All parameters that require a gradient are inferred, the others are held.
+        data: as `co.linearize` takes it. All of it is used at once: (N, width) features are held.
+        noise: σ², a *variance*, of real targets. For classes the variance of the regression onto one-hot targets less
+            1/C, by which T is made, and which only reg= replaces.
+        reg: λ > 0; None is σ², at which T is the exact conditional posterior of the readout. Whatever λ, the posterior
+            of θ = T(φ) stays what it is; towards `math.inf` T becomes the prior's scale alone, θ = A^-½φ.
+        form: "feature" factorises a matrix (width, width), "data" one (N, N); None takes the smaller. "ntk" changes all
+            weights, by the tangent kernel at φ, of any model: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its log-determinant
+            is exact and takes a matrix (D, D) of second derivatives, for networks of some hundred weights
+            (`estimated_logdet` for more). Of a linear model it gives N(μ, Σ²) in place of N(μ, Σ); for small λ it may
+            fold, so that two φ have one image and a chain counts it twice: see whether inverse(map(φ)) is φ, raise reg.
+        last: the name of the readout's module; None finds it by running the model.
+        prior_precision: A as `co.laplace` takes it: a number, a vector (D,) or a mapping {glob: number}, for the
+            readout the same for all outputs; `co.sampling.ntk_precision(model)` is the one of the theory.
+        likelihood: None is a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
+            `co.likelihoods.Categorical(...)` for classes.
+        weights: True says that the third item of a batch holds weights.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: what `co.linearize` refuses (no points, targets of another shape, noise that is not positive, …);
+            λ that is not positive; a model without a linear readout, or with one that another layer shares; features
+            that are not finite; in float32, a regression that this dtype cannot solve.
+
+    Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
+    O(min(N, width)² + N·width).
+    """
+    if form is not None:
+        check_choice("form", form, get_args(Form))
+    if last is not None and form == "ntk":
+        raise ValueError("last names a readout, and form='ntk' changes all weights alike: leave one of them out.")
+    stated = None if noise is None else checked_number("noise", noise)
+    level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
+    lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
+    variance = _variance(lin, stated)
+    if level is None and variance is None and stated is None:
+        raise ValueError("classes need reg=λ, or noise= of the regression onto one-hot targets, such as 0.1.")
+    level = (variance if stated is None else stated) if level is None else level
+    assert level is not None
+    problem = RepriorProblem.of(lin, _diagonal_precision(prior_precision, lin))
+    if form == "ntk":
+        change: Change = TangentMap(problem, level, problem.regression_targets(), problem.root)
+        return Reprior("ntk", level, variance, (), lin.num_data, problem, change)
+    readout = find_readout(lin.model, problem.inputs[0], last)
+    for name in readout.names:
+        scale = problem.scale[name]
+        if bool((scale != scale[:1]).any()):
+            raise ValueError(
+                f"prior_precision differs between the rows of the readout's {name!r}, one for each output; one "
+                "factorisation serves all outputs, so give them one precision, or form='ntk'."
+            )
+    width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
+    chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
+    space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
+    change = _readout_map(problem, readout, space, exact=level == variance)
+    _require_precise(change, level)
+    return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
+
+
+def _readout_map(problem: RepriorProblem, readout: Readout, space: FeatureSpace | DataSpace, exact: bool) -> ReadoutMap:
+    """`exact`: at λ = σ², with a density in closed form, from which a noise that requires a gradient gets none."""
+    targets, root, likelihood = problem.regression_targets(), problem.root, problem.likelihood
+    if exact and not (isinstance(likelihood, Gaussian) and likelihood.noise.requires_grad):
+        return ExactReadoutMap(problem, readout, space, targets, root)
+    return ReadoutMap(problem, readout, space if space.level < math.inf else Identity(), targets, root)
+
+
+def _likelihood(given: Any, noise: float | None) -> Any:
+    """What `linearize` is to take."""
+    if given is None:
+        if noise is None:
+            raise ValueError("noise is missing: the variance of the targets, or likelihood='classification'.")
+        return Gaussian(noise)
+    if isinstance(given, Gaussian) and noise is not None:
+        raise ValueError("likelihood and noise both give a variance: leave one of them out.")
+    if given == "regression":
+        raise ValueError("likelihood='regression' would stand for a variance of 1: give noise=variance alone.")
+    return given
+
+
+def _variance(lin: Linearization, noise: float | None) -> float | None:
+    """σ² of real targets, None of classes."""
+    likelihood: Likelihood = lin.likelihood
+    if isinstance(likelihood, Categorical):
+        return None
+    if not isinstance(likelihood, Gaussian):
+        raise TypeError(
+            f"reprior takes real targets with one noise variance, or classes, one position a point; got {likelihood}."
+        )
+    if len(set(likelihood.noise.flatten().tolist())) > 1:
+        raise ValueError(f"reprior takes one noise variance for all outputs, got {likelihood.noise.tolist()}.")
+    return float(likelihood.noise.detach().flatten()[0]) if noise is None else noise
+
+
+def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:
+    precision = read_prior(given, 0.0, lin.model).diagonal
+    if precision is None:
+        raise TypeError(
+            f"prior_precision must be a number, a vector or a mapping {{glob: number}}, got {type(given).__name__}: "
+            "repriorisation takes independent weights."
+        )
+    return precision
+
+
+@torch.no_grad()
+def _require_precise(change: ReadoutMap, level: float) -> None:
+    """ValueError where features are not finite, or the matrix to be factorised is beyond the dtype."""
+    problem = change.problem
+    features = change.features(problem.white(problem.model.values))
+    if not bool(features.isfinite().all()):
+        raise ValueError("the last features hold NaN or Inf at some points; look at the weights and inputs.")
+    if level == math.inf:
+        return
+    in_features = isinstance(change.conjugate, FeatureSpace)
+    kappa, eps = condition(features if in_features else features.mT, level), torch.finfo(features.dtype).eps
+    if kappa * eps > LOST_DIGITS:
+        wider = "Compute in float64 (model.double())" if features.dtype != torch.float64 else "Scale the inputs down"
+        raise ValueError(
+            f"the regression on the features has condition number {kappa:.1e} at reg={level:g}, beyond "
+            f"{features.dtype} (rounding {eps:.1g}). {wider}, or raise reg: the target of the sampler stays the same."
+        )
+
+
+def _several(samples: Any) -> int:
+    count = checked_count(samples)
+    if count < 2:
+        raise ValueError("samples must be at least 2: one draw has no standard error.")
+    return count
+
+
+def _each(draws: Mapping[str, Tensor]) -> list[Blocks]:
+    return [dict(zip(draws, blocks)) for blocks in zip(*draws.values())]

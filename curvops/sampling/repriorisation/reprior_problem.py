@@ -1,0 +1,105 @@
+"""What is inferred: a network's weights under a Gaussian prior, in the units in which that prior is N(0, I)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.batches import parts_of
+from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
+from curvops.network.likelihoods import Categorical
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+from curvops.operators import Linearization
+from curvops.sampling.core.structure import long_dot
+
+
+@dataclass(frozen=True, eq=False)
+class RepriorProblem:
+    """A network, all its data, their likelihood and the prior N(0, A⁻¹) of its weights θ = A^-½ v.
+
+    `inputs` are those of the batches, `targets` and `weights` those of all points; `scale` is A^-½ by name. Blocks of v
+    are called white: their prior is N(0, I).
+    """
+
+    model: Model
+    inputs: tuple[Inputs, ...]
+    targets: Tensor
+    weights: Float[Tensor, " N"] | None
+    likelihood: Likelihood
+    scale: Blocks
+
+    @classmethod
+    def of(cls, lin: Linearization, precision: Float[Tensor, "*D"]) -> RepriorProblem:
+        """That of a linearisation's model, data and likelihood; the data are copied."""
+        batches = list(lin.data)
+        weighted = [batch.weights for batch in batches if batch.weights is not None]
+        weights = torch.cat(weighted) if weighted else None
+        scale = lin.model.selection.unflatten(precision.detach().rsqrt().expand_as(lin.theta).clone())
+        inputs = tuple(copy(batch.inputs) for batch in batches)
+        return cls(lin.model, inputs, torch.cat([batch.targets for batch in batches]), weights, lin.likelihood, scale)
+
+    @property
+    def num_data(self) -> int:
+        """N."""
+        return len(self.targets)
+
+    @property
+    def root(self) -> Float[Tensor, "N 1"] | None:
+        """√w of each point that counts, 0 of others; None where all count once."""
+        counted = self.likelihood.counted(self.targets, self.weights)
+        if self.weights is None and bool(counted.all()):
+            return None
+        weights = counted.to(self.model.theta.dtype) if self.weights is None else self.weights * counted
+        return weights.sqrt().unsqueeze(1)
+
+    def regression_targets(self) -> Float[Tensor, "N C"]:
+        """Targets of the Gaussian model that the change of variables solves: for classes one-hot rows less 1/C."""
+        if not isinstance(self.likelihood, Categorical):
+            return self.targets
+        assert self.model.layout is not None
+        C, targets = self.model.layout.num_outputs, self.targets
+        if not targets.is_floating_point():
+            known = self.likelihood.counted(targets)
+            targets = torch.nn.functional.one_hot(targets.long().masked_fill(~known, 0), C)
+        return targets.to(self.model.theta.dtype) - 1 / C
+
+    def theta(self, white: Mapping[str, Tensor]) -> Blocks:
+        """Weights as the model holds them."""
+        return {name: scale * white[name] for name, scale in self.scale.items()}
+
+    def white(self, theta: Mapping[str, Tensor]) -> Blocks:
+        """The inverse of `theta`."""
+        return {name: theta[name] / scale for name, scale in self.scale.items()}
+
+    def outputs(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N C"]:
+        """f of all data. One forward pass."""
+        values = self.theta(white)
+        return torch.cat([self.model(values, inputs) for inputs in self.inputs])
+
+    def log_likelihood(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | f_n) in nats, summed in float64."""
+        return self.likelihood.log_prob(outputs, self.targets, self.weights).double().sum()
+
+    def batch_mean(self, white: Mapping[str, Tensor], batch: object) -> Float[Tensor, ""]:
+        """The mean log-likelihood of the points of a batch (inputs, targets)."""
+        given, targets, _ = parts_of(batch, False)
+        theta, layout = self.model.theta, self.model.layout
+        assert layout is not None
+        inputs, y = normalise(given), layout.targets(move_tensor(targets, theta.device, theta.dtype))
+        if num_points(inputs) != len(y):
+            raise ValueError(f"the batch holds {num_points(inputs)} inputs and {len(y)} targets.")
+        f = self.model(self.theta(white), move(inputs, theta.device, theta.dtype))
+        return self.likelihood.log_prob(f, y).double().mean()
+
+
+def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+    """log N(v; 0, I), in float64."""
+    squares = torch.stack([long_dot(block.flatten(), block.flatten()) for block in white.values()]).sum()
+    return -0.5 * (squares + math.log(2 * math.pi) * sum(block.numel() for block in white.values()))

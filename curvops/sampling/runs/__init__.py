@@ -1,0 +1,1 @@
+"""Runs of samplers, their chains, and predictions from draws."""

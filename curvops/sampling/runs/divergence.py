@@ -1,0 +1,122 @@
+"""Does a sampler diverge? Its energy is watched, and where it runs away the curvature says which step is stable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.posterior.stochastic_descent import Diverged
+from curvops.sampling.core.state import Info, State
+
+LOOK_EVERY = 20
+"""Steps between two looks, which wait for the device."""
+PATIENCE = 100
+"""Steps without one accepted proposal after which a Metropolis sampler is stuck."""
+RUNAWAY = 100.0
+"""So many times the thermal energy and the start's own size, and no fluctuation of a stable sampler reaches it."""
+POWER_STEPS = 20
+"""Power iterations for the largest curvature, two gradients each."""
+DIFFERENCE = 1e-3
+"""Length of the differences of gradients that these take, relative to the parameters."""
+
+
+class Watch:
+    """Looks at energies −log_posterior every few steps, and keeps the state before, where curvature is measured.
+
+    On a quadratic of curvature h a step beyond the stability limit multiplies the energy each time: from 1.02 times
+    the limit on it passes any bound within 100 steps, while a stable sampler stays at its thermal energy 𝒯d/2.
+    """
+
+    def __init__(self, transition: Any) -> None:
+        self._transition = transition
+        self._energies: list[Tensor] = []
+        self._first: Tensor | None = None
+        self._held: tuple[State, Any] | None = None
+        self._accepted: list[Tensor] = []
+        self._step_size = 0.0
+        self._steps = 0
+
+    def before(self, state: State, batch: Any) -> None:
+        """Called before each step."""
+        if self._steps % LOOK_EVERY == 0:
+            self._look(state)
+            self._held = state.clone(), batch
+        self._steps += 1
+
+    def after(self, info: Info, adapted: Any, adapting: bool) -> None:
+        """Called after each step."""
+        self._energies.append(-info.log_posterior)
+        if info.acceptance is not None and not adapting:
+            self._accepted.append(info.acceptance)
+            self._step_size = adapted.step_size(self._steps - 1)
+
+    def finish(self, state: State) -> None:
+        """Called after the last step."""
+        self._look(state)
+
+    def _look(self, state: State) -> None:
+        if not self._energies:
+            return
+        energies = torch.stack(self._energies)
+        self._energies.clear()
+        if self._first is None:
+            self._first = energies[0]
+        self._look_at_acceptance()
+        temperature = self._transition.temperature(int(state.step)) / self._transition.data_size
+        bound = RUNAWAY * (temperature * state.structure.size + self._first.abs() + 1)
+        if bool(((energies - self._first) <= bound).all()) and bool(state.theta.isfinite().all()):
+            return
+        name, length = self._transition.step_taken(int(state.step))
+        worst = float(energies.max()) if bool(energies.isfinite().all()) else float("inf")
+        raise Diverged(
+            f"the energy −log_posterior grew from {float(self._first.max()):.4g} to {worst:.4g} within "
+            f"{self._steps} steps of {name}={length:g}{self.remedy()}"
+        )
+
+    def _look_at_acceptance(self) -> None:
+        if not self._transition.metropolis or len(self._accepted) < PATIENCE:
+            return
+        mean = float(torch.stack(self._accepted).mean())
+        self._accepted.clear()
+        if mean < 1e-3:
+            raise Diverged(
+                f"of {PATIENCE} proposals with step_size={self._step_size:g} none was likely to be "
+                f"accepted (mean probability {mean:.2g}){self.remedy()} Or let a warm-up find it: "
+                "run(..., warmup=500, target_acceptance=0.6)."
+            )
+
+    def remedy(self) -> str:
+        """The end of a message: which curvature there is, and the step size to try."""
+        assert self._held is not None
+        state, batch = self._held
+        theta = state.theta if state.theta.ndim == 1 else state.theta[0]
+        curvature = largest_curvature(self._transition, theta, state, batch)
+        limit = self._transition.stability_limit(curvature)
+        if limit is None:
+            name, length = self._transition.step_taken(int(state.step))
+            return f"; take a smaller step, {name}={length / 4:.2g}."
+        return (
+            f", where the largest curvature is {curvature:.3g} and steps up to {limit:.3g} are stable; try "
+            f"step_size={limit / 2:.2g}."
+        )
+
+
+def largest_curvature(transition: Any, theta: Tensor, state: State, batch: Any) -> float:
+    """The largest eigenvalue of D times the Hessian of −log_posterior, by power iterations on differences."""
+    generator = torch.Generator(theta.device).manual_seed(0)
+    v = torch.empty_like(theta).normal_(generator=generator)
+    found = 0.0
+    for _ in range(POWER_STEPS):
+        v = v / v.norm()
+        h = DIFFERENCE * (1 + theta.norm())
+        ahead, behind = (
+            transition.density.gradient(theta + sign * h * v, state.structure, batch)[1] for sign in (1.0, -1.0)
+        )
+        pushed = transition.metric.product((behind - ahead) / (2 * h))
+        found = float(v @ pushed)
+        if not pushed.isfinite().all() or float(pushed.norm()) == 0:
+            break
+        v = pushed
+    return found

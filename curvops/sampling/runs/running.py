@@ -1,0 +1,331 @@
+"""Many steps of a sampler, in one chain or several: warm-up that finds a step size, thinning, and divergence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops.checkpoint import Checkpoint, Place, digest, seed_of
+from curvops.checks import check_flag, check_generator, checked_number, checked_whole
+from curvops.progress import Progress, check_progress, shown
+from curvops.sampling.core.log_density import LogPosterior
+from curvops.sampling.core.metric import OperatorMetric
+from curvops.sampling.core.schedules import Constant
+from curvops.sampling.core.state import Chain, Info, State
+from curvops.sampling.core.transition import Transition
+from curvops.sampling.runs.divergence import Watch
+from curvops.sampling.runs.feed import Feed, require_repeatable
+
+TRACES = ("log_posterior", "acceptance", "energy_error")
+
+
+def run(
+    sampler: Any,
+    start: Any,
+    batches: Any = None,
+    *,
+    steps: int,
+    warmup: int = 0,
+    thin: int = 1,
+    target_acceptance: float | None = None,
+    generator: torch.Generator | None = None,
+    progress: Progress = None,
+    checkpoint: Place | None = None,
+) -> Chain:
+    """Take steps of a sampler and keep draws.
+
+    Args:
+        sampler: of `co.sampling`: a sampler, an optimiser, or `chains(sampler, k)` of one.
+        start: parameters, as `sampler.init` takes them, or the state of an earlier run, which stays as it is.
+        batches: a list of batches, a DataLoader or another iterable that can be read again; `[(X, y)]` takes all data
+            at each step. None where `log_posterior` needs none.
+        steps: after warm-up.
+        warmup: steps before, of which nothing is kept.
+        thin: steps between two draws: `steps // thin` are kept.
+        target_acceptance: with a warm-up of a Metropolis sampler, the mean acceptance probability that its step size
+            is set to, by stochastic approximation with averaged trials; .57 suits LMC, .65–.8 HMC. Some hundred steps
+            of a chain that is where its law is; one still on its way there has other step sizes.
+        generator: source of the state's generators where `start` are parameters.
+        progress: as everywhere: None, a flag or a function (what, done, total).
+        checkpoint: a folder for what is reached, also when the run is interrupted. The same call goes on from there
+            and ends with the same bits; the folder keeps the result, which a later call returns at once. Another
+            start, sampler, `co.sampling.log_posterior` or generator is refused; batches are not compared.
+
+    Returns:
+        A `Chain`: draws (k, S, d), what each step said, the last state, and the sampler as warm-up left it.
+
+    Raises:
+        Diverged: the energy grows beyond what a stable step allows, or no proposal is accepted in 100 steps; the
+            message names the step size to try.
+        TypeError, ValueError: arguments of another kind, batches that can be read only once or change their structure,
+            a checkpoint of another problem.
+        OSError: the checkpoint cannot be written.
+    """
+    if not isinstance(sampler, Transition):
+        raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    steps, warmup, thin = (
+        checked_whole("steps", steps, 1),
+        checked_whole("warmup", warmup, 0),
+        checked_whole("thin", thin, 1),
+    )
+    if thin > steps:
+        raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
+    check_generator(generator)
+    check_progress(progress)
+    adaptation = _adaptation(sampler, target_acceptance, warmup)
+    if isinstance(start, State) and generator is not None:
+        raise ValueError("start is a state, which holds its own generators: leave generator out.")
+    seed = None if checkpoint is None else seed_of(generator)
+    state = start if isinstance(start, State) else sampler.init(start, generator)
+    sampler._check_state(state)
+    if checkpoint is not None:
+        require_repeatable(batches)
+
+    def problem() -> dict[str, Any]:
+        held = {f"the sampler's {name}": text for name, text in _options(sampler).items()}
+        random = digest([state.random]) if isinstance(start, State) else seed
+        plan = {"steps": steps, "warmup": warmup, "thin": thin, "target_acceptance": target_acceptance}
+        return {**plan, **held, "the start": digest([state.theta]), "the generator": random}
+
+    kept = Checkpoint(checkpoint, "a sampler", problem, state.theta.device)
+    known = kept.outcome if kept.result is not None else kept.state
+    reached = _Reached.begun(sampler, state, steps // thin, steps, adaptation)
+    if known is not None:
+        reached = reached.restored(known)
+    if kept.result is None:
+        reached = _taken(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
+        kept.finish(reached.record() if kept else None)
+    return reached.chain(sampler, thin)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reached:
+    """How far a run has come, consistent whenever it is interrupted."""
+
+    done: int
+    """Steps, those of warm-up included."""
+    state: Any
+    draws: Tensor
+    traces: dict[str, Tensor]
+    adaptation: StepSizeSearch | None
+    position: Any = None
+
+    @classmethod
+    def begun(
+        cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
+    ) -> _Reached:
+        """Nothing yet."""
+        theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
+        k = len(theta)
+        traced = TRACES if sampler.metropolis else TRACES[:1]
+        traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
+        return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
+
+    def advanced(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _Reached:
+        """After one more step."""
+        at, adaptation = self.done - warmup, self.adaptation
+        if at >= 0:
+            for name, trace in self.traces.items():
+                trace[:, at] = getattr(info, name)
+            if (at + 1) % thin == 0 and at // thin < self.draws.shape[1]:
+                self.draws[:, at // thin] = state.theta
+        elif adaptation is not None:
+            assert info.acceptance is not None
+            adaptation = adaptation.updated(float(info.acceptance.mean()))
+        return replace(self, done=self.done + 1, state=state, adaptation=adaptation, position=position)
+
+    def record(self) -> dict[str, Any]:
+        """As plain values and tensors."""
+        state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
+        state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
+        adaptation = None if self.adaptation is None else list(astuple(self.adaptation))
+        return {
+            "done": self.done,
+            "state": state,
+            "draws": self.draws,
+            "traces": self.traces,
+            "adaptation": adaptation,
+            "position": self.position,
+        }
+
+    def restored(self, record: Any) -> _Reached:
+        """What a record holds, with this one's structure."""
+        device = self.state.theta.device
+        held = {
+            name: _placed(value, device) if name not in ("step", "random") else value.cpu()
+            for name, value in record["state"].items()
+        }
+        adaptation = None if record["adaptation"] is None else StepSizeSearch(*record["adaptation"])
+        traces = {name: trace.to(device) for name, trace in record["traces"].items()}
+        state, draws = replace(self.state, **held), record["draws"].to(device)
+        return _Reached(record["done"], state, draws, traces, adaptation, record["position"])
+
+    def chain(self, sampler: Transition, thin: int) -> Chain:
+        """The result."""
+        adapted = _adapted(sampler, self.adaptation, False)
+        traces = {name: self.traces.get(name) for name in TRACES}
+        return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
+
+
+def _taken(
+    sampler: Transition, reached: _Reached, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
+) -> _Reached:
+    """All steps that are left."""
+    total = warmup + reached.traces["log_posterior"].shape[1]
+    # Without a checkpoint nobody sees a state between two steps: they are made in place, on a copy.
+    inplace = not kept
+    if inplace:
+        reached = replace(reached, state=reached.state.clone())
+    watch = Watch(sampler)
+    adapted: Any = None
+    with shown("sampling", total, progress) as bar:
+        bar.done = reached.done
+        try:
+            while reached.done < total:
+                if adapted is None or reached.done <= warmup:
+                    adapted = _adapted(sampler, reached.adaptation, reached.done < warmup)
+                batch = feed.next()
+                if sampler.metropolis and feed.position["index"] > 1:
+                    raise ValueError(
+                        "a pass gives more than one batch: samplers that accept or reject need all data at each step, "
+                        "[(X, y)]; for minibatches use sgld, sghmc or baoa."
+                    )
+                watch.before(reached.state, batch)
+                state, info = adapted.update(reached.state, batch, inplace=inplace)
+                watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
+                reached = reached.advanced(state, info, warmup, thin, feed.position)
+                kept.save(reached.record)
+                bar.advance()
+            watch.finish(reached.state)
+        except BaseException:
+            kept.save(reached.record, now=True)
+            raise
+    return reached
+
+
+def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepSizeSearch | None:
+    if target is None:
+        return None
+    if not sampler.metropolis:
+        raise ValueError(
+            f"target_acceptance is for Metropolis samplers (hmc, lmc, pcn); {type(sampler).__name__} is none."
+        )
+    checked_number("target_acceptance", target, "(0, 1)")
+    if warmup < 1:
+        raise ValueError("target_acceptance is reached in a warm-up: give warmup=, some hundred steps.")
+    if not isinstance(sampler.step_size, Constant):
+        raise ValueError("target_acceptance sets the step size, which follows a schedule here: give it as a number.")
+    return StepSizeSearch.begun(sampler.step_size.value, float(target), sampler.largest_step)
+
+
+def _adapted(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
+    """The sampler with the step size that this stage of the adaptation has."""
+    if adaptation is None:
+        return sampler
+    return sampler.with_step_size(adaptation.trial if warming_up else adaptation.final)
+
+
+def _options(sampler: Transition) -> dict[str, str]:
+    """What tells this sampler from others, in words that do not change from process to process.
+
+    Of a function of the user's own nothing is known.
+    """
+    found = {"method": type(sampler).__name__}
+    for each in fields(sampler):
+        text = repr(getattr(sampler, each.name))
+        if " at 0x" not in text:
+            found[each.name] = text
+    if isinstance(sampler.metric, OperatorMetric):
+        found["preconditioner"] = digest(sampler.metric.D.representation())
+    if isinstance(sampler.log_posterior, LogPosterior):
+        found["log posterior"] = sampler.log_posterior.fingerprint
+    return found
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return {key: _placed(each, device) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+DECAY = 0.75
+"""Moves and the shares of new trials in the mean fall as t^−.75 (Hoffman & Gelman 2014 forget old trials so, too)."""
+LARGEST_MOVE = 1.0
+"""A step of warm-up changes log ε by no more, however few proposals the target lets be rejected."""
+
+
+@dataclass(frozen=True)
+class StepSizeSearch:
+    """log ε follows the error of the acceptance probability, counted in the rarer outcome's probability at the target.
+
+        log ε ← log ε − t^−¾ (a* − a)/min(a*, 1 − a*),    the result being the mean of trials, later ones counting more
+
+    Robbins–Monro on the log scale (Andrieu & Thoms 2008) with Polyak's averaging. The rate of rejection is proportional
+    to ε³ of one leapfrog step and to ε of pCN, so that in these units the mean error has a slope of 1 to 3 in log ε at
+    any target (Garthwaite, Fan & Sisson 2016 divide by the slope likewise). That of plain a* − a is .06 at .98.
+
+    target: a*. most: log of the largest step size (1 for pCN).
+    """
+
+    target: float
+    most: float
+    steps: int = 0
+    log_trial: float = 0.0
+    log_mean: float = 0.0
+
+    @classmethod
+    def begun(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
+        """From this step size on."""
+        start = math.log(min(step_size, most))
+        return cls(target, math.log(most) if most < math.inf else 1e300, 0, start, start)
+
+    @property
+    def trial(self) -> float:
+        """The step size of the next step of warm-up."""
+        return math.exp(self.log_trial)
+
+    @property
+    def final(self) -> float:
+        """The step size after warm-up, the mean of trials with the later ones counting more."""
+        return math.exp(self.log_mean)
+
+    def updated(self, acceptance: float) -> StepSizeSearch:
+        """After a step with this acceptance probability; NaN counts as 0."""
+        share = (self.steps + 1) ** -DECAY
+        missed = self.target - (acceptance if acceptance == acceptance else 0.0)
+        move = share * missed / min(self.target, 1 - self.target)
+        trial = min(self.log_trial - max(-LARGEST_MOVE, min(LARGEST_MOVE, move)), self.most)
+        mean = share * trial + (1 - share) * self.log_mean
+        return replace(self, steps=self.steps + 1, log_trial=trial, log_mean=mean)
+
+
+def chains(sampler: Any, k: int, *, vectorized: bool | None = None) -> Any:
+    """The sampler running k chains at once: its states and infos have a first dimension of k.
+
+    Each chain draws from a generator of its own, seeded by `init`'s: the noise is bit for bit that of k single chains
+    with these generators, however they are computed. A schedule is one for all of them.
+
+    Args:
+        sampler: of `co.sampling`, of one chain.
+        k: the number of chains, at least 1.
+        vectorized: True computes all gradients together by `torch.vmap`, False one by one; None does the first where
+            `log_posterior` allows it, and else the second with a `NotVectorized` warning.
+
+    Raises:
+        TypeError, ValueError: k is no number of chains, or the sampler has chains already; at the first step, a module
+            that normalises by batch statistics.
+
+    Cost: k times the memory of one; together, of a small network, far less than k times its time.
+    """
+    if not isinstance(sampler, Transition):
+        raise TypeError(f"chains takes a sampler of co.sampling (sgld, …), got {type(sampler).__name__}.")
+    if sampler.chains is not None:
+        raise ValueError(f"the sampler runs {sampler.chains} chains already; give the sampler of one.")
+    count = checked_whole("k", k, kind="a whole number of chains")
+    if vectorized is not None:
+        check_flag("vectorized", vectorized)
+    return replace(sampler, chains=count, density=replace(sampler.density, vectorized=vectorized, _together=[]))

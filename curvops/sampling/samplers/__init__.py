@@ -1,0 +1,1 @@
+"""Samplers of weights, one file each."""

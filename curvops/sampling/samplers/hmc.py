@@ -1,0 +1,158 @@
+"""Hamiltonian and underdamped Langevin Monte Carlo on all data: leapfrog steps, then accept or reject."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import checked_number, checked_whole
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.structure import long_dot
+from curvops.sampling.core.transition import common_arguments
+from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, choice, kept
+from curvops.sampling.samplers.sghmc import fields_of
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LeapfrogState(MetropolisState):
+    """A state of `hmc` and `lmc`: momenta m and the gradient of `log_posterior` too, vectors as `theta` is."""
+
+    momentum: Float[Tensor, "*k d"]
+    gradient: Float[Tensor, "*k d"]
+
+    @property
+    def momenta(self) -> Any:
+        """The momenta as a tree like the parameters."""
+        return self.structure.unflatten(self.momentum)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Leapfrog(Metropolis):
+    """m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ; L times half–full–half; accept, or stay with −m. HMC is ρ = 1, LMC L = 1."""
+
+    leapfrog_steps: int
+    refreshment: float
+    sigma: float = 1.0
+
+    @property
+    def _state_type(self) -> type[State]:
+        return LeapfrogState
+
+    def _begun(self, state: State, noise: NoiseSource) -> LeapfrogState:
+        _, T = self._now(state)
+        theta = state.theta
+        m = self.metric.noise(noise, theta).mul_(self.sigma * math.sqrt(T))
+        value, gradient = self._unknown(theta), torch.zeros_like(theta)
+        return LeapfrogState(**fields_of(state), value=value, momentum=m, gradient=gradient)
+
+    def _evaluated(self, state: LeapfrogState, batch: Any) -> Tensor:
+        value, gradient = self.density.gradient(state.theta, state.structure, batch)
+        state.gradient.copy_(gradient)
+        return value
+
+    def _step(self, state: LeapfrogState, batch: Any, noise: NoiseSource) -> Info:
+        self._refresh(state, batch)
+        (eps, T), s, rho, D = self._now(state), self.sigma**-2, self.refreshment, self.metric
+        m0 = D.noise(noise, state.theta).mul_(math.sqrt(rho * T) * self.sigma)
+        m0.add_(state.momentum, alpha=math.sqrt(1 - rho))
+
+        theta, m = state.theta, torch.add(m0, D.product(state.gradient), alpha=eps / 2)
+        for left in reversed(range(self.leapfrog_steps)):
+            theta = torch.add(theta, m, alpha=eps * s)
+            value, g = self.density.gradient(theta, state.structure, batch)
+            m.add_(D.product(g), alpha=eps if left else eps / 2)  # two half steps between two steps of θ
+
+        # Differences before sums: the energies themselves may be a million times as large.
+        kinetic = long_dot(m - m0, D.solve(m + m0)) * (s / 2)
+        energy_error = (kinetic - (value.double() - state.value.double())) / T
+        probability, accepted = choice(energy_error, noise, theta)
+        kept(accepted, theta, state.theta)
+        kept(accepted, value, state.value)
+        kept(accepted, g, state.gradient)
+        state.momentum.copy_(m0.neg_())
+        kept(accepted, m, state.momentum)
+        return Info(state.value.clone(), probability, energy_error)
+
+    def stability_limit(self, curvature: float) -> float | None:
+        return 2 * self.sigma / math.sqrt(curvature) if curvature > 0 else None
+
+
+def hmc(
+    log_posterior: Any,
+    step_size: Any,
+    *,
+    leapfrog_steps: int = 10,
+    sigma: float = 1.0,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    preconditioner: Any = None,
+) -> Leapfrog:
+    """Hamiltonian Monte Carlo (Duane et al. 1987; Neal 2011): exact, on all data at each step.
+
+        m ~ N(0, 𝒯σ²D);  L times  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH})
+
+    with H = (−log_posterior + ½ s mᵀD⁻¹m)/𝒯, s = σ⁻², 𝒯 = τ/N. ε is in the units of the other samplers with momenta:
+    stable iff ε√(s h) < 2 on a Gaussian of curvature h of −log_posterior (of D^½ H D^½). D is the inverse mass, as in
+    `sghmc`, here positive definite. Batches must be all data: [(X, y)].
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
+            `co.sampling.log_posterior` makes it.
+        step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.7)` finds one.
+        leapfrog_steps: L.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
+        temperature: τ > 0, a number or a schedule; 1 is the posterior.
+        data_size: N, where log_posterior does not carry it.
+        preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range.
+
+    Cost: L gradients (and one where the batch is another than before), L + 1 products with D, a solve, a draw.
+    """
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
+    steps = checked_whole("leapfrog_steps", leapfrog_steps)
+    return Leapfrog(**shared, leapfrog_steps=steps, refreshment=1.0, sigma=checked_number("sigma", sigma))
+
+
+def lmc(
+    log_posterior: Any,
+    step_size: Any,
+    *,
+    refreshment: float = 0.1,
+    sigma: float = 1.0,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    preconditioner: Any = None,
+) -> Leapfrog:
+    """Underdamped Langevin Monte Carlo with a Metropolis correction (Horowitz 1991; Hron et al. 2022).
+
+        m ← √(1−ρ) m + √ρ σ√𝒯 D^½ξ;  m += ½ε D g,  θ += ε s m,  m += ½ε D g;  accept with min(1, e^{−ΔH}), else m ← −m
+
+    with H as in `hmc`. ρ = 1 is MALA. Momenta are flipped on rejection, without which the law would be another.
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
+        step_size: ε, a number or a schedule; `run(..., warmup=, target_acceptance=0.9)` finds one. Stable iff
+            ε√(s h) < 2.
+        refreshment: ρ in (0, 1], the share of new momentum at each step.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
+        temperature: τ > 0, a number or a schedule.
+        data_size: N, where log_posterior does not carry it.
+        preconditioner: D, as `hmc` takes it. Batches must be all data.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range.
+
+    Cost: a gradient (two where the batch is another than before), two products with D, a solve, a draw.
+    """
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
+    if checked_number("refreshment", refreshment) > 1:
+        raise ValueError(f"refreshment must lie in (0, 1], got {refreshment}.")
+    return Leapfrog(**shared, leapfrog_steps=1, refreshment=float(refreshment), sigma=checked_number("sigma", sigma))

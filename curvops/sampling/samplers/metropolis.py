@@ -1,0 +1,91 @@
+"""What samplers that accept or reject share: the value where they stand, kept from step to step, and the choice."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from curvops.sampling.core.log_density import LogPosterior
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.schedules import Constant
+from curvops.sampling.core.state import State
+from curvops.sampling.core.transition import Transition
+
+COLD = "temperature must be positive for a sampler that accepts or rejects; for temperature 0 take an optimiser."
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class MetropolisState(State):
+    """That of samplers that accept or reject: with `log_posterior` at `theta`."""
+
+    value: Float64[Tensor, "*k"]
+    seen: list[Any] = field(default_factory=list, repr=False)
+    """Of which function and batch they are; empty where they are not known."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Metropolis(Transition):
+    """Samplers whose proposals are accepted with probability min(1, e^{−ΔH}), on all data at once."""
+
+    metropolis: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.temperature == Constant(0.0):
+            raise ValueError(COLD)
+
+    def _now(self, state: State) -> tuple[float, float]:
+        eps, T = super()._now(state)
+        if T == 0:
+            raise ValueError(COLD)
+        return eps, T
+
+    def _refresh(self, state: MetropolisState, batch: Any) -> None:
+        """Evaluate where the state does not hold the value for this function and batch."""
+        asked = [self.log_posterior, batch, _versions(batch)]
+        if state.seen and all(old is new for old, new in zip(state.seen[:2], asked)) and state.seen[2] == asked[2]:
+            return
+        if isinstance(self.log_posterior, LogPosterior):
+            self.log_posterior.require_all_data(batch)
+        state.seen.clear()
+        state.value.copy_(self._evaluated(state, batch))
+        if not bool(state.value.isfinite().all()):
+            raise self._not_finite(state.value, 0)
+        state.seen[:] = asked
+
+    @abstractmethod
+    def _evaluated(self, state: Any, batch: Any) -> Tensor:
+        """log_posterior at the state, which takes in what else the method needs there."""
+
+    @staticmethod
+    def _unknown(theta: Tensor) -> Float64[Tensor, "*k"]:
+        """The value of a state that was not evaluated yet."""
+        return theta.new_full(theta.shape[:-1], math.nan, dtype=torch.float64)
+
+
+def choice(energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor) -> tuple[Tensor, Bool[Tensor, "*k"]]:
+    """The probability min(1, e^{−ΔH}) that a proposal is accepted, 0 where ΔH is NaN, and whether it is."""
+    probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
+    return probability, noise.uniform(like) < probability
+
+
+def kept(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
+    """Write the proposal over the present values of those chains that accept it."""
+    if accepted.ndim == 0 and accepted.device.type == "cpu":  # nothing to wait for
+        if accepted:
+            present.copy_(proposal)
+        return
+    where = accepted if proposal.ndim == accepted.ndim else accepted.unsqueeze(-1)
+    torch.where(where, proposal.to(present), present, out=present)
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor of the batch was written to."""
+    leaves = pytree.tree_leaves(batch)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

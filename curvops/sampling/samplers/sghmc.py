@@ -1,0 +1,215 @@
+"""Stochastic-gradient Hamiltonian Monte Carlo, and the same with a thermostat for its friction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checks import check_flag, checked_number
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.schedules import Constant
+from curvops.sampling.core.state import Info, MomentumState, State
+from curvops.sampling.core.transition import Transition, common_arguments
+from curvops.sampling.samplers.sgld import deviation
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WithMomentum(Transition):
+    """Samplers with momenta m ~ N(0, 𝒯σ²D), and friction α."""
+
+    alpha: float
+    sigma: float = 1.0
+
+    @property
+    def s(self) -> float:
+        """σ⁻²."""
+        return self.sigma**-2
+
+    @property
+    def _state_type(self) -> type[State]:
+        return MomentumState
+
+    def _begun(self, state: State, noise: NoiseSource) -> MomentumState:
+        _, T = self._now(state)
+        m = self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T)) if T else state.theta.new_zeros(())
+        return MomentumState(**fields_of(state), momentum=m.expand_as(state.theta).contiguous())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SGHMC(WithMomentum):
+    """θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
+
+    beta: float = 0.0
+    momentum_first: bool = False
+
+    def _step(self, state: MomentumState, batch: Any, noise: NoiseSource) -> Info:
+        value, g = self._gradient(state, batch)
+        eps, T = self._now(state)
+        s, alpha, theta, m = self.s, self.alpha, state.theta, state.momentum
+        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
+        if not self.momentum_first:
+            theta.add_(m, alpha=eps * s)
+        self.metric.kick(m.mul_(1 - eps * s * alpha), g, eps, spread, noise)
+        if self.momentum_first:
+            theta.add_(m, alpha=eps * s)
+        return Info(value)
+
+    def stability_limit(self, curvature: float) -> float | None:
+        h, s, alpha = curvature, self.s, self.alpha
+        if h <= 0:
+            return None
+        if self.momentum_first:
+            return (math.sqrt(alpha**2 + 4 * h / s) - alpha) / h
+        overdamped = alpha**2 - 4 * h / s
+        return alpha / h if overdamped <= 0 else (alpha - math.sqrt(overdamped)) / h
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ThermostatState(MomentumState):
+    """That of `sgnht`: the thermostat x beside the momenta, 0-d or (k,)."""
+
+    thermostat: Float[Tensor, "*k"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SGNHT(WithMomentum):
+    """SGHMC with the thermostat x in place of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
+
+    beta: float = 0.0
+
+    @property
+    def _state_type(self) -> type[State]:
+        return ThermostatState
+
+    def _begun(self, state: State, noise: NoiseSource) -> ThermostatState:
+        begun = super()._begun(state, noise)
+        _, T = self._now(state)
+        x = noise.normal(state.theta[..., :1]).squeeze(-1).mul_(math.sqrt(T / state.structure.size)).add_(self.alpha)
+        return ThermostatState(**fields_of(begun), thermostat=x)
+
+    def _now(self, state: State) -> tuple[float, float]:
+        eps, T = super()._now(state)
+        if T == 0:
+            raise ValueError(COLD)
+        return eps, T
+
+    def _step(self, state: ThermostatState, batch: Any, noise: NoiseSource) -> Info:
+        value, g = self._gradient(state, batch)
+        eps, T = self._now(state)
+        s, alpha, theta, m, x = self.s, self.alpha, state.theta, state.momentum, state.thermostat
+        spread = deviation(T * eps * (2 * alpha - T * eps * self.beta), self.beta)
+        heat = s * (m * self.metric.solve(m)).mean(-1) - T
+        theta.add_(m, alpha=eps * s)
+        self.metric.kick(m.mul_(1 - eps * s * x.unsqueeze(-1)), g, eps, spread, noise)
+        x.add_(heat, alpha=eps)
+        return Info(value)
+
+    def stability_limit(self, curvature: float) -> float | None:
+        return self.alpha / curvature if curvature > 0 else None
+
+
+COLD = (
+    "temperature=0: the thermostat of sgnht then only lowers the friction until it diverges; use sghmc at temperature "
+    "0, or a positive temperature."
+)
+
+
+def sghmc(
+    log_posterior: Any,
+    step_size: Any,
+    *,
+    alpha: float = 1.0,
+    sigma: float = 1.0,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    beta: float = 0.0,
+    momentum_first: bool = False,
+    preconditioner: Any = None,
+) -> SGHMC:
+    """Stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014; order of Duffield et al. 2024).
+
+        θ += ε s m,    m += ε D g − ε s α m + √(𝒯ε(2α − 𝒯εβ)) D^½ ξ,    s = σ⁻², 𝒯 = τ/N
+
+    with the old m in the first equation; `momentum_first` makes the second step first, so that the new one moves θ. A
+    preconditioner D is the inverse mass: m stands for D times the momentum, m ~ N(0, 𝒯σ²D), and friction is
+    proportional to the mass, so that this is the sampler without D in the coordinates D^-½ θ.
+
+    At τ = 0 and m = 0 momentum first is `torch.optim.SGD(lr=ε²s, momentum=1 − εsα)`; the order of the paper uses each
+    gradient one step later. On a Gaussian of curvature h (of D^½ H D^½) the paper's order is stable only if εh < α.
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
+            `co.sampling.log_posterior` makes it.
+        step_size: ε, a number or a schedule.
+        alpha: α, the friction.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
+        temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
+        data_size: N, where log_posterior does not carry it.
+        beta: β, the variance of the gradient's noise over 𝒯², which is then taken off the noise injected.
+        momentum_first: the order.
+        preconditioner: D, an operator (d, d) with a square root, a vector (d,) or a number; None is the identity.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range.
+
+    Cost: a gradient, a product with D and a draw by its root; four vectors.
+    """
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
+    check_flag("momentum_first", momentum_first)
+    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
+    return SGHMC(**shared, momentum_first=momentum_first)
+
+
+def sgnht(
+    log_posterior: Any,
+    step_size: Any,
+    *,
+    alpha: float = 1.0,
+    sigma: float = 1.0,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    beta: float = 0.0,
+    preconditioner: Any = None,
+) -> SGNHT:
+    """The stochastic-gradient Nosé–Hoover thermostat (Ding et al. 2014; order of Duffield et al. 2024).
+
+        θ += ε s m,    m += ε D g − ε s x m + √(𝒯ε(2α − 𝒯εβ)) D^½ ξ,    x += ε (s mᵀD⁻¹m/d − 𝒯)
+
+    with the old m and x on the right, s = σ⁻², 𝒯 = τ/N and x₀ ~ N(α, 𝒯/d): the friction x rises until the momenta have
+    their temperature, whatever noise the gradient has. The mean is over all d coordinates. D is the inverse mass, as in
+    `sghmc`; here it must be positive definite.
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N.
+        step_size: ε, a number or a schedule.
+        alpha: α, of the noise, and the mean of the first friction.
+        sigma: σ, the standard deviation of momenta at 𝒯 = 1.
+        temperature: τ > 0, a number or a schedule.
+        data_size: N, where log_posterior does not carry it.
+        beta: β, as `sghmc` takes it.
+        preconditioner: D, as `sghmc` takes it.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range, τ = 0 among them, where it would diverge.
+
+    Cost: a gradient, a product with D, a solve and a draw by its root; four vectors.
+    """
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
+    if shared["temperature"] == Constant(0.0):
+        raise ValueError(COLD)
+    shared |= friction(alpha, sigma) | {"beta": checked_number("beta", beta, "[0, inf)")}
+    return SGNHT(**shared)
+
+
+def friction(alpha: Any, sigma: Any) -> dict[str, float]:
+    """α and σ, checked."""
+    return {"alpha": checked_number("alpha", alpha), "sigma": checked_number("sigma", sigma)}
+
+
+def fields_of(state: State) -> dict[str, Any]:
+    """What a state of another type takes over."""
+    return {each.name: getattr(state, each.name) for each in fields(state)}

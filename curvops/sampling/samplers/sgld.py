@@ -1,0 +1,72 @@
+"""Stochastic-gradient Langevin dynamics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from curvops.checks import checked_number
+from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.transition import Transition, common_arguments
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SGLD(Transition):
+    """θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ."""
+
+    beta: float = 0.0
+
+    def _step(self, state: State, batch: Any, noise: NoiseSource) -> Info:
+        value, g = self._gradient(state, batch)
+        (eps, T), beta = self._now(state), self.beta
+        self.metric.kick(state.theta, g, eps, deviation(T * eps * (2 - T * eps * beta), beta), noise)
+        return Info(value)
+
+    def stability_limit(self, curvature: float) -> float | None:
+        return 2 / curvature if curvature > 0 else None
+
+
+def sgld(
+    log_posterior: Any,
+    step_size: Any,
+    *,
+    temperature: Any = 1.0,
+    data_size: int | None = None,
+    beta: float = 0.0,
+    preconditioner: Any = None,
+) -> SGLD:
+    """Stochastic-gradient Langevin dynamics (Welling & Teh 2011).
+
+        θ += ε D g + √(𝒯ε(2 − 𝒯εβ)) D^½ ξ,    𝒯 = τ/N
+
+    with g the gradient of `log_posterior` and ξ standard normal. At τ = 0 this is `torch.optim.SGD(lr=ε)`. On a
+    Gaussian of curvature h (of D^½ H D^½) with full gradients it is stable iff εh < 2, and its variance is
+    𝒯/(h (1 − εh/2)), too large by the factor 1/(1 − εh/2).
+
+    Args:
+        log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
+            `co.sampling.log_posterior` makes it.
+        step_size: ε, a number or a schedule (`RobbinsMonro`, `Cosine`, any function of the step).
+        temperature: τ ≥ 0, a number or a schedule; 1 is the posterior.
+        data_size: N, where log_posterior does not carry it.
+        beta: β, the variance of the gradient's noise over 𝒯², which is then taken off the noise injected.
+        preconditioner: D, an operator (d, d) with a square root, or a vector (d,); None is the identity.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind or out of range.
+
+    Cost: a gradient, a product with D and a draw by its root; three vectors.
+    """
+    shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
+    return SGLD(**shared, beta=checked_number("beta", beta, "[0, inf)"))
+
+
+def deviation(variance: float, beta: float) -> float:
+    """The standard deviation of the noise injected; ValueError where the gradient's own is already more than that."""
+    if variance < 0:
+        raise ValueError(
+            f"beta={beta:g}: the gradient's noise alone exceeds what this step size and temperature inject; take a "
+            "smaller beta or step_size."
+        )
+    return variance**0.5
