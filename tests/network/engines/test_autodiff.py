@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from curvops.network.engines.autodiff import Recorded, Streamed, record_graph, record_replay, saved_bytes
 from curvops.network.engines.routes import Routes, adjoint, find_routes, tolerance
@@ -23,11 +26,25 @@ def routes(name: str, parameters: Any = None) -> Routes:
     return find_routes(network, points(inputs, slice(0, 2)), network.selection.names)
 
 
+def has_forward_mode(function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether torch itself takes the tangent of an input through a function."""
+    with forward_ad.dual_level():
+        try:
+            output = function(forward_ad.make_dual(torch.zeros(1), torch.ones(1)))
+        except NotImplementedError:
+            return False
+        return forward_ad.unpack_dual(output).tangent is not None
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_each_network_takes_the_fastest_route_that_is_right(name: str) -> None:
     """Forward mode is replayed wherever it is right, also where the model writes in place."""
+    expected = ZOO[name].pushes
+    # torch 2.7 keeps a checkpoint's inputs by a function without forward derivative.
+    if name == "checkpointed" and not has_forward_mode(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)):
+        expected = "double backward"
     found = routes(name)
-    assert found.pushes == ZOO[name].pushes
+    assert found.pushes == expected
     assert found.replayed is (found.pushes == "forward mode")
     assert found.recordable is (found.pushes != "rows")
     assert bool(found.why) is (found.pushes == "rows")
