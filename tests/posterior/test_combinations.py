@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.network.likelihoods.output_fisher import Sampled
 from curvops.posterior.noise import Noise
 
 DOUBLE = torch.float64
@@ -158,7 +159,7 @@ def matrix_of_draws(post, method, monkeypatch):
         known[3] += n
         first = places.setdefault((stream, position, n), sum(size for *_, size in places))
         rows = block.unsqueeze(0) if block.ndim == 1 else block
-        values = torch.zeros(n, len(rows), dtype=DOUBLE)
+        values = (torch.zeros if len(design) else torch.ones)(n, len(rows), dtype=DOUBLE)  # ones while they are counted
         taken = design[first : first + n, column : column + len(rows)]
         values[: taken.shape[0], : taken.shape[1]] = taken
         block.copy_(values.mT.reshape(block.shape))
@@ -180,12 +181,22 @@ def matrix_of_draws(post, method, monkeypatch):
     return found
 
 
+def descent(loss):
+    """All points in one step of constant length, the last iterate as the answer: a linear map with a fixed point."""
+    return co.StochasticDescent(loss, epochs=500, momentum=0.5, final=1.0, averaging=1.0)
+
+
+DESCENTS = {co.GGN: descent("standard"), co.EmpiricalFisher: descent("low_variance")}
+
+
 def methods_of(post):
     kinds = ["cg"]
     if post.precision._closed_form() is not None:
         kinds.append("closed form")
-    if isinstance(post.curvature, co.GGN | co.EmpiricalFisher) and post.prior.diagonal is not None:
-        kinds.append("dual")
+    if isinstance(post.curvature, co.GGN | co.EmpiricalFisher):
+        kinds += ["dual"] if post.prior.diagonal is not None else []
+        if not isinstance(post.curvature.output, Sampled):  # whose minibatches are not known
+            kinds.append(DESCENTS[type(post.curvature)])
     return kinds
 
 
