@@ -49,9 +49,11 @@ class Prior:
 
     def _sum_with(self, curvature: LinearOperator) -> WithCurvature:
         """Made once for a curvature: all that a posterior answers shares its factorisation."""
-        if not self._last or self._last[0][0] is not curvature:
-            self._last[:] = [(curvature, self._added(curvature))]
-        return self._last[0][1]
+        known = self._last[0] if self._last else None  # read once: another thread may put another curvature's there
+        if known is None or known[0] is not curvature:
+            known = curvature, self._added(curvature)
+            self._last[:] = [known]
+        return known[1]
 
     def _added(self, curvature: LinearOperator) -> WithCurvature:
         if self.diagonal is not None:
