@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ def train(
     ones. Held-out data are not needed.
 
     Args:
-        model: trained in place, and left in evaluation mode. Parameters that require a gradient are trained.
+        model: trained in place, and left in evaluation mode; after an error or an interruption in the modes that it was
+            given in, the weights as far as they came. Parameters that require a gradient are trained.
         data: all training points, as `co.linearize` takes them: tensors (X, y), a Dataset, or a DataLoader (or list of
             batches), whose own batches are then trained on, in its own order.
         likelihood: as `co.linearize` takes it.
@@ -78,36 +80,37 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
 
-    post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
-    epoch_of, size = _batches(data, batch_size, generator), post.lin.num_data
-    for epoch in range(1, epochs + 1):
-        lin = post.lin
-        layout, score = lin.model.layout, lin.likelihood.log_prob
-        assert layout is not None
-        penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
-        weights = {name: p for name, p in model.named_parameters() if name in penalties}
-        at = lin.theta.device, lin.theta.dtype
-        model.train()
-        for item in epoch_of():
-            given, targets, _ = parts_of(item, False)
-            inputs, y = move(normalise(given), *at), move_tensor(targets, *at)
-            arguments, named = lin.model.calls.arguments(inputs)
-            stepper.zero_grad()
-            fit = score(layout.rows(model(*arguments, **named)), layout.targets(y)).mean()
-            prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
-            loss = prior / (2 * size) - fit
-            if not bool(loss.isfinite()):
-                raise ValueError(f"the loss is not finite in epoch {epoch}: take a smaller learning rate.")
-            loss.backward()
-            stepper.step()
-        if epoch % every == 0 or epoch == epochs:
-            post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
-        if epoch % every == 0 and epoch < epochs:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", StepsSpent)  # the next update goes on
-                post = maximize(post, over, generator=generator, steps=steps)
-            if isinstance(post.tuning, Tuning):
-                record.append(post.tuning)
+    with _modes_restored_on_failure(model):
+        post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
+        epoch_of, size = _batches(data, batch_size, generator), post.lin.num_data
+        for epoch in range(1, epochs + 1):
+            lin = post.lin
+            layout, score = lin.model.layout, lin.likelihood.log_prob
+            assert layout is not None
+            penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
+            weights = {name: p for name, p in model.named_parameters() if name in penalties}
+            at = lin.theta.device, lin.theta.dtype
+            model.train()
+            for item in epoch_of():
+                given, targets, _ = parts_of(item, False)
+                inputs, y = move(normalise(given), *at), move_tensor(targets, *at)
+                arguments, named = lin.model.calls.arguments(inputs)
+                stepper.zero_grad()
+                fit = score(layout.rows(model(*arguments, **named)), layout.targets(y)).mean()
+                prior = sum((penalties[name] * p.square()).sum() for name, p in weights.items())
+                loss = prior / (2 * size) - fit
+                if not bool(loss.isfinite()):
+                    raise ValueError(f"the loss is not finite in epoch {epoch}: take a smaller learning rate.")
+                loss.backward()
+                stepper.step()
+            if epoch % every == 0 or epoch == epochs:
+                post = _posterior(model, data, post.lin.likelihood, curvature, post.prior_precision)
+            if epoch % every == 0 and epoch < epochs:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", StepsSpent)  # the next update goes on
+                    post = maximize(post, over, generator=generator, steps=steps)
+                if isinstance(post.tuning, Tuning):
+                    record.append(post.tuning)
     if (gap := post.mode_gap) > MODE_TOLERANCE:
         warnings.warn(
             "training ended away from a mode of the posterior: the gradient of the log posterior is "
@@ -120,6 +123,18 @@ def train(
         return post
     whole = replace(record[-1], steps=tuple(step for each in record for step in each.steps))
     return replace(post, tuning=whole)
+
+
+@contextmanager
+def _modes_restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """Each module trains or evaluates again as before, whatever interrupts the work, an impatient user included."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, training in modes:  # parents first: each call sets what lies below, too
+            module.train(training)
+        raise
 
 
 def _batches(data: Any, batch_size: int | None, generator: torch.Generator | None) -> Callable[[], Iterable[Any]]:

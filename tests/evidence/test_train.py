@@ -147,6 +147,29 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_interrupted_training_leaves_each_module_in_its_mode(digits, failure, calls, annotations_unchecked):
+    """A normalisation was in evaluation mode, the rest was not; the second pass fails, or that of the fourth epoch."""
+    x, y = (part[:20] for part in digits)
+    model = nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10), nn.Dropout())
+    model[1].eval()
+    before = [module.training for module in model.modules()]
+    left = iter(range(calls))
+
+    def fails(module, inputs):
+        if module.training and next(left, None) is None:
+            raise failure
+
+    model[2].register_forward_pre_hook(fails)
+    with pytest.raises(failure):
+        co.evidence.train(model, (x, y), "classification", epochs=9, every=2, steps=1, curvature=co.DiagonalGGN)
+    assert [module.training for module in model.modules()] == before == [True, True, False, True]
+    with pytest.raises(TypeError):
+        co.evidence.train(model, x, "classification", epochs=1)
+    assert [module.training for module in model.modules()] == before
+
+
 @pytest.mark.parametrize("use", WRONG)
 def test_wrong_calls_are_refused_by_name(digits, use, annotations_unchecked):
     call, error, match = WRONG[use]
