@@ -169,15 +169,21 @@ class _Search:
 
     def best(self) -> Laplace:
         post = max(self.tried, key=_value)[0]
-        precisions = [each.prior.diagonal for each, *_ in self.tried]
-        scalars = [math.nan if A is None or A.ndim else float(A) for A in precisions]
+        precisions = tuple(_precision(each.prior.diagonal) for each, *_ in self.tried)
         noises = None if not post.lin.likelihood.hyperparameters else tuple(_noise(each) for each, *_ in self.tried)
         scores, errors = (tuple(part) for part in list(zip(*self.tried))[1:])
-        return replace(post, tuning=Validation(tuple(scalars), noises, scores, errors))
+        return replace(post, tuning=Validation(precisions, noises, scores, errors))
 
 
 def _value(tried: tuple[Laplace, float, float]) -> float:
     return -math.inf if math.isnan(tried[1]) else tried[1]
+
+
+def _precision(A: Tensor | None) -> float:
+    """A number, or the geometric mean of a vector."""
+    if A is None:
+        return math.nan
+    return float(A.double().log().mean().exp() if A.ndim else A)
 
 
 def _noise(post: Laplace) -> float:

@@ -124,7 +124,7 @@ class Validation(Summarised):
     """What `co.evidence.validate` tried, in that order, as `post.tuning` of the posterior that it returns."""
 
     prior_precisions: tuple[float, ...]
-    """NaN where the prior precision is no single number."""
+    """Of a vector the geometric mean of its entries; NaN where the prior precision is an operator."""
     noises: tuple[float, ...] | None
     """Variances of a Gaussian likelihood; None for others."""
     scores: tuple[float, ...]

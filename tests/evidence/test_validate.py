@@ -83,6 +83,9 @@ def test_classes_are_scored_by_the_same_draws_and_a_vector_keeps_its_shape(monke
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
     assert torch.equal(best.prior_precision, again.prior_precision) and ratio[0] != 1
     assert max(best.tuning.scores) > best.tuning.scores[4]  # of the start
+    of_best = best.tuning.prior_precisions[best.tuning.scores.index(max(best.tuning.scores))]
+    assert of_best == pytest.approx(float(best.prior_precision.log().mean().exp()), rel=1e-12)
+    assert best.tuning.prior_precisions[4] == pytest.approx(float(shape.log().mean().exp()), rel=1e-12)
     assert best.tuning.noises is None and min(best.tuning.stderrs) > 0
 
 
