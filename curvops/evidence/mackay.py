@@ -313,7 +313,7 @@ class _FixedPoint:
             pushed = post.curvature._matmul(z.mT).mT
             of_data = torch.stack([groups.totals(share) for share in (z * pushed).double()])
             each, found = torch.where(few, of_data, each), replace(found, matvecs=found.matvecs + len(z))
-        stderr = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.inf)
+        stderr = each.std(0) / math.sqrt(len(each))
         least = torch.finfo(z.dtype).eps * groups.counts
         gamma = each.mean(0).clamp(least, groups.counts - least)
         return gamma, stderr, found

@@ -62,6 +62,25 @@ def test_exact_steps_end_where_the_exact_evidence_is_flat(update):
     assert by_gradient.observation_noise == pytest.approx(found.observation_noise, rel=1e-4)
 
 
+@pytest.mark.parametrize("update", ["mackay", "em"])
+def test_one_step_is_the_published_update(update):
+    """Against dense matrices, away from the fixed point that both updates share."""
+    lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
+    post = co.laplace(lin, prior_precision=20.0, check_mode=False).with_noise(5.0)
+    with pytest.warns(co.evidence.StepsSpent):
+        found = co.evidence.mackay(post, None, 1, update=update, tune_noise=True, xtol=1e-10)
+    P = x.mT @ x / 5 + 20 * torch.eye(12, dtype=DOUBLE)
+    mode = torch.linalg.solve(P, x.mT @ y / 5)
+    gamma, scatter, squares = 12 - 20 * float(torch.linalg.inv(P).trace()), mode.square().sum(), (y - x @ mode).square()
+    if update == "em":
+        alpha, noise = 12 / (scatter + (12 - gamma) / 20), (squares.sum() + 5 * gamma) / 40
+    else:
+        alpha, noise = gamma / scatter, squares.sum() / (40 - gamma)
+    assert float(found.prior_precision) == pytest.approx(float(alpha), rel=1e-8)
+    assert found.observation_noise == pytest.approx(float(noise), rel=1e-8)
+    assert found.tuning.matvecs_saved == 0  # nothing was solved for
+
+
 def test_em_never_lowers_the_exact_evidence():
     lin, x, y = linear(12, 40, alpha=2.0, noise=0.5)
     post = co.laplace(lin, prior_precision=200.0, check_mode=False).with_noise(5.0)

@@ -192,6 +192,24 @@ def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(
     assert other_heads == set(lins[0].unflatten(lins[0].theta))
 
 
+def test_the_error_of_a_kronecker_posterior_counts_blocks_that_add_up_exactly():
+    """A PReLU has no factors: its block is a part of what the error is relative to, and none of the error."""
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.PReLU(3), nn.Linear(3, 2)).double(), normal(12, 4)
+    lins = [co.linearize(model, (x + t, (x[:, t] > 0).long()), "classification") for t in range(2)]
+    first = co.laplace(lins[0], co.KFAC, 1.5, check_mode=False)
+    post = first.update(lins[1], form="kronecker", check_mode=False)
+    exact = first.precision.to_dense() + post.curvature.to_dense()
+    P, eye = post.precision.to_dense(), 1.5 * torch.eye(len(post.mean), dtype=DOUBLE)
+    names = list(dict(model.named_parameters()))
+    of_slopes = (
+        lins[0].flatten({name: torch.full_like(p, name == names[2]) for name, p in model.named_parameters()}) > 0
+    )
+    slopes = of_slopes.nonzero(), of_slopes.nonzero().mT
+    torch.testing.assert_close(P[slopes], exact[slopes], **TIGHT)
+    assert float((exact - eye)[slopes].norm()) > 0.1
+    torch.testing.assert_close(post.compression.value, (P - exact).norm() / (exact - eye).norm(), rtol=1e-7, atol=1e-8)
+
+
 def test_a_kronecker_posterior_of_equal_inputs_is_exact():
     """Equal A: the sum of (B₁ + B₂) ⊗ A is a Kronecker product, for a linear model with a Gaussian likelihood."""
     model, x = nn.Linear(3, 2).double(), normal(9, 3)

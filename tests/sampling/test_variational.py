@@ -123,6 +123,23 @@ def test_low_rank_plus_a_diagonal_comes_between_the_diagonal_and_the_dense_famil
     assert full == pytest.approx(float(exact), abs=1e-8)
 
 
+def test_kronecker_misfits_are_the_means_over_columns_and_rows_of_the_whole_one() -> None:
+    """E[uZᵀ] in blocks: of tensors with one, two and three columns, by random numbers in place of their mean."""
+    sampler = co.sampling.vi(linear()[2], "kronecker", lr=1e-2)
+    params = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 2), "c": torch.zeros(4)}
+    structure = sampler.init(params, torch.Generator().manual_seed(0)).structure
+    u, z = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = torch.einsum("ki,kj->ij", u, z) / 5
+    found, start = sampler.family.misfits(structure, u, z), 0
+    for i, (p, q) in enumerate([(2, 3), (3, 2), (4, 1)]):
+        block = whole[start : start + p * q, start : start + p * q].view(p, q, p, q)
+        start += p * q
+        assert torch.allclose(found[f"left.{i}"], block.diagonal(dim1=1, dim2=3).mean(-1), atol=1e-12)
+        if q > 1:
+            assert torch.allclose(found[f"right.{i}"], block.diagonal(dim1=0, dim2=2).mean(-1), atol=1e-12)
+    assert set(found) == {"left.0", "right.0", "left.1", "right.1", "left.2"}
+
+
 def test_sticking_to_the_landing_has_no_noise_at_the_posterior() -> None:
     """Whatever is drawn, the gradient is zero where q is the posterior; with the score it is not."""
     _, batch, log_posterior, mode, P = linear()
@@ -276,12 +293,14 @@ def test_both_gradients_are_the_same_in_the_mean() -> None:
         assert all(torch.allclose(spread[name], other_spread[name], atol=1e-10) for name in spread), family
 
 
+@pytest.mark.parametrize("inputs", [3, 2, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_density_and_covariance_are_those_of_the_draws(family: str) -> None:
+def test_density_and_covariance_are_those_of_the_draws(family: str, inputs: int) -> None:
     _, _, log_posterior, _, _ = linear()
     rank = {"rank": 3} if family == "low_rank_diagonal" else {}
     sampler = co.sampling.vi(log_posterior, family, lr=1e-2, **rank)
-    state = sampler.init(log_posterior.params, torch.Generator().manual_seed(0))
+    params = {"weight": torch.zeros(6 // inputs, inputs).double(), "bias": torch.zeros(2).double()}
+    state = sampler.init(params, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     spread = {
         name: t + 0.3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for name, t in state.spread.items()
