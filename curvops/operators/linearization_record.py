@@ -119,7 +119,7 @@ def recorded_linearization(
 def _tried(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
     """The layout, once the model gave the outputs that it gave when it was saved."""
     shape = torch.Size(record["outputs"]["shape"])
-    layout = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
+    layout, _ = checked_layout(network, few, record["outputs"]["class_dim"], numbers=not shape)
     known = record["tried"]["outputs"].to(network.theta.device)
     with torch.no_grad():
         found = network(network.values, few)

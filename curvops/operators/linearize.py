@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.checks import check_choice, check_flag, check_limits
@@ -15,7 +16,7 @@ from curvops.network.data.batches import as_batches, as_source, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items, own_randomness
-from curvops.network.engines.autodiff import saved_bytes
+from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice
 from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
@@ -110,19 +111,19 @@ def linearize(
     network.calls.mapping_type = kind
     reading = reading_of(likelihood)
     if reading is None:
-        layout = checked_layout(network, few)
+        layout, outputs = checked_layout(network, few)
     else:
-        layout = checked_layout(network, few, reading.class_dim, numbers=not reading.indices)
+        layout, outputs = checked_layout(network, few, reading.class_dim, numbers=not reading.indices)
     given = as_likelihood(likelihood, layout.shape).snapshot(theta.device, theta.dtype)
     probability, layout = at_positions(given, layout)
-    step = max(1, budget // (8 * max(1, saved_bytes(network, few) // num_points(few))))
+    memory = Budget(budget, theta.device)
+    engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not to the first product
+    step = max(1, budget // (8 * max(1, engines.plan.routes.saved_bytes)))
     check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
     batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights, network.admit)
-    _check_scores(network, probability, few, first_targets, likelihood if reading else None)
-    memory = Budget(budget, theta.device)
-    lin = Linearization(network, batches, probability, output_shape(probability, layout), engine, memory, progress)
-    _ = lin.passes.engines  # the probe belongs to this call, not to the first product
-    return lin
+    _check_scores(network, probability, outputs, first_targets, likelihood if reading else None)
+    shape = output_shape(probability, layout)
+    return Linearization(network, batches, probability, shape, engine, memory, progress, engines=engines)
 
 
 def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
@@ -169,15 +170,15 @@ def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, 
     raise ValueError("the data hold no points.")
 
 
-def _check_scores(model: Model, likelihood: Likelihood, few: Inputs, targets: Tensor, loss: nn.Module | None) -> None:
-    """Score the first points, so that errors which need outputs and targets together are raised at the call.
+def _check_scores(
+    model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, loss: nn.Module | None
+) -> None:
+    """Score the outputs at the first points: errors which need them and targets together are raised at the call.
 
     Raises ValueError where it was given as a loss of torch that computes something else.
     """
     assert model.layout is not None
-    y = move_tensor(targets[: num_points(few)], model.theta.device, model.theta.dtype)
-    with torch.no_grad():
-        outputs = model.raw(model.values, few)
+    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
     f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
     likelihood.check_scores(f, rows)
     _warn_of_no_curvature(likelihood, f, rows)
@@ -218,18 +219,20 @@ def _repeated(x: Tensor, times: int = 8) -> Tensor:
     return torch.cat([x] * times)
 
 
-def checked_layout(model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False) -> Layout:
-    """The outputs' layout, as `Model.fix_layout` finds it.
+def checked_layout(
+    model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False
+) -> tuple[Layout, Float[Tensor, "n ..."]]:
+    """The outputs' layout, as `Model.fix_layout` finds it, and the outputs of these points as the model returns them.
 
     Raises ValueError where outputs are random or depend on the other points of the batch.
     """
     device = model.theta.device
     with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
-        layout = model.fix_layout(few, class_dim, numbers)
-        outputs = model(model.values, few)
+        layout, first = model.fix_layout(few, class_dim, numbers)
         state = _random_state(device)
-        again = model(model.values, few)
+        returned = model.raw(model.values, few)
         drew = not torch.equal(state, _random_state(device))
+        outputs = model.rows(returned)
         if outputs.shape[0] != num_points(few):
             raise ValueError(
                 f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row a "
@@ -237,8 +240,9 @@ def checked_layout(model: Model, few: Inputs, class_dim: int = -1, numbers: bool
             )
         if not bool(outputs.isfinite().all()):
             raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
-        more = (model(model.values, few) for _ in range(16 if drew else 0))
-        if not all(torch.equal(outputs, repeat) for repeat in (again, *more)):
+        # The first pass may prepare what later ones find, and runs through other calls: it can agree, but not differ.
+        times = 17 if drew else 0 if torch.equal(first, returned) else 1
+        if not all(torch.equal(outputs, model(model.values, few)) for _ in range(times)):
             raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
         if drew and model.training:  # a mask of few entries is often the same twice
             raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
@@ -255,7 +259,7 @@ def checked_layout(model: Model, few: Inputs, class_dim: int = -1, numbers: bool
             "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
             "that sees one point at a time."
         )
-    return layout
+    return layout, returned
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -356,8 +356,10 @@ class Product(Operator):
         return _is_congruence(self.factors, is_psd)
 
     def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
-        return torch.Size((*batch, self.factors[0].shape[-2], self.factors[-1].shape[-1]))
+        sizes = [factor.shape for factor in self.factors]
+        batches = {size[:-2] for size in sizes}  # one, mostly: torch takes its time over them
+        batch = batches.pop() if len(batches) == 1 else torch.broadcast_shapes(*batches)
+        return torch.Size((*batch, sizes[0][-2], sizes[-1][-1]))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else Product(*(factor.mT for factor in reversed(self.factors)))

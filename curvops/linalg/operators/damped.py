@@ -89,8 +89,10 @@ class Damped(OfOne):
         return super().psd and bool((self.shift >= 0).all())
 
     def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.base.batch_shape, self.shift.shape[:-1])
-        return torch.Size((*batch, *self.base.shape[-2:]))
+        size: torch.Size = self.base.shape
+        if self.shift.ndim < 2:
+            return size
+        return torch.Size((*torch.broadcast_shapes(size[:-2], self.shift.shape[:-1]), *size[-2:]))
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT

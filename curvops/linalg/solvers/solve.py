@@ -135,10 +135,11 @@ class Request:
         square = operator.shape[-1] == operator.shape[-2]
         if not square and (operator.ndim != 2 or rhs.ndim > 2):
             raise ValueError(f"least squares take one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
+        tensors = operator.representation()
+        if not recorded((rhs, *tensors)):
+            return self(operator, rhs)
         function = _Solve if square else _LeastSquares
-        return function.apply(  # type: ignore[no-untyped-call]
-            operator.representation_tree(), self, rhs, *operator.representation()
-        )
+        return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
         """The same, one after the other for a batch of operators; NotConverged where a column failed."""

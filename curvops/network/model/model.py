@@ -149,14 +149,14 @@ class Model:
 
         Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), of the shape that was fixed.
         """
-        return self._rows(self.raw(values, inputs))
+        return self.rows(self.raw(values, inputs))
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """What the model returns, (n, ...) as it returns it."""
         return checked_outputs(self._run(values, inputs), self.layout)
 
-    def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> Layout:
-        """The layout of the outputs at these inputs, found by a forward pass; from now on all outputs must have it.
+    def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
+        """The layout of the outputs at these inputs, and the outputs; from now on all outputs must have it.
 
         class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: take (n,) for (n, 1).
         The pass also finds out how the model is called, and whether it writes into its inputs. Raises ValueError or
@@ -177,11 +177,10 @@ class Model:
         self._writes = _versions(given) != before or not all(torch.equal(new, old) for (_, new), (_, old) in pairs)
         if numbers and isinstance(outputs, Tensor) and outputs.ndim == 1:
             self.layout = Layout(torch.Size(()))
-            checked_outputs(outputs, self.layout)
         else:
             self.layout = Layout(checked_outputs(outputs).shape[1:], class_dim)
         self._admitted.add(_form(inputs))
-        return self.layout
+        return self.layout, checked_outputs(outputs, self.layout)
 
     def admit(self, inputs: Inputs) -> None:
         """Run the model on two points of inputs in dtypes or shapes that it has not seen.
@@ -196,10 +195,11 @@ class Model:
         with torch.no_grad():
             with explained(few):
                 outputs = self._run(self.values, few)
-            self._rows(checked_outputs(outputs, self.layout))
+            self.rows(checked_outputs(outputs, self.layout))
         self._admitted.add(form)
 
-    def _rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
+    def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
+        """What the model returned as rows in θ's dtype; ValueError where it has not the layout that was fixed."""
         layout = self.layout or Layout(outputs.shape[1:])
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)

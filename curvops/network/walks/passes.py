@@ -86,10 +86,12 @@ class Passes:
         self.model, self._source, self._choice, self._points = model, source, engine, points
         self.memory = memory_budget if isinstance(memory_budget, Budget) else Budget(memory_budget)
         self.progress = progress
-        self._engines, self._few = engines, few
+        self._engines: Engines | None = None
+        self._few = few
         self._fisher: OutputFisher | None = None
         self._whole: Passes | None = None  # what this walk was reduced from
         self._forget()
+        self._engines = engines  # once registered: where types are checked, that reads `wanted_bytes`, which probes
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}

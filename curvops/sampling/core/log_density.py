@@ -168,9 +168,9 @@ class LogPosterior:
             theta, reading = self.model.theta, reading_of(self._spec)
             few = take(inputs, slice(0, 2))
             if reading is None:
-                layout = checked_layout(self.model, few)
+                layout, _ = checked_layout(self.model, few)
             else:
-                layout = checked_layout(self.model, few, reading.class_dim, numbers=not reading.indices)
+                layout, _ = checked_layout(self.model, few, reading.class_dim, numbers=not reading.indices)
             given = as_likelihood(self._spec, layout.shape).to(device=theta.device, dtype=theta.dtype)
             likelihood, self.model.layout = at_positions(given, layout)
             y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
