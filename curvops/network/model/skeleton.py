@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 UNCHANGING = (type, Enum, int, float, complex, str, bytes)
@@ -187,8 +186,11 @@ class Reached(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in tree_iter((args, kwargs)):
-            if id(value) in self._names and func not in _READINGS:
+        values: list[Any] = [*args, *kwargs.values()]
+        for value in values:  # which grow: torch's own trees take as long as the model's pass
+            if isinstance(value, list | tuple | dict):
+                values += value.values() if isinstance(value, dict) else value
+            elif id(value) in self._names and func not in _READINGS:
                 self.names.add(self._names[id(value)])
         return func(*args, **kwargs)
 
