@@ -159,7 +159,9 @@ class SummedWalk:
         """The groups that were not added up before; `sums` is what has been, whenever some points are done."""
         if self.kept.result is not None:
             return
-        for points, groups in self.lin.passes.root_pieces(self.fisher, self.chunk, apart, self.points):
+        # A run that goes on does not score what an earlier one did, and must end with the same bits.
+        walk = self.lin.passes if self.kept else self.lin
+        for points, groups in walk.root_pieces(self.fisher, self.chunk, apart, self.points):
             yield from groups
             self.kept.save(lambda: {"points": points, "chunk": self.chunk, "sums": sums()})  # noqa: B023
         self.kept.finish(sums())

@@ -62,6 +62,7 @@ class Linearization:
         self._theta = model.theta
         self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
+        self._log_likelihood: tuple[list[Tensor], Tensor] | None = None  # at these hyperparameters
 
     @property
     def theta(self) -> Float[Tensor, " D"]:
@@ -178,7 +179,13 @@ class Linearization:
         return torch.cat([J.outputs for _, J in self.passes.each(0)]).reshape(-1, self.output_shape[-1])
 
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass."""
+        """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass; under no_grad none after KFAC or a diagonal was made.
+
+        (A likelihood that is a function may hold tensors of its own that want a gradient.)
+        """
+        known = self._log_likelihood
+        if known is not None and not torch.is_grad_enabled() and self._is_at(known[0]):
+            return known[1].clone()
         return self.sum_over_batches(
             lambda batch, J: self.likelihood.log_prob(J.outputs, batch.targets, batch.weights).sum(), 0
         )
@@ -224,12 +231,25 @@ class Linearization:
         """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
         return self.passes.total(term, columns)
 
-    def root_rows(self, fisher: OutputFisher, apart: bool = False) -> Iterator[Group]:
-        """Rows g[n, r] = J_nᵀ s[n, r] of Σ_n Σ_r g gᵀ over all data, by layer and in chunks (see `network.roots`).
+    def root_pieces(
+        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
+    ) -> Iterator[tuple[int, Iterator[Group]]]:
+        """Those of its `passes`; a walk over all data finds the log-likelihood on its way."""
+        at, found, count = [tensor.detach().clone() for tensor in self.likelihood.hyperparameters], [], 0
 
-        `apart`: what takes the rows needs no two columns of a point together.
-        """
-        return self.passes.root_rows(fisher, apart)
+        @torch.no_grad()
+        def score(f: Tensor, batch: Batch) -> None:
+            nonlocal count
+            found.append(self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
+            count += batch.num_points
+
+        yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
+        if count == self.num_data:
+            self._log_likelihood = at, torch.stack(found).sum()
+
+    def _is_at(self, hyperparameters: list[Tensor]) -> bool:
+        """Whether the likelihood's hyperparameters, which may change in place, have these values."""
+        return all(map(torch.equal, hyperparameters, self.likelihood.hyperparameters))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""
@@ -276,6 +296,7 @@ class Linearization:
         """The same under another likelihood of the same targets, unchecked; products with J share what is kept."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
+        new._log_likelihood = None
         return new
 
     def cast(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Linearization:

@@ -22,7 +22,9 @@ from curvops.operators.moments import second_moments
 @torch.no_grad()
 def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor, " D"]:
     """Σ_n Σ_r g[n, r]², elementwise."""
-    return _summed(lin.model, lin.root_rows(fisher), lin.passes.chunk_bytes)
+    chunk = lin.passes.chunk_bytes
+    groups = (group for _, groups in lin.root_pieces(fisher, chunk) for group in groups)
+    return _summed(lin.model, groups, chunk)
 
 
 @torch.no_grad()

@@ -60,6 +60,8 @@ class OfEigenKronecker(Spectral):
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
+        if shift.ndim == 0:
+            return True
         by_group = shift.expand(base.shape[-1]).reshape(base.sizes[0], -1)
         return bool((by_group == by_group[:, :1]).all())
 

@@ -7,7 +7,7 @@ by one backward pass for each point and column: right for any model, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -33,6 +33,8 @@ from curvops.network.engines.layerwise import (
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
+
+Score = Callable[[Float[Tensor, "n C"], Batch], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +222,19 @@ class JacobianRows(Protocol):
 
 
 def each_group(
-    model: Model, batch: Batch, inputs: Any, fisher: OutputFisher, owners: Owners, others: Sequence[str], chunk: int
+    model: Model,
+    batch: Batch,
+    inputs: Any,
+    fisher: OutputFisher,
+    owners: Owners,
+    others: Sequence[str],
+    chunk: int,
+    score: Score | None = None,
 ) -> Iterator[Group]:
-    """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken)."""
+    """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken).
+
+    `score` is called once with the outputs and the batch.
+    """
     with model.lock:
         outputs, calls, misfits = _record(model, inputs, owners)
     if misfits:
@@ -231,6 +243,8 @@ def each_group(
             "points (one row a point, in one dtype), or leave their parameters out of the selection."
         )
     f = outputs.detach()
+    if score is not None:
+        score(f, batch)
     sharing, positions = grouped(calls), fisher.counted(batch)
     counted = positions if positions.ndim == 1 else positions.any(1)
     everyone = bool(positions.all())

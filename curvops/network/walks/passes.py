@@ -23,7 +23,7 @@ from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
-from curvops.network.walks.layer_roots import Group, each_group, groups_of
+from curvops.network.walks.layer_roots import Group, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
@@ -202,22 +202,15 @@ class Passes:
         """(inputs, label) of every batch, for what needs no J."""
         return iter(self._source)
 
-    def root_rows(self, fisher: OutputFisher, apart: bool = False) -> Iterator[Group]:
+    def root_pieces(
+        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0, score: Score | None = None
+    ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Rows of a square root of the curvature, layer by layer: one forward pass, and one backward pass a column.
 
-        Some points at a time with all their columns, so that what depends on a point alone is computed once; `apart`
-        lets columns come in several groups, more points at a time. The rows held are at most a sixteenth of the memory
-        budget (what is made of them is several times that), beyond what one column of one point needs.
-        """
-        for _, groups in self.root_pieces(fisher, self.chunk_bytes, apart):
-            yield from groups
-
-    def root_pieces(
-        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
-    ) -> Iterator[tuple[int, Iterator[Group]]]:
-        """The rows of `root_rows`, some points at a time: (how many points these and those before them are, rows).
-
-        Pieces take about `chunk` bytes; those that end at or before point `first` are left out.
+        Some points at a time, (how many these and those before them are, rows), with all their columns, so that what
+        depends on a point alone is computed once; `apart` lets columns come in several groups, more points at a time.
+        Pieces take about `chunk` bytes (what is made of them is several times that); those that end at or before point
+        `first` are left out. `score` is called with the outputs of each piece and its batch.
         """
         total = 0
         with self._steps("rows of the curvature's root") as steps:
@@ -229,11 +222,11 @@ class Passes:
                 for _, part, label in self._pieces(inputs, batch, columns, chunk):
                     total += label.num_points
                     if total > first:
-                        yield total, each_group(self.model, label, part, fisher, owners, others, most)
+                        yield total, each_group(self.model, label, part, fisher, owners, others, most, score)
                     steps.advance(label.num_points)
 
     def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
-        """The rows of `root_rows` with all columns of some points together; without layer rules, of `names` alone."""
+        """The rows of `root_pieces` with all columns of some points together; without layer rules, of `names` alone."""
         with self._steps("rows of the curvature's root") as steps:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
