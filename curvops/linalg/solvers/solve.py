@@ -95,9 +95,9 @@ def method_for(A: Matrix) -> Method:
     if rows != columns:
         return "lsmr"
     if isinstance(A, Informed):
-        known = A.promises()
         if A.exact_solver() is not None:
             return "closed form"
+        known = A.promises()
         if known.small:
             return "dense"
         if known.definite:
@@ -240,7 +240,7 @@ def solve(
 
 def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:
     """The dense matrix has more gradients than closed forms, those with respect to eigenvectors for one."""
-    return A.promises().small and recorded((*operator.representation(), B))
+    return recorded((*operator.representation(), B)) and A.promises().small
 
 
 class _Solve(Function):

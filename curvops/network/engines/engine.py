@@ -57,6 +57,7 @@ class Engines:
         self.model, self._few, self._choice = model, take(first, slice(0, 2)), choice
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
+        self._all_owners = owners_of(model)
         owners = self._owners({})
         seen = first if whole else self._few
         outputs, calls, misfits = record(model, seen, owners)
@@ -199,8 +200,8 @@ class Engines:
 
     def _owners(self, left_out: Mapping[str, str]) -> Owners:
         """Layers and what they own of the parameters that are left to the layer rules."""
-        owners = owners_of(self.model)
-        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners.items()}
+        owners = self._all_owners.items()
+        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners}
         return {module: names for module, names in kept.items() if names}
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:

@@ -27,6 +27,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from curvops.network.engines.layerwise import Layer
@@ -64,18 +65,18 @@ class Plan:
     half_base: bool = False  # frozen tensors round more than the selected parameters' dtype does
     in_use: dict[str, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def forward(self) -> int:
         """Multiply-adds of one forward pass of one point, as far as they are known."""
         return sum(layer.multiply_adds for layer in self.layers)
 
-    @property
+    @cached_property
     def layerwise_bytes(self) -> int:
         """Bytes a point that the layerwise engine keeps."""
         kept = sum(self._numbers(layer) for layer in self.layers) * self.itemsize
         return kept + (self.rest.recorded_bytes if self.rest is not None and self.rest.recordable else 0)
 
-    @property
+    @cached_property
     def sensitivity_bytes(self) -> int:
         """Bytes a point of δ, the sensitivities of all layers, for one column."""
         return sum(layer.output[1:].numel() for layer in self.layers) * self.itemsize
