@@ -82,6 +82,8 @@ class Jacobian(NetworkOperator):
         """f(θ*) at its inputs. One forward pass, which of a last layer is the only one that J ever takes."""
         if self.is_recorded:
             return outputs_at(self.passes.model, self.inputs, self.passes.model.values)
+        if (found := self.passes.recorded_outputs()) is not None:
+            return found
         none = self.theta.new_zeros(0, self.passes.engines.plan.num_outputs)
         return torch.cat([none, *(part.outputs for _, part in self.passes.each(0))])
 
@@ -163,6 +165,8 @@ def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str,
             yield group.names[0], places[g, i, j], rows
             return
     for name, rows in group.rows().items():
-        inside = (positions[name].flatten() >= 0).nonzero().squeeze(1)
-        flat = rows.reshape(*rows.shape[:2], -1)
-        yield name, positions[name].flatten()[inside], flat[..., inside.to(flat.device)] if some else flat
+        places, flat = positions[name].flatten(), rows.reshape(*rows.shape[:2], -1)
+        if some:
+            inside = (places >= 0).nonzero().squeeze(1)
+            places, flat = places[inside], flat[..., inside.to(flat.device)]
+        yield name, places, flat

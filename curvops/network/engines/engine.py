@@ -150,7 +150,12 @@ class Engines:
     def checked_owners(self, inputs: Any) -> tuple[Owners, tuple[str, ...]]:
         """The layers whose rules may be used, self-checked on some points, and the parameters that have none."""
         self.check_rows(inputs)
-        return self._owners(self.plan.others), tuple(self.plan.others)
+        return self.owners, tuple(self.plan.others)
+
+    @property
+    def owners(self) -> Owners:
+        """The layers whose rules may be used, as far as they were checked."""
+        return self._owners(self.plan.others)
 
     def check_rows(self, inputs: Any) -> None:
         """Leave to autodiff the layers whose rows turn out not to be right on some of these points."""

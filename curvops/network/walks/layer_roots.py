@@ -35,6 +35,8 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 Score = Callable[[Float[Tensor, "n C"], Batch], None]
+Recording = tuple[Tensor, list[Call], set[str]]
+"""The outputs of a pass with their graph, the calls of layers, and the parameters of those that ran otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +232,14 @@ def each_group(
     others: Sequence[str],
     chunk: int,
     score: Score | None = None,
+    recorded: Recording | None = None,
 ) -> Iterator[Group]:
     """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken).
 
-    `score` is called once with the outputs and the batch.
+    `score` is called once with the outputs and the batch. `recorded` is a pass over these inputs that was made before.
     """
     with model.lock:
-        outputs, calls, misfits = _record(model, inputs, owners)
+        outputs, calls, misfits = recorded or _record(model, inputs, owners)
     if misfits:
         raise RuntimeError(
             f"the layers of {sorted(misfits)} did not run as they did on the first points: call them alike for all "
@@ -282,7 +285,7 @@ def _sensitivities(
         return model.holding(model.leaves(), partial(sensitivities, model, outputs, calls, cotangents))
 
 
-def _record(model: Model, inputs: Any, owners: Owners) -> tuple[Tensor, list[Call], set[str]]:
+def _record(model: Model, inputs: Any, owners: Owners) -> Recording:
     if owners:
         return record(model, inputs, owners)
     with torch.no_grad():

@@ -18,19 +18,21 @@ from torch.autograd import Function
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
-from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise
+from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Owners, record
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
-from curvops.network.walks.layer_roots import Group, Score, each_group, groups_of
+from curvops.network.walks.layer_roots import Group, Recording, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
 MOST_CHUNK = 2**27
 MANY = 10_000
 """Products beside which those of a solve do not change what an engine costs."""
-CACHES = ("_kept", "_asked", "_complete")
+CACHES = ("_kept", "_asked", "_complete", "_recorded")
+MOST_RECORDED = 2**20
+"""Bytes of a graph that may wait for rows to be asked for."""
 
 
 class BatchMap:
@@ -95,6 +97,7 @@ class Passes:
 
     def _forget(self) -> None:
         self._kept: dict[int, tuple[Any, Engine]] = {}
+        self._recorded: tuple[Owners, Recording] | None = None
         self._asked: Counter[int] = Counter()
         self._complete = False
         self.memory.register(self)
@@ -256,7 +259,8 @@ class Passes:
         batch = Batch((), torch.empty(num_points(inputs), device=self.model.theta.device))
         columns = self.engines.plan.num_outputs
         for start, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes, of_others=True):
-            rows = partial(each_group, self.model, label, part, Unit(), owners, others, sys.maxsize)
+            recorded = self._take_recorded(owners, label.num_points)
+            rows = partial(each_group, self.model, label, part, Unit(), owners, others, sys.maxsize, recorded=recorded)
             yield start, label.num_points, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
@@ -267,6 +271,28 @@ class Passes:
         for start in range(0, len(features.kept), step):
             part = features.at(slice(start, start + step))
             yield start, len(part.kept), partial(groups_of, part, outputs)
+
+    def recorded_outputs(self) -> Tensor | None:
+        """The outputs at few points by a pass whose graph serves `jacobian_rows` next; None elsewhere.
+
+        Few are those of one batch in memory whose graph takes `MOST_RECORDED` bytes; each parameter has a layer rule.
+        """
+        with self.model.lock:
+            plan, parts = self.engines.plan, self._source if isinstance(self._source, list) else []
+            if len(parts) != 1 or plan.others or plan.is_last_layer or self._fisher is not None:
+                return None
+            inputs = parts[0][0]
+            if num_points(inputs) * plan.routes.saved_bytes > MOST_RECORDED:
+                return None
+            owners = self.engines.owners
+            self._recorded = owners, record(self.model, inputs, owners)
+            return self._recorded[1][0].detach()
+
+    def _take_recorded(self, owners: Owners, count: int) -> Recording | None:
+        """The pass that `recorded_outputs` made, once, where it was of these layers and so many points."""
+        with self.model.lock:
+            found, self._recorded = self._recorded, None
+        return found[1] if found is not None and found[0] == owners and len(found[1][0]) == count else None
 
     def features(self) -> list[Features] | None:
         """The last layer's inputs, batch by batch, where it is all that is selected and the budget has room for them.
