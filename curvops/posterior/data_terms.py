@@ -52,7 +52,9 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
     """The power of the likelihood, 1/T where it is tempered, that a curvature whose data are known is of."""
     found = sources_of(curvature)
-    count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
+    if found is None or set(found.counts.values()) == {1.0}:
+        return 1.0
+    count = found.counts.get(lin.source, 1.0)
     return 1.0 if abs(count - 1) <= 1e-12 else count
 
 

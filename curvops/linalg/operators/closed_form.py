@@ -48,6 +48,11 @@ class ClosedForm(ABC):
         """Whether this form holds for the operand and shift; where it does not, P is treated as any other."""
         return True
 
+    @classmethod
+    def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
+        """This form where it holds, else None."""
+        return cls(base, shift) if cls.fits(base, shift) else None
+
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
         """A shift near the one given for which this form holds, where there is one: itself where it holds."""

@@ -258,9 +258,7 @@ class Damped(OfOne):
         require_precision(self.dtype)
         base, shift = self.base, self.shift  # what the cache keeps must not refer back to it
         tensors = (*base.representation(), shift)
-        return self._cache.kept(
-            "form", tensors, lambda: of_class(base, shift) if of_class.fits(base, shift) else None, (shift,)
-        )
+        return self._cache.kept("form", tensors, lambda: of_class.where_it_fits(base, shift), (shift,))
 
     def promises(self) -> Promises:
         known = super().promises()

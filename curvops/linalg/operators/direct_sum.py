@@ -29,6 +29,11 @@ class OfDirectSum(ClosedForm):
     def fits(base: Any, shift: Tensor) -> bool:
         return all(_form(block) is not None for block in _damped_blocks(base, shift))
 
+    @classmethod
+    def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
+        made = cls(base, shift)
+        return None if None in made._found else made
+
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
         shifts = []
@@ -40,10 +45,13 @@ class OfDirectSum(ClosedForm):
         return found
 
     @cached_property
+    def _found(self) -> list[ClosedForm | None]:
+        return [_form(block) for block in _damped_blocks(self.base, self.shift)]
+
+    @property
     def forms(self) -> list[ClosedForm]:
         """The closed form of each block."""
-        found = map(_form, _damped_blocks(self.base, self.shift))
-        return [form for form in found if form is not None]
+        return [form for form in self._found if form is not None]
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
