@@ -1,0 +1,119 @@
+"""How many passes of the model a call takes, and that what one pass found for another is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from curvops.network.model.model import Model
+
+TIGHT = {"rtol": 1e-12, "atol": 0.0}
+
+
+@contextmanager
+def passes() -> Iterator[Any]:
+    """Counts the calls of models."""
+    with patch.object(Model, "_call", autospec=True, side_effect=Model._call) as counted:
+        yield counted
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    return model, torch.randn(30, 4).double(), torch.randn(30, 3).double()
+
+
+def linearized(noise: float | Tensor = 0.3) -> co.Linearization:
+    model, x, y = problem()
+    return co.linearize(model, (x, y), co.likelihoods.Gaussian(noise))
+
+
+def test_linearising_a_known_structure_takes_four_passes() -> None:
+    """One that watches the module, one that is compared with it, one of a point alone, one with a graph."""
+    linearized()
+    with passes() as counted:
+        linearized()
+    assert counted.call_count == 4
+
+
+def test_a_first_pass_may_prepare_what_later_ones_find() -> None:
+    class Preparing(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            found, self.scale = self.scale * super().forward(x), 2.0
+            return found
+
+    torch.manual_seed(0)
+    model, x = Preparing(4, 3).double().eval(), torch.randn(5, 4).double()
+    lin = co.linearize(model, (x, torch.zeros(5, 3)), "regression")
+    torch.testing.assert_close(lin.outputs(), 2 * nn.functional.linear(x, model.weight, model.bias).detach())
+
+
+def test_a_model_that_alternates_is_refused() -> None:
+    class Alternating(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) + self.calls
+
+    with pytest.raises(ValueError, match="two passes over the same points gave different outputs"):
+        co.linearize(Alternating(4, 3).eval(), (torch.randn(5, 4), torch.zeros(5, 3)), "regression")
+
+
+@pytest.mark.parametrize("curvature", [co.KFAC, co.EKFAC, co.DiagonalGGN])
+def test_the_walk_of_a_curvature_finds_the_log_likelihood(curvature: Callable[..., Any]) -> None:
+    expected = linearized().log_likelihood()
+    lin = linearized()
+    post = co.laplace(lin, curvature(lin), check_mode=False)
+    with passes() as counted:
+        evidence = post.log_evidence()
+    assert counted.call_count == 0
+    torch.testing.assert_close(evidence.log_likelihood, expected, **TIGHT)
+
+
+def test_a_log_likelihood_found_before_is_that_of_its_hyperparameters() -> None:
+    noise = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    lin = linearized(noise)
+    with torch.no_grad():
+        co.KFAC(lin)
+        before = lin.log_likelihood()
+        noise.mul_(2)
+        changed = lin.log_likelihood()
+    torch.testing.assert_close(before, linearized(0.3).log_likelihood(), **TIGHT)
+    torch.testing.assert_close(changed, linearized(0.6).log_likelihood(), **TIGHT)
+    (slope,) = torch.autograd.grad(lin.log_likelihood(), noise)
+    assert slope != 0
+
+
+def test_a_walk_that_did_not_end_tells_no_log_likelihood() -> None:
+    lin = linearized()
+    next(lin.root_pieces(co.GGN(lin).output, 1))
+    with torch.no_grad():
+        torch.testing.assert_close(lin.log_likelihood(), linearized().log_likelihood(), **TIGHT)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_a_prediction_takes_outputs_and_rows_from_one_pass(joint: bool) -> None:
+    lin = linearized()
+    post, x = co.laplace(lin, co.GGN, check_mode=False), torch.randn(2, 4).double()
+    J = lin.jacobian(x).to_dense()
+    dense = J @ torch.linalg.inv(post.precision.to_dense()) @ J.mT
+    predicted = post.predict(x, joint=joint)
+    rows = lin.jacobian(x)
+    with passes() as counted:
+        mean, formed = rows.outputs(), rows.formed()
+    assert counted.call_count == 1
+    torch.testing.assert_close(mean, lin.predict(x))
+    torch.testing.assert_close(formed.mT, J)
+    torch.testing.assert_close(rows.formed().mT, J)  # by a pass of its own
+    expected = dense if joint else torch.stack([dense[:3, :3], dense[3:, 3:]])
+    torch.testing.assert_close(predicted.covariance_matrix, expected, rtol=1e-10, atol=1e-12)
