@@ -250,9 +250,11 @@ def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
 
 def mirrored(total: Tensor) -> Tensor:
     """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
-    for start in range(0, total.shape[-1] if total.ndim == 3 else 0, TILE):
+    p = total.shape[-1]
+    for start in range(0, p if total.ndim == 3 else 0, TILE):
         here, after = slice(start, start + TILE), slice(start + TILE, None)
         corner = total[:, here, here].triu()
         total[:, here, here] = corner + corner.triu(1).mT
-        total[:, after, here] = total[:, here, after].mT
+        if start + TILE < p:
+            total[:, after, here] = total[:, here, after].mT
     return total
