@@ -183,9 +183,10 @@ class Linearization:
 
         (A likelihood that is a function may hold tensors of its own that want a gradient.)
         """
-        known = self._log_likelihood
-        if known is not None and not torch.is_grad_enabled() and self._is_at(known[0]):
-            return known[1].clone()
+        if self._log_likelihood is not None and not torch.is_grad_enabled():
+            at, known = self._log_likelihood
+            if all(map(torch.equal, at, self.likelihood.hyperparameters)):  # they may change in place, as in training
+                return known.clone()
         return self.sum_over_batches(
             lambda batch, J: self.likelihood.log_prob(J.outputs, batch.targets, batch.weights).sum(), 0
         )
@@ -246,10 +247,6 @@ class Linearization:
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
         if count == self.num_data:
             self._log_likelihood = at, torch.stack(found).sum()
-
-    def _is_at(self, hyperparameters: list[Tensor]) -> bool:
-        """Whether the likelihood's hyperparameters, which may change in place, have these values."""
-        return all(map(torch.equal, hyperparameters, self.likelihood.hyperparameters))
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""
