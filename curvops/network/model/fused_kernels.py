@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
 from curvops.network.model.wrappers import eagerly, holds_compiled
+
+ATTENTION = [
+    (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
+    for name in ("math", "flash", "mem_efficient", "cudnn", "overrideable")
+]
+"""How to ask for and to set each of attention's kernels, and whether it has forward mode."""
 
 
 def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
@@ -32,8 +37,18 @@ def stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
     return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
 
 
-def _unfused_attention() -> Any:
-    return sdpa_kernel(SDPBackend.MATH)
+@contextlib.contextmanager
+def _unfused_attention() -> Iterator[None]:
+    """As `torch.nn.attention.sdpa_kernel(MATH)`, which takes as long as a small layer."""
+    enabled = [get() for get, *_ in ATTENTION]
+    changed = [(choose, was) for was, (_, choose, wanted) in zip(enabled, ATTENTION) if was != wanted]
+    try:
+        for choose, was in changed:
+            choose(not was)
+        yield
+    finally:
+        for choose, was in changed:
+            choose(was)
 
 
 @contextlib.contextmanager

@@ -253,13 +253,11 @@ class Model:
             with own_randomness(self._flat.device):
                 return run()
         tensors = {**self.frozen, **self._buffers, **self.values, **values}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.lock)
-            stack.enter_context(own_randomness(self._flat.device))
+        with self.lock, own_randomness(self._flat.device), contextlib.ExitStack() as stack:
             for stand_in in self._stand_ins:
                 stack.enter_context(stand_in())
-            stack.enter_context(_filled(self.module, {place: tensors[name] for place, name in self._places.items()}))
-            return run()
+            with _filled(self.module, {place: tensors[name] for place, name in self._places.items()}):
+                return run()
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -267,11 +265,7 @@ class Model:
 
         Which kernels serve, and how deep dual numbers are nested, torch keeps for the process: one thread at a time.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.lock)
-            stack.enter_context(_OF_THE_PROCESS)
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+        with self.lock, _OF_THE_PROCESS, torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
             for setting in self._settings:
                 stack.enter_context(setting())
             yield
@@ -305,8 +299,10 @@ def _filled(module: nn.Module, tensors: Blocks) -> Iterator[None]:
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for place, tensor in tensors.items():
-            path, _, local = place.rpartition(".")
-            part = module.get_submodule(path)
+            *path, local = place.split(".")
+            part: Any = module
+            for name in path:  # as `get_submodule`, in a fifth of its time
+                part = part._modules[name]
             held: dict[str, Any] = part._parameters if local in part._parameters else part._buffers
             before.append((held, local, held[local]))
             held[local] = tensor
