@@ -44,10 +44,20 @@ def second_moments(
     left, right = matrices[0]
     if len(matrices) == 1 and not right.is_floating_point():
         return embedding_squares(left, right, width)
-    if len(matrices) == 1 and right.shape[2] == 1:
-        return torch.einsum("ngp,ngq->gpq", _sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
+    if len(matrices) == 1 and at_one_position(right):
+        return first_moments(_sum_of_squares(left).unsqueeze(1), right.square())
     pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
     return _squares_by_blocks(pairs, block_bytes(most_bytes, left))
+
+
+def at_one_position(right: Tensor) -> bool:
+    """Whether a side in `Rule.right` has one position, t = 1, and numbers, not indices."""
+    return right.is_floating_point() and right.shape[2] == 1
+
+
+def first_moments(left: Float[Tensor, "n 1 g 1 p"], right: Float[Tensor, "n g 1 q"]) -> Float[Tensor, "g p q"]:
+    """Σ_n left ⊗ right of one column at one position."""
+    return left[:, 0, :, 0].permute(1, 2, 0) @ right[:, :, 0].transpose(0, 1)
 
 
 def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"]:

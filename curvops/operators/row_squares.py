@@ -16,7 +16,7 @@ from curvops.network.walks.layer_roots import Group, groups_at
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
-from curvops.operators.moments import second_moments
+from curvops.operators.moments import at_one_position, first_moments, second_moments
 
 
 @torch.no_grad()
@@ -36,20 +36,17 @@ def score_and_diagonal(lin: Linearization, fisher: OutputFisher) -> tuple[Tensor
     if found is None or len(found[0]) != lin.num_data or bytes_ > lin.passes.chunk_bytes:
         return lin.log_likelihood(), lin.gradient(), curvature_diagonal(lin, fisher)
     _, batch = next(lin.passes.batches())
-    f = found[0].detach()
+    f, model, chunk_bytes = found[0].detach(), lin.model, lin.passes.chunk_bytes
     score = likelihood.log_prob(f, batch.targets, batch.weights).sum()
     residual = likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
     same = isinstance(fisher, Empirical) and batch.weights is None  # a weight enters the root by its own root
-    wanted = [residual] if same else [residual, fisher.columns(f, batch, 0, columns)]
-    groups = list(groups_at(lin.model, *found, torch.cat(wanted)))
-    gradient = {name: torch.zeros_like(value) for name, value in lin.model.values.items()}
-    for part in (part for group in groups for part in group.parts):
-        layer = part.layer
-        for local, term in layer.rule.pull(layer.module, part.kept, part.delta[:, :1], tuple(layer.names)).items():
-            gradient[layer.names[local]] += term[0]
-    if not same:
-        groups = [replace(g, parts=tuple(replace(part, delta=part.delta[:, 1:]) for part in g.parts)) for g in groups]
-    return score, lin.model.selection.flatten(gradient), _summed(lin.model, groups, lin.passes.chunk_bytes)
+    wanted = residual if same else torch.cat([residual, fisher.columns(f, batch, 0, columns)])
+    gradient: Blocks = {}
+    total: Blocks = {}
+    for group in groups_at(model, *found, wanted):
+        _add(gradient, _summed_rows(_columns_of(group, slice(0, 1))))
+        _add(total, _squares(group if same else _columns_of(group, slice(1, None)), chunk_bytes))
+    return score, _flat(model, gradient), _flat(model, total)
 
 
 @torch.no_grad()
@@ -61,11 +58,38 @@ def squared_columns(jacobian: Jacobian) -> Float[Tensor, " D"]:
 
 
 def _summed(model: Model, groups: Iterable[Group], chunk_bytes: int) -> Float[Tensor, " D"]:
-    total = {name: torch.zeros_like(value) for name, value in model.values.items()}
+    total: Blocks = {}
     for group in groups:
-        for name, squares in _squares(group, chunk_bytes).items():
-            total[name] += squares
-    return model.selection.flatten(total)
+        _add(total, _squares(group, chunk_bytes))
+    return _flat(model, total)
+
+
+def _add(total: Blocks, blocks: Blocks) -> None:
+    for name, block in blocks.items():
+        total[name] = total[name] + block if name in total else block
+
+
+def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
+    """One vector, with zeros for what no row is of."""
+    missing = {name: torch.zeros_like(value) for name, value in model.values.items() if name not in blocks}
+    return model.selection.flatten(blocks | missing)
+
+
+def _columns_of(group: Group, columns: slice) -> Group:
+    return replace(group, parts=tuple(replace(part, delta=part.delta[:, columns]) for part in group.parts))
+
+
+def _summed_rows(group: Group) -> Blocks:
+    """Σ_n of a group's rows of one column, from layer rules alone."""
+    matrices = group.matrices()
+    if group.layer is not None and matrices is not None and len(matrices) == 1 and at_one_position(matrices[0][1]):
+        return as_tensors(group.layer, first_moments(*matrices[0]))
+    total: Blocks = {}
+    for part in group.parts:
+        names = part.layer.names
+        pulled = part.layer.rule.pull(part.layer.module, part.kept, part.delta, tuple(names))
+        _add(total, {names[local]: term[0] for local, term in pulled.items()})
+    return total
 
 
 def _squares(group: Group, chunk_bytes: int) -> Blocks:
@@ -75,7 +99,5 @@ def _squares(group: Group, chunk_bytes: int) -> Blocks:
         return as_tensors(group.layer, second_moments(matrices, width_of(group.layer), chunk_bytes))
     total: Blocks = {}
     for rows in group.pieces(chunk_bytes):
-        for name, row in rows.items():
-            squares = row.flatten(0, 1).square().sum(0)
-            total[name] = total[name] + squares if name in total else squares
+        _add(total, {name: row.flatten(0, 1).square().sum(0) for name, row in rows.items()})
     return total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +14,7 @@ from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
-from curvops.network.engines.proofs import Proof, forget, proof_of
+from curvops.network.engines.proofs import Proof, forget, key_of, proof_of
 from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
@@ -54,26 +55,38 @@ class Engines:
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
-        self.model, self._few, self._choice = model, take(first, slice(0, 2)), choice
+        self._choice, self.memory_budget, self._key = choice, memory_budget, None
+        self._owned = owners_of(model)
+        self._probe(model, first, whole)
+
+    def at(self, model: Model, first: Any) -> Engines:
+        """The engines of the same network at other weights, with the pass over all of these inputs kept."""
+        other = copy(self)
+        other._probe(model, first, True)
+        return other
+
+    def _probe(self, model: Model, first: Any, whole: bool) -> None:
+        self.model, self._few = model, take(first, slice(0, 2))
+        seen = first if whole else self._few
+        outputs, calls, misfits = record(model, seen, self._owned)
+        self._first = (outputs, calls) if whole else None
+        names = tuple(sorted(name for own in self._owned.values() for name in own.values()))
+        key = key_of(model, seen, (self._choice, names, frozenset(misfits)), outputs)
+        if key is not None and key == self._key:
+            return  # of what was proven, what was found wrong later is known here, too
+        self._key, self._num_outputs = key, outputs.shape[1]
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
-        self._all_owners = owners_of(model)
-        owners = self._owners({})
-        seen = first if whole else self._few
-        outputs, calls, misfits = record(model, seen, owners)
-        self._num_outputs = outputs.shape[1]
-        self._first = (outputs, calls) if whole else None
 
         def prove() -> Proof:
             names = model.selection.names
             routes = find_routes(model, self._few, names, keep=False)
             # One point besides two: a dimension of length two is not taken for that of the points.
-            alone = record(model, take(self._few, slice(0, 1)), owners)[2] if owners else set()
-            return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owners), NO_LAYER))
+            owned = self._owned
+            alone = record(model, take(self._few, slice(0, 1)), owned)[2] if owned else set()
+            return Proof({names: routes}, dict.fromkeys(misfits | alone | never_ran(calls, owned), NO_LAYER))
 
-        options = choice, tuple(sorted(name for own in owners.values() for name in own.values())), frozenset(misfits)
-        self._proof = proof_of(model, seen, options, outputs, prove)
-        self.memory_budget = memory_budget
+        self._proof = proof_of(key, prove)
         self.plan = self._make_plan(calls)
 
     def pop_first(self) -> tuple[Tensor, list[Call]] | None:
@@ -205,8 +218,9 @@ class Engines:
 
     def _owners(self, left_out: Mapping[str, str]) -> Owners:
         """Layers and what they own of the parameters that are left to the layer rules."""
-        owners = self._all_owners.items()
-        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in owners}
+        if not left_out:
+            return self._owned
+        kept = {m: {k: n for k, n in names.items() if n not in left_out} for m, names in self._owned.items()}
         return {module: names for module, names in kept.items() if names}
 
     def _make_plan(self, calls: Sequence[Call] | None = None) -> Plan:

@@ -304,10 +304,9 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     in another dtype (autocast), with further arguments, or on a tensor that was written to later. No hook outlives the
     pass.
     """
-    calls: list[Call] = []
+    found: list[tuple[Any, ...]] = []  # what calls are made of once it is known which layer is the last
     misfits: set[str] = set()
-    dtype, n = model.theta.dtype, num_points(inputs)
-    paths = {} if model.module is None else {module: path for path, module in model.module.named_modules()}
+    dtype, n, paths = model.theta.dtype, num_points(inputs), model.paths
     attentions = [module for module in paths if isinstance(module, nn.MultiheadAttention)]
 
     def note(owner: nn.Module, module: nn.Module, path: str, names: dict[str, str], given: Any, output: Tensor) -> None:
@@ -320,9 +319,9 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
         with torch.set_grad_enabled(graph):
             kept = rule.keep(module, *(given if graph else (a.detach() for a in given)))
         size = kept[0].nbytes // output.element_size()
-        layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
+        layer = path, module, rule, names, output.shape, size, rule.multiply_adds(module, output)
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
-        calls.append(Call(owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
+        found.append((owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         given = [value for value in (*args, *(kwargs[name] for name in sorted(kwargs))) if value is not None]
@@ -344,27 +343,23 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
     finally:
         for handle in handles:
             handle.remove()
-    for call in calls:
-        if _versions(call.inputs) != call.versions:
-            misfits.update(call.layer.names.values())
-    behind = _reshaped(outputs.grad_fn)
-    return outputs, [replace(call, layer=_placed(call, behind)) for call in calls], misfits
+    behind, calls = _reshaped(outputs.grad_fn), []
+    for owner, layer, given, versions, kept, edge in found:
+        is_last = isinstance(layer[2], LinearRule) and any(edge.node is node for node in behind)
+        calls.append(Call(owner, Layer(*layer, is_last), given, versions, kept, edge))
+        if _versions(given) != versions:
+            misfits.update(calls[-1].layer.names.values())
+    return outputs, calls, misfits
 
 
 def _reshaped(node: Node | None) -> list[Node]:
-    """A node and those before it as far as numbers keep their order."""
+    """A node and those before it as far as numbers keep their order: a layer among them is the last."""
     path = []
     while node is not None:
         path.append(node)
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = parents[0] if len(parents) == 1 and node.name().partition("Backward")[0] in RESHAPES else None
     return path
-
-
-def _placed(call: Call, behind: Sequence[Node]) -> Layer:
-    """The call's layer, which is the last one where its output is among the nodes that are the model's output."""
-    is_last = isinstance(call.layer.rule, LinearRule) and any(call.edge.node is node for node in behind)
-    return replace(call.layer, is_last=is_last)
 
 
 def _of_dtype(dtype: torch.dtype, *tensors: Tensor) -> bool:
@@ -433,6 +428,10 @@ def sensitivities(
     """
     if not calls or not outputs.requires_grad:
         return [None] * len(calls)
+    if outputs.shape[1] == 1 and len(cotangents) > 1 and not graph:  # points are apart: columns are multiples of one
+        one = sensitivities(model, outputs, calls, torch.ones_like(cotangents[:1]))
+        each = cotangents.squeeze(2).T
+        return [None if g is None else g * each.view(*each.shape, *[1] * (g.ndim - 2)) for g in one]
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     with model.differentiating():

@@ -49,14 +49,22 @@ _proofs: OrderedDict[Hashable, Proof] = OrderedDict()
 _lock = threading.Lock()
 
 
-def proof_of(model: Model, few: Any, options: Hashable, outputs: Tensor, prove: Callable[[], Proof]) -> Proof:
-    """The proof of networks of this structure, made by `prove` where there is none; `outputs` with their graph."""
+def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashable:
+    """What is equal for networks of one structure, None where that cannot be told; `outputs` with their graph."""
     try:
         key = options, structure_of(model), inputs_of(few), graph_of(model, outputs)
-        known = _proofs.get(key)
+        hash(key)
+        return key
     except (Unlike, TypeError):
-        return prove()
+        return None
+
+
+def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
+    """The proof of networks of this structure, made by `prove` where there is none."""
+    known = None if key is None else _proofs.get(key)
     found = prove() if known is None else known
+    if key is None:
+        return found
     with _lock:
         found.key = key
         _proofs[key] = found

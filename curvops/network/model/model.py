@@ -56,6 +56,7 @@ class Model:
             self.module = skeleton_of(self.module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         self._places = {} if self.module is None else places(self.module)
+        self.paths = {} if self.module is None else {part: path for path, part in self.module.named_modules()}
         self.selection: Selection = select(tensors, trainable, parameters, last)
         self.frozen = {
             name: tensor.detach().clone() for name, tensor in tensors.items() if name not in self.selection.names
@@ -265,7 +266,13 @@ class Model:
 
         Which kernels serve, and how deep dual numbers are nested, torch keeps for the process: one thread at a time.
         """
-        with self.lock, _OF_THE_PROCESS, torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+        with (
+            self.lock,
+            _OF_THE_PROCESS,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            contextlib.ExitStack() as stack,
+        ):
             for setting in self._settings:
                 stack.enter_context(setting())
             yield

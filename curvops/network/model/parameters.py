@@ -54,7 +54,8 @@ class Selection:
                 raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")
             if tensors[name].shape != shape:
                 raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(shape)}.")
-        return self.join({name: tensors[name].unsqueeze(0) for name in self.names}).squeeze(1)
+        vector = torch.cat([tensors[name].reshape(-1) for name in self.names])
+        return vector if self.index is None else vector[self.index]
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
         """A tangent as named tensors; entries outside a subnetwork are zero."""

@@ -47,6 +47,11 @@ class LogPosterior:
     weighted: bool = False
     _spec: Any = field(default=None, repr=False)
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
+    _engines: list[Engines] = field(default_factory=list, repr=False)
+    """Those of the last batch that was taken whole."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_engines": []}  # which name classes weakly
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -131,7 +136,13 @@ class LogPosterior:
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
         data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit, True)
         memory = Budget(self._budget, theta.device)
-        engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget, whole)
+        inputs, held = next(iter(data)).inputs, self._engines
+        if whole and held:
+            engines = held[0].at(network, inputs)
+        else:
+            engines = Engines(network, inputs, "auto", memory.budget, whole)
+        if whole:
+            held[:] = [engines]
         shape = output_shape(likelihood, layout)
         return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
 
