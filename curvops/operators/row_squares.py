@@ -44,8 +44,9 @@ def score_and_diagonal(lin: Linearization, fisher: OutputFisher) -> tuple[Tensor
     gradient: Blocks = {}
     total: Blocks = {}
     for group in groups_at(model, *found, wanted):
-        _add(gradient, _summed_rows(_columns_of(group, slice(0, 1))))
-        _add(total, _squares(group if same else _columns_of(group, slice(1, None)), chunk_bytes))
+        slopes, squares = _of_first_and_others(group, same, chunk_bytes)
+        _add(gradient, slopes)
+        _add(total, squares)
     return score, _flat(model, gradient), _flat(model, total)
 
 
@@ -75,21 +76,21 @@ def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
     return model.selection.flatten(blocks | missing)
 
 
-def _columns_of(group: Group, columns: slice) -> Group:
-    return replace(group, parts=tuple(replace(part, delta=part.delta[:, columns]) for part in group.parts))
-
-
-def _summed_rows(group: Group) -> Blocks:
-    """Σ_n of a group's rows of one column, from layer rules alone."""
-    matrices = group.matrices()
-    if group.layer is not None and matrices is not None and len(matrices) == 1 and at_one_position(matrices[0][1]):
-        return as_tensors(group.layer, first_moments(*matrices[0]))
-    total: Blocks = {}
+def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
+    """Σ_n of the rows of a group's first column, and `_squares` of the others, or where `same` of this one."""
+    matrices, others = group.matrices(), slice(0 if same else 1, None)
+    if matrices is not None and len(matrices) == 1 and at_one_position(matrices[0][1]):
+        assert group.layer is not None
+        (left, right), layer = matrices[0], group.layer
+        squares = second_moments([(left[:, others], right)], right.shape[-1], chunk_bytes)
+        return as_tensors(layer, first_moments(left[:, :1], right)), as_tensors(layer, squares)
+    slopes: Blocks = {}
     for part in group.parts:
         names = part.layer.names
-        pulled = part.layer.rule.pull(part.layer.module, part.kept, part.delta, tuple(names))
-        _add(total, {names[local]: term[0] for local, term in pulled.items()})
-    return total
+        pulled = part.layer.rule.pull(part.layer.module, part.kept, part.delta[:, :1], tuple(names))
+        _add(slopes, {names[local]: term[0] for local, term in pulled.items()})
+    rest = tuple(replace(part, delta=part.delta[:, others]) for part in group.parts)
+    return slopes, _squares(replace(group, parts=rest), chunk_bytes)
 
 
 def _squares(group: Group, chunk_bytes: int) -> Blocks:

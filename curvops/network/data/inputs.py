@@ -6,6 +6,7 @@ same leading dimension n, the number of points. NumPy arrays become tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -109,10 +110,17 @@ def require_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError when a floating tensor holds NaN or Inf. Waits for the device once."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
-    # The extremes carry NaN and Inf along, and take a tenth of the time of isfinite().all().
-    low, high = tensor.detach().aminmax()
-    if not bool(low.isfinite() & high.isfinite()):
+    if not all(map(math.isfinite, extremes(tensor))):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} holds NaN or infinite values. Remove or impute them.")
+
+
+def extremes(tensor: Tensor) -> tuple[float, float]:
+    """The least and the largest number, NaN where there is one, in a tenth of the time of `isfinite().all()`.
+
+    Waits for the device once.
+    """
+    low, high = torch.stack(tensor.detach().aminmax()).tolist()
+    return low, high
 
 
 def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

@@ -93,10 +93,11 @@ def structure_of(model: Model) -> Hashable:
         raise Unlike
     if any(getattr(torch_module, f"_global{hooks}") for hooks in HOOKS):
         raise Unlike
-    tensors = {**model.values, **model.frozen, **model._buffers}
-    shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in tensors.items())
-    autocast = torch.is_autocast_enabled(model.theta.device.type), torch.get_default_dtype()
-    shared = model.selection.names, shapes, autocast, repr(model.layout)
+    held = {**model.frozen, **model._buffers}
+    shapes = tuple((name, tensor.dtype, tensor.device, tensor.shape) for name, tensor in held.items())
+    flat, selection = model.tensors()[0], model.selection
+    autocast = torch.is_autocast_enabled(flat.device.type), torch.get_default_dtype()
+    shared = selection.names, selection.shapes, flat.dtype, flat.device, shapes, autocast, model.layout
     if model.module is None:
         return *shared, _Same(model._function)
     parts = tuple(_part(path, part) for path, part in model.module.named_modules())

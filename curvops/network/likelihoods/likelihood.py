@@ -9,6 +9,7 @@ log-likelihood, or None for ones; they enter residuals and curvature alike. All 
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.given import own
+from curvops.network.data.inputs import extremes
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -130,5 +132,7 @@ class Likelihood(ABC):
 
 def within(x: Tensor, low: float, strict: bool = False) -> bool:
     """Whether all entries are finite and above ``low``. Waits for the device."""
-    x = x.detach()
-    return bool(((x > low if strict else x >= low) & x.isfinite()).all())
+    if x.numel() == 0:
+        return True
+    least, largest = extremes(x)
+    return (low < least if strict else low <= least) and largest < math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, UInt8
@@ -17,10 +18,15 @@ class NoiseSource:
 
     def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
         self._states = states.unsqueeze(0) if states.ndim == 1 else states
-        self._single = states.ndim == 1
-        self._generators = [torch.Generator(device) for _ in self._states]
-        for generator, state in zip(self._generators, self._states):
+        self._single, self._device = states.ndim == 1, device
+
+    @cached_property
+    def _generators(self) -> list[torch.Generator]:
+        """Made where something is drawn: most steps of a filter or an optimiser draw nothing."""
+        found = [torch.Generator(self._device) for _ in self._states]
+        for generator, state in zip(found, self._states):
             generator.set_state(state.clone())  # a view of several states would crash torch
+        return found
 
     def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         """Standard normal numbers."""
@@ -40,5 +46,7 @@ class NoiseSource:
 
     def keep(self) -> None:
         """Write back where the generators have come to."""
+        if "_generators" not in self.__dict__:
+            return
         for generator, state in zip(self._generators, self._states):
             state.copy_(generator.get_state())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
+from curvops.network.data.randomness import own_randomness
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvature_root import root_of
 from curvops.operators.fisher import output_fisher
@@ -85,14 +86,15 @@ class ExtendedKalmanFilter(Transition):
         return {"diagonal": diagonal} | ({} if self.form == "diagonal" else {"root": theta.new_zeros(len(theta), 0)})
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
-        lin = self._known.linearized(state.theta, batch, whole=self.form == "diagonal")
         rate, _ = self._now(state)
-        curvature: Any = lin
-        if self.form == "diagonal":
-            kind = "empirical" if self.fisher == "empirical" else "exact"
-            score, slope, curvature = score_and_diagonal(lin, output_fisher(lin, kind, 1, None))
-        else:
-            score, slope = lin.log_likelihood(), lin.gradient()
+        with own_randomness(state.theta.device):  # once for all passes of the step
+            lin = self._known.linearized(state.theta, batch, whole=self.form == "diagonal")
+            curvature: Any = lin
+            if self.form == "diagonal":
+                kind = "empirical" if self.fisher == "empirical" else "exact"
+                score, slope, curvature = score_and_diagonal(lin, output_fisher(lin, kind, 1, None))
+            else:
+                score, slope = lin.log_likelihood(), lin.gradient()
         if not bool(score.isfinite() & slope.isfinite().all()):
             raise self._not_finite(score, int(state.step))
         found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
@@ -106,8 +108,10 @@ class ExtendedKalmanFilter(Transition):
     def _diagonal(
         self, held: dict[str, Tensor], entries: Tensor, rate: float, slope: Tensor, noise: NoiseSource
     ) -> tuple[dict[str, Tensor], Tensor]:
-        before = held["diagonal"] / (1 + self.transition_noise * held["diagonal"])
-        diagonal = before + rate * entries
+        before = held["diagonal"]
+        if self.transition_noise:
+            before = before / (1 + self.transition_noise * before)
+        diagonal = before.add(entries, alpha=rate)
         return {"diagonal": diagonal}, slope / diagonal
 
     def _dense(
