@@ -9,10 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.network.data.batches import Batch
+from curvops.network.engines.engine import Engines
+from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_at
+from curvops.network.walks.passes import chunk_bytes_within
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
@@ -28,15 +32,21 @@ def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor
 
 
 @torch.no_grad()
-def score_and_diagonal(lin: Linearization, fisher: OutputFisher) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-likelihood, the gradient of its negative, and `curvature_diagonal`: from one pass where it was kept."""
-    engines, likelihood = lin.passes.engines, lin.likelihood
-    found, columns = engines.pop_first(), fisher.num_columns(lin.num_outputs)
-    bytes_ = engines.plan.sensitivity_bytes * lin.num_data * (1 + columns)
-    if found is None or len(found[0]) != lin.num_data or bytes_ > lin.passes.chunk_bytes:
-        return lin.log_likelihood(), lin.gradient(), curvature_diagonal(lin, fisher)
-    _, batch = next(lin.passes.batches())
-    f, model, chunk_bytes = found[0].detach(), lin.model, lin.passes.chunk_bytes
+def score_and_diagonal(
+    engines: Engines, likelihood: Likelihood, batch: Batch, fisher: OutputFisher
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The log-likelihood, the gradient of its negative, and `curvature_diagonal`: from the pass that `engines` kept.
+
+    None where no pass over the batch serves: some parameters have no layer rule, or δ is larger than a chunk.
+    """
+    found, model = engines.pop_first(), engines.model
+    columns, chunk_bytes = (
+        fisher.num_columns(engines.plan.num_outputs),
+        chunk_bytes_within(engines.memory_budget, batch.targets),
+    )
+    if found is None or engines.plan.sensitivity_bytes * batch.num_points * (1 + columns) > chunk_bytes:
+        return None
+    f = found[0].detach()
     score = likelihood.log_prob(f, batch.targets, batch.weights).sum()
     residual = likelihood.residual(f, batch.targets, batch.weights).unsqueeze(0)
     same = isinstance(fisher, Empirical) and batch.weights is None  # a weight enters the root by its own root

@@ -121,11 +121,7 @@ class Batches:
         prints: list[Tensor] = []
         held: list[Batch] = []
         for index, item in enumerate(self._items()):
-            batch = self._read(item, index)
-            _require_valid(batch, index, check)
-            if admit is not None:
-                with _of_batch(index):
-                    admit(batch.inputs)
+            batch = checked_batch(item, device, dtype, check, layout, weights, admit, index)
             sizes.append(batch.num_points)
             if hold:
                 held.append(batch.copy())
@@ -184,7 +180,7 @@ class Batches:
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChanged(self._changed(f"there are more than the first pass's {self.num_batches} batches"))
-            batch = self._read(item, index)
+            batch = _read(item, self._device, self._dtype, self._layout, self._weights, index)
             if _signature(batch) != signatures[index]:
                 raise DataChanged(self._changed(f"batch {index} has other shapes or dtypes"))
             prints.append(_fingerprint(batch))
@@ -213,24 +209,6 @@ class Batches:
         )
         converted.fingerprint, converted.fingerprint_dtype = self.fingerprint, self.fingerprint_dtype
         return converted
-
-    def _read(self, item: object, index: int) -> Batch:
-        """One item of the source as a batch on the device, its form checked but not its values."""
-        with _of_batch(index):
-            given, targets, weights = parts_of(item, self._weights)
-        inputs = normalise(given)
-        _require_aligned(f"batch {index}", inputs, targets, weights)
-        if weights is not None and not weights.is_floating_point():
-            weights = weights.to(self._dtype or torch.get_default_dtype())
-        layout = self._layout or Layout(torch.Size((1,)))
-        with _of_batch(index):
-            targets = layout.targets(targets)
-            weights = None if weights is None else layout.weights(weights)
-        return Batch(
-            move(inputs, self._device, self._dtype),
-            move_tensor(targets, self._device, self._dtype),
-            None if weights is None else move_tensor(weights, self._device, self._dtype),
-        )
 
     def _changed(self, what: str) -> str:
         return (
@@ -424,6 +402,51 @@ def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tenso
             f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}. Give one "
             "weight per point, or per position of one."
         )
+
+
+def checked_batch(
+    item: object,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    check: Callable[[Tensor], None] | None,
+    layout: Layout | None,
+    weights: bool,
+    admit: Callable[[Inputs], None] | None,
+    index: int = 0,
+) -> Batch:
+    """One batch, checked as the first pass of `as_batches` does; nothing is copied."""
+    batch = _read(item, device, dtype, layout, weights, index)
+    _require_valid(batch, index, check)
+    if admit is not None:
+        with _of_batch(index):
+            admit(batch.inputs)
+    return batch
+
+
+def _read(
+    item: object,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    layout: Layout | None,
+    weights: bool,
+    index: int,
+) -> Batch:
+    """One item of the source as a batch on the device, its form checked but not its values."""
+    with _of_batch(index):
+        given, targets, w = parts_of(item, weights)
+    inputs = normalise(given)
+    _require_aligned(f"batch {index}", inputs, targets, w)
+    if w is not None and not w.is_floating_point():
+        w = w.to(dtype or torch.get_default_dtype())
+    layout = layout or Layout(torch.Size((1,)))
+    with _of_batch(index):
+        targets = layout.targets(targets)
+        w = None if w is None else layout.weights(w)
+    return Batch(
+        move(inputs, device, dtype),
+        move_tensor(targets, device, dtype),
+        None if w is None else move_tensor(w, device, dtype),
+    )
 
 
 def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | None) -> None:

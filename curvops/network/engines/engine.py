@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from curvops.network.data.inputs import copy as copied
 from curvops.network.data.inputs import num_points, take
 from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
@@ -66,8 +67,9 @@ class Engines:
         return other
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
-        self.model, self._few = model, take(first, slice(0, 2))
-        seen = first if whole else self._few
+        few = take(first, slice(0, 2))
+        self.model, self._few = model, copied(few) if whole else few  # engines may outlive the batch
+        seen = first if whole else few
         outputs, calls, misfits = record(model, seen, self._owned)
         self._first = (outputs, calls) if whole else None
         names = tuple(sorted(name for own in self._owned.values() for name in own.values()))

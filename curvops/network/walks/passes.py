@@ -329,8 +329,7 @@ class Passes:
     @property
     def chunk_bytes(self) -> int:
         """Bytes that rows may take at a time."""
-        most = self.memory_budget if self.model.theta.is_cuda else MOST_CHUNK
-        return max(LEAST_CHUNK, min(most, self.memory_budget // 16))
+        return chunk_bytes_within(self.memory_budget, self.model.theta)
 
     def _settled(self, asked: Counter[int], columns: int) -> list[tuple[Any, Engine]] | None:
         """The cached engines of all batches, None where one is missing or another would serve it better."""
@@ -409,6 +408,11 @@ class Passes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def chunk_bytes_within(memory_budget: int, like: Tensor) -> int:
+    """Bytes that rows may take at a time, on the device of `like`."""
+    return max(LEAST_CHUNK, min(memory_budget if like.is_cuda else MOST_CHUNK, memory_budget // 16))
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
-from curvops.network.data.batches import as_batches, parts_of
+from curvops.network.data.batches import Batch, as_batches, checked_batch, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import as_likelihood
@@ -48,7 +48,7 @@ class LogPosterior:
     _spec: Any = field(default=None, repr=False)
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
     _engines: list[Engines] = field(default_factory=list, repr=False)
-    """Those of the last batch that was taken whole."""
+    """Those of the last batch that was `recorded`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engines": []}  # which name classes weakly
@@ -121,12 +121,36 @@ class LogPosterior:
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
-    def linearized(self, weights: Float[Tensor, " D"], batch: Any, whole: bool = False) -> Linearization:
+    def linearized(self, weights: Float[Tensor, " D"], batch: Any) -> Linearization:
         """The network linearised at weights in the order of `params`, a vector, on a copy of one batch as its data.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
-        over two at later ones; with `whole` over the batch, for `score_and_diagonal`.
+        over two at later ones.
         """
+        likelihood, network, reading = self._reading(weights, batch)
+        data = as_batches([batch], 1, *reading, True)
+        memory = Budget(self._budget, self.model.theta.device)
+        engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
+        assert network.layout is not None
+        shape = output_shape(likelihood, network.layout)
+        return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
+
+    def recorded(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
+        """The engines with a pass over all of one batch, for `score_and_diagonal`, and that batch, which is not copied.
+
+        Weights and errors are as of `linearized`. What was proven of the network at the last batch is not looked up.
+        """
+        likelihood, network, reading = self._reading(weights, batch)
+        checked, held = checked_batch(batch, *reading), self._engines
+        if held:
+            engines = held[0].at(network, checked.inputs)
+        else:
+            engines = Engines(network, checked.inputs, "auto", self._budget, whole=True)
+        held[:] = [engines]
+        return engines, likelihood, checked
+
+    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, tuple[Any, ...]]:
+        """The likelihood, found at the first batch, the network at these weights, and how batches are read for it."""
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
@@ -134,17 +158,7 @@ class LogPosterior:
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
-        data = as_batches([batch], 1, theta.device, theta.dtype, check, layout, self.weighted, network.admit, True)
-        memory = Budget(self._budget, theta.device)
-        inputs, held = next(iter(data)).inputs, self._engines
-        if whole and held:
-            engines = held[0].at(network, inputs)
-        else:
-            engines = Engines(network, inputs, "auto", memory.budget, whole)
-        if whole:
-            held[:] = [engines]
-        shape = output_shape(likelihood, layout)
-        return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
+        return likelihood, network, (theta.device, theta.dtype, check, layout, self.weighted, network.admit)
 
     @cached_property
     def _budget(self) -> int:

@@ -13,10 +13,10 @@ from torch import Tensor
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network.data.randomness import own_randomness
+from curvops.network.likelihoods.output_fisher import Empirical, Exact
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvature_root import root_of
-from curvops.operators.fisher import output_fisher
-from curvops.operators.row_squares import score_and_diagonal
+from curvops.operators.row_squares import curvature_diagonal, score_and_diagonal
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior
@@ -88,20 +88,27 @@ class ExtendedKalmanFilter(Transition):
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         rate, _ = self._now(state)
         with own_randomness(state.theta.device):  # once for all passes of the step
-            lin = self._known.linearized(state.theta, batch, whole=self.form == "diagonal")
-            curvature: Any = lin
-            if self.form == "diagonal":
-                kind = "empirical" if self.fisher == "empirical" else "exact"
-                score, slope, curvature = score_and_diagonal(lin, output_fisher(lin, kind, 1, None))
-            else:
-                score, slope = lin.log_likelihood(), lin.gradient()
+            n, score, slope, curvature = self._terms(state.theta, batch)
         if not bool(score.isfinite() & slope.isfinite().all()):
             raise self._not_finite(score, int(state.step))
         found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
         state.precision.clear()
         state.precision.update(found)
         state.theta.sub_(move, alpha=rate)
-        return Info((score / lin.num_data).to(state.theta))
+        return Info((score / n).to(state.theta))
+
+    def _terms(self, theta: Float[Tensor, " d"], batch: Any) -> tuple[int, Tensor, Tensor, Any]:
+        """Points, their log-likelihood, the gradient of its negative, and what the form reads curvature from."""
+        known = self._known
+        if self.form == "diagonal":
+            engines, likelihood, points = known.recorded(theta, batch)
+            fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
+            found = score_and_diagonal(engines, likelihood, points, fisher)
+            if found is not None:
+                return points.num_points, *found
+        lin = known.linearized(theta, batch)
+        curvature = curvature_diagonal(lin, fisher) if self.form == "diagonal" else lin
+        return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
     # Each form: the precision after the transition and this batch, and P⁻¹ times the gradient
 
