@@ -16,7 +16,8 @@ def as_tensors(layer: Layer, matrix: Tensor) -> Blocks:
     """
     found = {}
     if "bias" in layer.names:
-        matrix, found[layer.names["bias"]] = matrix[..., :-1], matrix[..., -1].flatten()
+        matrix, bias = matrix.tensor_split((-1,), -1)
+        found[layer.names["bias"]] = bias.flatten()
     turned = matrix[0].mT if layer.rule.matrix_is_transposed else matrix
     found[layer.names["weight"]] = turned.reshape(layer.shape_of("weight"))
     return found

@@ -59,7 +59,7 @@ def at_one_position(right: Tensor) -> bool:
 
 def first_moments(left: Float[Tensor, "n 1 g 1 p"], right: Float[Tensor, "n g 1 q"]) -> Float[Tensor, "g p q"]:
     """Σ_n left ⊗ right of one column at one position."""
-    return left[:, 0, :, 0].permute(1, 2, 0) @ right[:, :, 0].transpose(0, 1)
+    return torch.bmm(left.squeeze((1, 3)).permute(1, 2, 0), right.squeeze(2).transpose(0, 1))
 
 
 def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"]:

@@ -31,19 +31,17 @@ def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor
     return _summed(lin.model, groups, chunk)
 
 
-@torch.no_grad()
 def score_and_diagonal(
     engines: Engines, likelihood: Likelihood, batch: Batch, fisher: OutputFisher
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The log-likelihood, the gradient of its negative, and `curvature_diagonal`: from the pass that `engines` kept.
 
+    To be called under `no_grad`, once for each pass.
     None where no pass over the batch serves: some parameters have no layer rule, or δ is larger than a chunk.
     """
     found, model = engines.pop_first(), engines.model
-    columns, chunk_bytes = (
-        fisher.num_columns(engines.plan.num_outputs),
-        chunk_bytes_within(engines.memory_budget, batch.targets),
-    )
+    columns = fisher.num_columns(engines.plan.num_outputs)
+    chunk_bytes = chunk_bytes_within(engines.memory_budget, batch.targets)
     if found is None or engines.plan.sensitivity_bytes * batch.num_points * (1 + columns) > chunk_bytes:
         return None
     f = found[0].detach()
@@ -82,24 +80,26 @@ def _add(total: Blocks, blocks: Blocks) -> None:
 
 def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
     """One vector, with zeros for what no row is of."""
-    missing = {name: torch.zeros_like(value) for name, value in model.values.items() if name not in blocks}
-    return model.selection.flatten(blocks | missing)
+    if len(blocks) < len(model.selection.names):
+        blocks = {name: torch.zeros_like(value) for name, value in model.values.items()} | blocks
+    return model.selection.flatten(blocks)
 
 
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
     """Σ_n of the rows of a group's first column, and `_squares` of the others, or where `same` of this one."""
-    matrices, others = group.matrices(), slice(0 if same else 1, None)
+    matrices, start = group.matrices(), 0 if same else 1
     if matrices is not None and len(matrices) == 1 and at_one_position(matrices[0][1]):
         assert group.layer is not None
         (left, right), layer = matrices[0], group.layer
-        squares = second_moments([(left[:, others], right)], right.shape[-1], chunk_bytes)
-        return as_tensors(layer, first_moments(left[:, :1], right)), as_tensors(layer, squares)
+        others = left.narrow(1, start, left.shape[1] - start)
+        squares = second_moments([(others, right)], right.shape[-1], chunk_bytes)
+        return as_tensors(layer, first_moments(left.narrow(1, 0, 1), right)), as_tensors(layer, squares)
     slopes: Blocks = {}
     for part in group.parts:
         names = part.layer.names
         pulled = part.layer.rule.pull(part.layer.module, part.kept, part.delta[:, :1], tuple(names))
         _add(slopes, {names[local]: term[0] for local, term in pulled.items()})
-    rest = tuple(replace(part, delta=part.delta[:, others]) for part in group.parts)
+    rest = tuple(replace(part, delta=part.delta[:, start:]) for part in group.parts)
     return slopes, _squares(replace(group, parts=rest), chunk_bytes)
 
 

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.operators.fisher import output_fisher
-from curvops.operators.row_squares import score_and_diagonal
 from tests.zoo import ZOO
 from tests.zoo import call as run_model
 
@@ -135,12 +133,12 @@ def test_one_pass_gives_what_three_give(name: str) -> None:
     targets, weights = torch.randn_like(outputs), torch.rand(len(outputs)).double()
     log_posterior = known(model, weights=True)
     for scale, fisher in ((1.0, "exact"), (1.1, "empirical")):
-        given = scale * log_posterior.model.theta, (inputs, targets, weights)
-        lin, (engines, likelihood, batch) = log_posterior.linearized(*given), log_posterior.recorded(*given)
-        found = score_and_diagonal(engines, likelihood, batch, output_fisher(lin, fisher, 1, None))
-        assert (found is None) is bool(engines.plan.others)
-        if found is None:
-            continue
+        sampler = co.sampling.ekf(log_posterior, fisher="empirical" if fisher == "empirical" else "ggn")
+        batch = inputs, targets, weights
+        before = sampler.init({name: scale * value for name, value in log_posterior.params.items()})
+        after, info = sampler.update(before, batch)
+        lin, P = log_posterior.linearized(before.theta, batch), after.precision["diagonal"]
+        found = info.log_posterior * len(targets), (before.theta - after.theta) * P, P - PRIOR
         expected = lin.log_likelihood(), lin.gradient(), co.DiagonalGGN(lin, fisher=fisher).entries
         for value, wanted in zip(found, expected):
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)

@@ -58,6 +58,7 @@ class Engines:
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
         self._choice, self.memory_budget, self._key = choice, memory_budget, None
         self._owned = owners_of(model)
+        self._served = tuple(sorted(name for own in self._owned.values() for name in own.values()))
         self._probe(model, first, whole)
 
     def at(self, model: Model, first: Any) -> Engines:
@@ -72,8 +73,7 @@ class Engines:
         seen = first if whole else few
         outputs, calls, misfits = record(model, seen, self._owned)
         self._first = (outputs, calls) if whole else None
-        names = tuple(sorted(name for own in self._owned.values() for name in own.values()))
-        key = key_of(model, seen, (self._choice, names, frozenset(misfits)), outputs)
+        key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
         if key is not None and key == self._key:
             return  # of what was proven, what was found wrong later is known here, too
         self._key, self._num_outputs = key, outputs.shape[1]
@@ -175,8 +175,8 @@ class Engines:
     def check_rows(self, inputs: Any) -> None:
         """Leave to autodiff the layers whose rows turn out not to be right on some of these points."""
         with self.model.lock:
-            few = take(inputs, slice(0, CHECKED_POINTS))
             while self.plan.layers and not self._proof.checked & {WHOLE, ROWS}:
+                few = take(inputs, slice(0, CHECKED_POINTS))
                 wrong = wrong_layers(self.model, few, self._owners(self.plan.others), self._streamed(few))
                 if wrong:
                     self._reject(wrong, WRONG)

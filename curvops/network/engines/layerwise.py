@@ -318,7 +318,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
             return
         with torch.set_grad_enabled(graph):
             kept = rule.keep(module, *(given if graph else (a.detach() for a in given)))
-        size = kept[0].nbytes // output.element_size()
+        size = kept.nbytes // (kept.shape[0] * output.element_size())
         layer = path, module, rule, names, output.shape, size, rule.multiply_adds(module, output)
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         found.append((owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))

@@ -52,19 +52,17 @@ _lock = threading.Lock()
 def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashable:
     """What is equal for networks of one structure, None where that cannot be told; `outputs` with their graph."""
     try:
-        key = options, structure_of(model), inputs_of(few), graph_of(model, outputs)
-        hash(key)
-        return key
+        return options, structure_of(model), inputs_of(few), graph_of(model, outputs)
     except (Unlike, TypeError):
         return None
 
 
 def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
     """The proof of networks of this structure, made by `prove` where there is none."""
-    known = None if key is None else _proofs.get(key)
-    found = prove() if known is None else known
     if key is None:
-        return found
+        return prove()
+    known = _proofs.get(key)
+    found = prove() if known is None else known
     with _lock:
         found.key = key
         _proofs[key] = found
@@ -112,11 +110,14 @@ def inputs_of(inputs: Any) -> Hashable:
 
 def _part(path: str, part: nn.Module) -> Hashable:
     held = vars(part)
-    if any(held[hooks] for hooks in HOOKS):
-        raise Unlike
+    for hooks in HOOKS:
+        if held[hooks]:
+            raise Unlike
     own = tuple((name, _plain(value)) for name, value in held.items() if name not in COMMON)
     kind = type(part)
-    return path, _Same(kind), _Same(kind.forward), getattr(kind.forward, "__code__", None), part.training, own
+    forward = kind.forward
+    # Classes and functions are equal to themselves alone: their references need no `_Same`.
+    return path, weakref.ref(kind), weakref.ref(forward), getattr(forward, "__code__", None), part.training, own
 
 
 def _plain(value: Any) -> Hashable:

@@ -45,9 +45,9 @@ class OutputFisher(ABC):
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
         """The columns s_start … s_(stop−1) of every point."""
-        units = f.new_zeros(stop - start, self.num_columns(f.shape[1]))
-        units.diagonal(start).fill_(1.0)
-        return self.root_product(f, units.unsqueeze(1).expand(-1, len(f), -1), batch)
+        units = f.new_zeros(stop - start, f.shape[0], self.num_columns(f.shape[1]))
+        units.diagonal(start, 0, 2).fill_(1.0)
+        return self.root_product(f, units, batch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ class ExtendedKalmanFilter(Transition):
         rate, _ = self._now(state)
         with own_randomness(state.theta.device):  # once for all passes of the step
             n, score, slope, curvature = self._terms(state.theta, batch)
-        if not bool(score.isfinite() & slope.isfinite().all()):
+        if not all(map(math.isfinite, torch.stack([score.to(slope), *slope.aminmax()]).tolist())):
             raise self._not_finite(score, int(state.step))
         found, move = getattr(self, f"_{self.form}")(state.precision, curvature, rate, slope, noise)
         state.precision.clear()

@@ -53,7 +53,7 @@ class LinearRule:
         return {name: rows[name]() for name in names}
 
     def multiply_adds(self, layer: Any, output: Tensor) -> int:
-        return output[0].numel() * layer.weight.numel() // output.shape[-1]
+        return output.shape[1:].numel() * layer.weight.numel() // output.shape[-1]
 
     def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
         """One group, t the product of the dimensions in between, p outputs."""
