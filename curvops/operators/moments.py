@@ -17,7 +17,7 @@ from curvops.linalg.operators.kronecker import Details
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
 FEW = 2**14
-"""Numbers whose squares are summed at once whatever the device."""
+"""Numbers whose squares are summed at once on a CPU, too."""
 # From this size on a wide symmetric product is made of blocks on and above its diagonal: six tenths of the time.
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
@@ -46,23 +46,13 @@ def second_moments(
     left, right = matrices[0]
     if len(matrices) == 1 and not right.is_floating_point():
         return embedding_squares(left, right, width)
-    if len(matrices) == 1 and at_one_position(right):
-        return first_moments(_sum_of_squares(left).unsqueeze(1), right.square())
+    if len(matrices) == 1 and right.shape[2] == 1:
+        return torch.einsum("ngp,ngq->gpq", sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
     pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
     return _squares_by_blocks(pairs, block_bytes(most_bytes, left))
 
 
-def at_one_position(right: Tensor) -> bool:
-    """Whether a side in `Rule.right` has one position, t = 1, and numbers, not indices."""
-    return right.is_floating_point() and right.shape[2] == 1
-
-
-def first_moments(left: Float[Tensor, "n 1 g 1 p"], right: Float[Tensor, "n g 1 q"]) -> Float[Tensor, "g p q"]:
-    """Σ_n left ⊗ right of one column at one position."""
-    return torch.bmm(left.squeeze((1, 3)).permute(1, 2, 0), right.squeeze(2).transpose(0, 1))
-
-
-def _sum_of_squares(left: Float[Tensor, "n r g t p"]) -> Float[Tensor, "n g t p"]:
+def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
     """Σ_r left², on a CPU column by column: what is added to stays in its cache, and no squares are stored."""
     if left.is_cuda or left.numel() <= FEW:
         return left.square().sum(1)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from curvops.network.data.batches import Batch
 from curvops.network.engines.engine import Engines
+from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
@@ -20,7 +22,7 @@ from curvops.network.walks.passes import chunk_bytes_within
 from curvops.operators.jacobian import Jacobian
 from curvops.operators.layer_matrix import as_tensors, width_of
 from curvops.operators.linearization import Linearization
-from curvops.operators.moments import at_one_position, first_moments, second_moments
+from curvops.operators.moments import second_moments, sum_of_squares
 
 
 @torch.no_grad()
@@ -87,20 +89,20 @@ def _flat(model: Model, blocks: Blocks) -> Float[Tensor, " D"]:
 
 def _of_first_and_others(group: Group, same: bool, chunk_bytes: int) -> tuple[Blocks, Blocks]:
     """Σ_n of the rows of a group's first column, and `_squares` of the others, or where `same` of this one."""
-    matrices, start = group.matrices(), 0 if same else 1
-    if matrices is not None and len(matrices) == 1 and at_one_position(matrices[0][1]):
-        assert group.layer is not None
-        (left, right), layer = matrices[0], group.layer
-        others = left.narrow(1, start, left.shape[1] - start)
-        squares = second_moments([(others, right)], right.shape[-1], chunk_bytes)
-        return as_tensors(layer, first_moments(left.narrow(1, 0, 1), right)), as_tensors(layer, squares)
     slopes: Blocks = {}
     for part in group.parts:
-        names = part.layer.names
-        pulled = part.layer.rule.pull(part.layer.module, part.kept, part.delta[:, :1], tuple(names))
-        _add(slopes, {names[local]: term[0] for local, term in pulled.items()})
-    rest = tuple(replace(part, delta=part.delta[:, start:]) for part in group.parts)
-    return slopes, _squares(replace(group, parts=rest), chunk_bytes)
+        _add(slopes, _pulled(part.layer, part.kept, part.delta[:, :1]))
+    rest = group.parts if same else tuple(replace(part, delta=part.delta[:, 1:]) for part in group.parts)
+    first = rest[0]
+    if len(rest) > 1 or first.kept.ndim != 2 or not isinstance(first.layer.rule, LinearRule):
+        return slopes, _squares(replace(group, parts=rest), chunk_bytes)
+    # Rows of a linear layer at one position are outer products, and their squares those of the sides' squares.
+    return slopes, _pulled(first.layer, first.kept.square(), sum_of_squares(first.delta).unsqueeze(1))
+
+
+def _pulled(layer: Layer, kept: Tensor, delta: Float[Tensor, "n 1 *out"]) -> Blocks:
+    found = layer.rule.pull(layer.module, kept, delta, tuple(layer.names))
+    return {layer.names[local]: block.squeeze(0) for local, block in found.items()}
 
 
 def _squares(group: Group, chunk_bytes: int) -> Blocks:

@@ -42,7 +42,9 @@ class LinearRule:
     def pull(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         a = kept.reshape(-1, kept.shape[-1])
         columns, out = s.shape[1], s.shape[-1]
-        flat = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2).reshape(-1, columns * out)
+        if kept.ndim > 2:
+            s = s.reshape(s.shape[0], columns, -1, out).transpose(1, 2)
+        flat = s.reshape(-1, columns * out)
         grads = {"weight": lambda: (flat.mT @ a).view(columns, out, -1), "bias": lambda: flat.sum(0).view(columns, out)}
         return {name: grads[name]() for name in names}
 
