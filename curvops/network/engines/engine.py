@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,7 +56,8 @@ class Engines:
     """
 
     def __init__(self, model: Model, first: Any, choice: EngineChoice, memory_budget: int, whole: bool = False) -> None:
-        self._choice, self.memory_budget, self._key = choice, memory_budget, None
+        self._choice, self.memory_budget = choice, memory_budget
+        self._key: Hashable = None
         self._owned = owners_of(model)
         self._served = tuple(sorted(name for own in self._owned.values() for name in own.values()))
         self._probe(model, first, whole)

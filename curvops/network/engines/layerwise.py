@@ -319,7 +319,7 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
         with torch.set_grad_enabled(graph):
             kept = rule.keep(module, *(given if graph else (a.detach() for a in given)))
         size = kept.nbytes // (kept.shape[0] * output.element_size())
-        layer = path, module, rule, names, output.shape, size, rule.multiply_adds(module, output)
+        layer = Layer(path, module, rule, names, output.shape, size, rule.multiply_adds(module, output))
         # The edge, not the tensor: an in-place activation after the layer would move the tensor on in the graph.
         found.append((owner, layer, tuple(given), _versions(given), kept, get_gradient_edge(output)))
 
@@ -335,9 +335,9 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
 
     handles: list[Any] = []
     try:
-        for layer in owners:
-            if rule_of(type(layer)) is not None:
-                handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        for module in owners:
+            if rule_of(type(module)) is not None:
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         with model.differentiating(), Projections(attentions, note_projection) if attentions else nullcontext():
             outputs = model(model.leaves(), inputs)
     finally:
@@ -345,8 +345,9 @@ def record(model: Model, inputs: Any, owners: Owners, graph: bool = False) -> tu
             handle.remove()
     behind, calls = _reshaped(outputs.grad_fn), []
     for owner, layer, given, versions, kept, edge in found:
-        is_last = isinstance(layer[2], LinearRule) and any(edge.node is node for node in behind)
-        calls.append(Call(owner, Layer(*layer, is_last), given, versions, kept, edge))
+        if isinstance(layer.rule, LinearRule) and any(edge.node is node for node in behind):
+            layer = replace(layer, is_last=True)
+        calls.append(Call(owner, layer, given, versions, kept, edge))
         if _versions(given) != versions:
             misfits.update(calls[-1].layer.names.values())
     return outputs, calls, misfits
@@ -430,8 +431,8 @@ def sensitivities(
         return [None] * len(calls)
     if outputs.shape[1] == 1 and len(cotangents) > 1 and not graph:  # points are apart: columns are multiples of one
         one = sensitivities(model, outputs, calls, torch.ones_like(cotangents[:1]))
-        each = cotangents.squeeze(2).T
-        return [None if g is None else g * each.view(*each.shape, *[1] * (g.ndim - 2)) for g in one]
+        factors = cotangents.squeeze(2).T
+        return [None if g is None else g * factors.view(*factors.shape, *[1] * (g.ndim - 2)) for g in one]
     edges = [call.edge for call in calls]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": graph}
     with model.differentiating():

@@ -128,7 +128,7 @@ class LogPosterior:
         over two at later ones.
         """
         likelihood, network, reading = self._reading(weights, batch)
-        data = as_batches([batch], 1, *reading, True)
+        data = as_batches([batch], 1, **reading, hold=True)
         memory = Budget(self._budget, self.model.theta.device)
         engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
         assert network.layout is not None
@@ -141,7 +141,7 @@ class LogPosterior:
         Weights and errors are as of `linearized`. What was proven of the network at the last batch is not looked up.
         """
         likelihood, network, reading = self._reading(weights, batch)
-        checked, held = checked_batch(batch, *reading), self._engines
+        checked, held = checked_batch(batch, **reading), self._engines
         if held:
             engines = held[0].at(network, checked.inputs)
         else:
@@ -149,7 +149,7 @@ class LogPosterior:
         held[:] = [engines]
         return engines, likelihood, checked
 
-    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, tuple[Any, ...]]:
+    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, dict[str, Any]]:
         """The likelihood, found at the first batch, the network at these weights, and how batches are read for it."""
         theta = self.model.theta
         if not self._likelihood:
@@ -158,7 +158,8 @@ class LogPosterior:
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
-        return likelihood, network, (theta.device, theta.dtype, check, layout, self.weighted, network.admit)
+        reading = {"device": theta.device, "dtype": theta.dtype, "check": check, "layout": layout}
+        return likelihood, network, reading | {"weights": self.weighted, "admit": network.admit}
 
     @cached_property
     def _budget(self) -> int:
