@@ -121,19 +121,20 @@ class LogPosterior:
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
-    def linearized(self, weights: Float[Tensor, " D"], batch: Any) -> Linearization:
+    def linearized(self, weights: Float[Tensor, " D"], batch: Any, engines: Engines | None = None) -> Linearization:
         """The network linearised at weights in the order of `params`, a vector, on a copy of one batch as its data.
 
         Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
-        over two at later ones.
+        over two at later ones; none where it is given the engines that `recorded` made of these weights and batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = as_batches([batch], 1, **reading, hold=True)
         memory = Budget(self._budget, self.model.theta.device)
-        engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
+        if engines is None:
+            engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
         assert network.layout is not None
         shape = output_shape(likelihood, network.layout)
-        return Linearization(network, data, likelihood, shape, "auto", memory, False, engines=engines)
+        return Linearization(engines.model, data, likelihood, shape, "auto", memory, False, engines=engines)
 
     def recorded(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
         """The engines with a pass over all of one batch, for `score_and_diagonal`, and that batch, which is not copied.

@@ -99,14 +99,14 @@ class ExtendedKalmanFilter(Transition):
 
     def _terms(self, theta: Float[Tensor, " d"], batch: Any) -> tuple[int, Tensor, Tensor, Any]:
         """Points, their log-likelihood, the gradient of its negative, and what the form reads curvature from."""
-        known = self._known
+        known, engines = self._known, None
         if self.form == "diagonal":
             engines, likelihood, points = known.recorded(theta, batch)
             fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
             found = score_and_diagonal(engines, likelihood, points, fisher)
             if found is not None:
                 return points.num_points, *found
-        lin = known.linearized(theta, batch)
+        lin = known.linearized(theta, batch, engines)
         curvature = curvature_diagonal(lin, fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
