@@ -1,4 +1,4 @@
-"""Figures of what curvops computes, from plain arrays: one function a figure, each returns a matplotlib Figure.
+"""Figures of curvops' results from plain arrays: one function a figure, each returns a matplotlib Figure.
 
 No function here touches pyplot or matplotlib's global settings. Needs matplotlib, which comes with `curvops[demo]`.
 
@@ -9,19 +9,11 @@ No function here touches pyplot or matplotlib's global settings. Needs matplotli
 'log'
 """
 
-from curvops.plots.chain_autocorrelation import autocorrelation
-from curvops.plots.chain_trace import trace
-from curvops.plots.convergence import convergence
+from curvops.plots.chain_plots import autocorrelation, trace
+from curvops.plots.cost_plots import convergence, estimates, solves
 from curvops.plots.density import spectral_density
-from curvops.plots.estimates import estimates
-from curvops.plots.evidence import evidence
-from curvops.plots.evidence_trace import evidence_trace
-from curvops.plots.heatmap import covariance
-from curvops.plots.ray import ray
-from curvops.plots.regression import regression
-from curvops.plots.reliability import reliability
-from curvops.plots.rotation import rotation
-from curvops.plots.solves import solves
+from curvops.plots.prediction_plots import covariance, ray, regression, reliability, rotation
+from curvops.plots.prior_plots import evidence, evidence_trace
 from curvops.plots.style import save
 
 __all__ = [

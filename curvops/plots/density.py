@@ -1,4 +1,4 @@
-"""How are the eigenvalues of a curvature matrix spread, and which stand out?"""
+"""A figure of the spectral density of a curvature matrix and its largest eigenvalues."""
 
 from __future__ import annotations
 
@@ -29,77 +29,77 @@ def spectral_density(
     zero_mass: float | None = None,
     title: str = "Spectral density",
 ) -> Figure:
-    """Density of eigenvalues with its band, on a log axis, and the largest eigenvalues as marks below it.
+    """Draw a density of eigenvalues with its band, on a log axis, and the largest eigenvalues as marks below it.
 
-    The first argument is what `curvops.linalg.spectral_density` returned, alone, or its arrays: `density` between `low`
-    and `high` at the eigenvalues `grid`, per unit of λ, or of log λ on the log scale. `top` are eigenvalues known one
-    by one. `size` is the number of rows n: the height of a single eigenvalue, 1/n over the broadening, is then drawn.
-    `scale` is the density's own, or "symlog" for one on the linear scale whose eigenvalues are of both signs and span
-    decades. By default scale, level and zero mass are those of the SpectralDensity, of arrays "linear", 0.95 and 0.
+    Args:
+        grid: What `curvops.linalg.spectral_density` returned, given alone; or the eigenvalues of the curve.
+        density: Density at `grid`, per unit of λ, or of log λ on the log scale.
+        low: Lower edge of its band.
+        high: Upper edge of its band.
+        bandwidth: Broadening of each eigenvalue.
+        top: Eigenvalues known one by one.
+        size: The number of rows n: the height of a single eigenvalue, 1/n over the broadening, is then drawn.
+        scale: "linear", "log", or "symlog" for a density on the linear scale whose eigenvalues are of both signs and
+            span decades. By default that of the SpectralDensity, of arrays "linear".
+        level: Level of the band, by default that of the SpectralDensity, of arrays 0.95.
+        zero_mass: Share of the eigenvalues that count as zero, by default that of the SpectralDensity, of arrays 0.
+        title: The panel's title.
 
-    Raises TypeError for a SpectralDensity with arrays beside it, or for arrays without the others; ValueError for
-    arrays of different lengths or an unknown scale.
+    Returns:
+        A figure with one panel.
+
+    Raises:
+        TypeError: A SpectralDensity has arrays beside it, or some of the arrays are missing.
+        ValueError: The arrays differ in length, or the scale is unknown.
     """
+    arrays: tuple[Any, ...] = (grid, density, low, high)
     if isinstance(grid, SpectralDensity):
-        found = grid
         if any(given is not None for given in (density, low, high, bandwidth)):
             raise TypeError("a SpectralDensity brings its density, band and bandwidth; give it alone, or arrays.")
-        grid, density, low, high = (_array(part) for part in (found.grid, found.density, found.lower, found.upper))
-        bandwidth, scale = found.bandwidth, found.scale if scale is None else scale
-        level = found.level if level is None else level
-        zero_mass = found.zero_mass if zero_mass is None else zero_mass
-    if density is None or low is None or high is None or bandwidth is None:
+        arrays, bandwidth = (grid.grid, grid.density, grid.lower, grid.upper), grid.bandwidth
+        scale = grid.scale if scale is None else scale
+        level = grid.level if level is None else level
+        zero_mass = grid.zero_mass if zero_mass is None else zero_mass
+    if bandwidth is None or any(part is None for part in arrays):
         raise TypeError(
             "spectral_density takes what curvops.linalg.spectral_density(A) returned, or grid, density, low, high and "
             "bandwidth."
         )
-    grid, density, low, high = (_array(part) for part in (grid, density, low, high))
-    if len({part.shape for part in (grid, density, low, high)}) > 1 or grid.ndim != 1 or not len(grid):
-        shapes = [part.shape for part in (grid, density, low, high)]
+    x, density, low, high = (_array(part) for part in arrays)
+    shapes = [part.shape for part in (x, density, low, high)]
+    if len(set(shapes)) > 1 or x.ndim != 1 or not len(x):
         raise ValueError(f"grid, density, low and high must be vectors of one length, got {shapes}.")
     if scale not in (None, "linear", "log", "symlog"):
         raise ValueError(f"scale={scale!r}; expected 'linear', 'log' or 'symlog'.")
     level = 0.95 if level is None else level
-    top = None if top is None else _array(top)
-    figure = style.blank(8.0, 5.0)
-    axes = figure.subplots()
+    figure, axes = style.panel(8.0, 5.0)
     blue, orange = style.COLOURS[:2]
     peak = float(density.max())
     one = 1 / (size * bandwidth * np.sqrt(2 * np.pi)) if size else peak * 1e-6
     floor = min(FLOOR * one, peak * 1e-3)
     shown = np.where(density >= floor, density, np.nan)  # a curve along the axis would look like a density
-    band = f"{100 * level:.0f} % band over probes"
-    axes.fill_between(
-        grid,
-        np.maximum(low, floor),
-        np.clip(high, floor, peak * 10),
-        color=blue,
-        alpha=style.BAND,
-        linewidth=0,
-        label=band,
-    )
-    axes.plot(grid, shown, color=blue, linewidth=2, label="density")
+    edges, label = (np.maximum(low, floor), np.clip(high, floor, peak * 10)), f"{100 * level:.0f} % band over probes"
+    axes.fill_between(x, *edges, color=blue, alpha=style.BAND, linewidth=0, label=label)
+    axes.plot(x, shown, color=blue, linewidth=2, label="density")
     if size:
-        axes.axhline(one, color=style.GREY, linewidth=1.2, linestyle=(0, (6, 3)), label=f"one eigenvalue of {size:,}")
+        axes.axhline(one, linewidth=1.2, label=f"one eigenvalue of {size:,}", **style.REFERENCE)
     axes.set_yscale("log")
     axes.set_ylim(floor, 3 * peak)
     if top is not None and len(top):
-        axes.plot(
-            top,
-            np.full(len(top), 0.035),
-            transform=axes.get_xaxis_transform(),
-            linestyle="none",
-            marker="|",
-            markersize=16,
-            markeredgewidth=1.8,
-            color=orange,
-            label=f"{len(top)} largest eigenvalues",
-        )
+        at = (_array(top), np.full(len(top), 0.035))
+        marks: dict[str, Any] = {
+            "linestyle": "none",
+            "marker": "|",
+            "markersize": 16,
+            "markeredgewidth": 1.8,
+            "color": orange,
+        }
+        axes.plot(*at, transform=axes.get_xaxis_transform(), label=f"{len(top)} largest eigenvalues", **marks)
     if scale == "log":
         axes.set_xscale("log")
     elif scale == "symlog":
         axes.set_xscale("symlog", linthresh=3 * bandwidth)
-    axes.set_xlim(float(grid[0]), float(grid[-1]))
+    axes.set_xlim(float(x[0]), float(x[-1]))
     unit = "per unit of log λ" if scale == "log" else "per unit of λ"
     note = f"\n{100 * zero_mass:.1f} % of the eigenvalues count as zero and are not shown" if zero_mass else ""
     style.dress(axes, "eigenvalue λ", f"density ({unit})", title + note)
@@ -108,5 +108,5 @@ def spectral_density(
 
 
 def _array(values: Any) -> np.ndarray:
-    """Numbers as an array: tensors too, from any device."""
+    """Return numbers as an array; a tensor may be on any device."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

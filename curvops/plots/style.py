@@ -1,45 +1,47 @@
-"""The look that every figure shares: colours, line styles, fonts, saving. Nothing global is touched."""
+"""The look that every figure shares: colours, line styles, fonts, saving. matplotlib's settings stay as they are."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, and Tol's wine: told apart by every common kind of colour vision. Line styles and markers
+# Okabe and Ito's colours, and Tol's wine: distinct for every common kind of colour vision. Line styles and markers
 # repeat the difference, for print without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
-DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
-    "-",
-    "--",
-    "-.",
-    (0, (1, 1)),
-    (0, (5, 1, 1, 1, 1, 1)),
-    (0, (8, 2)),
-)
+Dash = str | tuple[int, tuple[int, ...]]
+DASHES: tuple[Dash, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 BAND = 0.25
 LIGHT = "#D9D9D9"
 GREY = "#6E6E6E"
 INK = "#1F1F1F"
+REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": (0, (6, 3))}
+"""Options of a line that shows a bound or a tolerance."""
 
 TITLE, LABEL, SMALL = 13, 12, 10.5
 DPI = 150
 
 
 def blank(width: float, height: float, title: str = "") -> Figure:
-    """An empty figure of `width` by `height` inches, known to no window system."""
+    """Make an empty figure of `width` by `height` inches, outside of pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     if title:
         figure.suptitle(title, fontsize=TITLE + 1, color=INK)
     return figure
 
 
+def panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """Make a figure of `width` by `height` inches with one panel, and return both."""
+    figure = blank(width, height)
+    return figure, figure.subplots()
+
+
 def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
-    """Labels, tick sizes, light grid and open frame of one panel."""
+    """Give one panel its labels, tick sizes, light grid and open frame."""
     axes.set_facecolor("white")
     axes.set_xlabel(xlabel, fontsize=LABEL, color=INK)
     axes.set_ylabel(ylabel, fontsize=LABEL, color=INK)
@@ -52,15 +54,25 @@ def dress(axes: Axes, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 class Look(NamedTuple):
-    """How one name is drawn, in every panel where it appears."""
+    """Colour, dashes and marker of one name, in every panel where it appears."""
 
     color: str
-    linestyle: str | tuple[int, tuple[int, ...]]
+    linestyle: Dash
     marker: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Options of a line without markers."""
+        return {"color": self.color, "linestyle": self.linestyle}
+
+    @property
+    def dots(self) -> dict[str, Any]:
+        """Options of markers, on a solid line or on none."""
+        return {"color": self.color, "marker": self.marker}
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """One look for each name, in the order given; a name that comes twice keeps its first."""
+    """Assign each name a look, in the order given; a name that comes twice keeps its first."""
     return {
         name: Look(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
         for i, name in enumerate(dict.fromkeys(names))
@@ -68,5 +80,10 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure; the ending of `path` says the format (.png, .pdf, .svg). Its folder must exist."""
+    """Write a figure to a file.
+
+    Args:
+        figure: What a function of `curvops.plots` returned.
+        path: Its ending names the format (.png, .pdf, .svg); its folder must exist.
+    """
     figure.savefig(path, dpi=DPI)

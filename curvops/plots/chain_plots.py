@@ -1,0 +1,91 @@
+"""Figures of Markov chains: their values draw by draw, and their autocorrelation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from jaxtyping import Real
+from matplotlib.figure import Figure
+
+from curvops.plots import style
+from curvops.sampling.diagnostics import projected_chains
+
+BINS = 30
+
+
+def trace(draws: Mapping[str, Real[np.ndarray, "chains draws"]]) -> Figure:
+    """Draw each chain's values against the draw, and beside them their histogram, on the same axis.
+
+    Args:
+        draws: Maps the name of a number (a weight, the log posterior) to its draws, a row for each chain. At most
+            seven chains have colours of their own.
+
+    Returns:
+        A figure with a row for each number.
+
+    Raises:
+        ValueError: There are no draws, or they are not an array (chains, draws).
+    """
+    draws = _checked(draws, "trace")
+    figure = style.blank(9.6, 0.6 + 2.1 * len(draws))
+    panels = figure.subplots(len(draws), 2, squeeze=False, sharey="row", width_ratios=[3, 1])
+    for i_row, (row, (name, chains)) in enumerate(zip(panels, draws.items())):
+        bins = np.linspace(chains.min(), chains.max(), BINS + 1) if np.ptp(chains) > 0 else 1
+        for i, chain in enumerate(chains):
+            colour = style.COLOURS[i % len(style.COLOURS)]
+            row[0].plot(np.arange(len(chain)), chain, color=colour, linewidth=0.9, label=f"chain {i + 1}", alpha=0.85)
+            row[1].hist(chain, bins, density=True, orientation="horizontal", color=colour, histtype="step", lw=1.6)
+        last = i_row == len(panels) - 1
+        style.dress(row[0], "draw" if last else "", name)
+        style.dress(row[1], "density" if last else "", "")
+    if 1 < max(map(len, draws.values())) <= len(style.COLOURS):
+        panels[0, 0].legend(fontsize=style.SMALL, framealpha=0.9, ncols=4, loc="best")
+    return figure
+
+
+def autocorrelation(draws: Mapping[str, Real[np.ndarray, "chains draws"]], lags: int = 100) -> Figure:
+    """Draw the mean autocorrelation over the chains against the lag, and the chains' range.
+
+    The legend gives the effective sample size of all chains together, small where they disagree. The dashed lines are
+    ±1.96 / √(draws), within which 95 % of the autocorrelations of independent draws lie.
+
+    Args:
+        draws: Maps the name of a number to its draws, a row for each chain.
+        lags: The last lag shown.
+
+    Returns:
+        A figure with a curve for each number.
+
+    Raises:
+        ValueError: There are no draws, or they are not an array (chains, draws).
+    """
+    draws = _checked(draws, "autocorrelation")
+    figure, axes = style.panel(8.0, 4.4)
+    for (name, look), chains in zip(style.looks(draws).items(), draws.values()):
+        series = torch.as_tensor(chains, dtype=torch.float64)
+        rho = projected_chains.autocorrelation(series)[:, : lags + 1].numpy()
+        x, size = np.arange(rho.shape[1]), float(projected_chains.effective_size(series))
+        axes.plot(x, rho.mean(0), linewidth=2, label=f"{name}: {size:,.0f} of {chains.size:,} draws", **look.line)
+        axes.fill_between(x, rho.min(0), rho.max(0), color=look.color, alpha=style.BAND, linewidth=0)
+    longest = max(chains.shape[1] for chains in draws.values())
+    for bound in (-1.96, 1.96):
+        axes.axhline(bound / longest**0.5, linewidth=1, **style.REFERENCE)
+    style.dress(axes, "lag (draws)", "autocorrelation (no unit)", "Autocorrelation: mean and range of the chains")
+    axes.legend(fontsize=style.SMALL, framealpha=0.9)
+    return figure
+
+
+def _checked(draws: Mapping[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
+    """Return the draws as arrays (chains, draws), or raise ValueError."""
+    arrays = {name: np.asarray(chains) for name, chains in draws.items()}
+    if not arrays:
+        raise ValueError(f"{what} draws {{name: array (chains, draws)}}, got none.")
+    for name, chains in arrays.items():
+        if chains.ndim != 2 or not chains.size:
+            raise ValueError(
+                f"{what} draws numbers, each an array (chains, draws); {name!r} has shape {chains.shape}. Of a tensor "
+                "take single entries, draws[name][..., i]."
+            )
+    return arrays
