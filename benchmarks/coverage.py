@@ -38,7 +38,7 @@ from benchmarks.coverage_cells import (
 from benchmarks.machine import facts
 from benchmarks.report import fill
 from benchmarks.tables import machine_line, table
-from curvops.cli.bench.spectra import log_spaced, symmetric
+from curvops.cli.bench.problems import log_spaced, symmetric
 from curvops.cli.demo.digits import all_digits
 from curvops.cli.demo.network import fit, perceptron
 from curvops.linalg import Estimate, logdet, trace

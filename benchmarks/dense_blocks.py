@@ -16,7 +16,7 @@ from benchmarks import study_page
 from benchmarks.machine import of_its_own, resident
 from benchmarks.tables import table
 from curvops.cli.demo.digits import load_digits
-from curvops.cli.demo.network import convolutional, corrected
+from curvops.cli.demo.network import add_corrections, convolutional_network
 
 SIZES = (500, 2000, 5000, 10000)
 DISTANCES = (500, 2000, 5000)
@@ -29,7 +29,7 @@ def measure(size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     data = load_digits().train
     x, y = data.x[700:1000], data.y[700:1000]
-    network = corrected(convolutional())
+    network = add_corrections(convolutional_network())
     lin = co.linearize(network, (x, y), "classification")
     weights = [p for p in network.parameters() if p.requires_grad]
     chosen = torch.randperm(lin.num_parameters)[:size].sort().values

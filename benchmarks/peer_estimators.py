@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.cli.bench.peers import PeerEstimator
+from curvops.cli.bench.methods import BenchEstimator
 from curvops.cli.bench.problem import Problem
 from curvops.linalg import Estimate
 
@@ -43,7 +43,7 @@ def _estimate(value: Any, problem: Problem, before: int, stderr: Any = math.nan,
     return Estimate(number, error, samples, problem.G.counter.count - before)
 
 
-def _linear_operator(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
+def _linear_operator(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     settings = import_module("linear_operator.settings")
     before, probes = problem.G.counter.count, max(1, budget // STEPS)
     torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -58,38 +58,33 @@ def _linear_operator(problem: Problem, budget: int, generator: torch.Generator) 
     return _estimate(value, problem, before)
 
 
-def _matfree(quantity: str) -> Callable[[Problem, int, torch.Generator], Estimate]:
-    def run(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
-        jax = import_module("jax")
-        jax.config.update("jax_enable_x64", True)
-        stochtrace, decomp, funm = (import_module(f"matfree.{name}") for name in ("stochtrace", "decomp", "funm"))
-        shares = {"trace": 1, "logdet": STEPS, "xtrace": 2}
-        before, probes = problem.G.counter.count, max(2, budget // shares[quantity])
-        signs = torch.randint(2, (probes, len(problem.B)), generator=generator).mul(2).sub(1).double().numpy()
-        shape = jax.ShapeDtypeStruct((len(problem.B),), signs.dtype)
+def _matfree(quantity: str, problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
+    jax = import_module("jax")
+    jax.config.update("jax_enable_x64", True)
+    stochtrace, decomp, funm = (import_module(f"matfree.{name}") for name in ("stochtrace", "decomp", "funm"))
+    shares = {"trace": 1, "logdet": STEPS, "xtrace": 2}
+    before, probes = problem.G.counter.count, max(2, budget // shares[quantity])
+    signs = torch.randint(2, (probes, len(problem.B)), generator=generator).mul(2).sub(1).double().numpy()
+    shape = jax.ShapeDtypeStruct((len(problem.B),), signs.dtype)
 
-        def multiply(v: Any) -> Any:
-            vector = torch.tensor(v, dtype=problem.B.dtype, device=problem.B.device)
-            return problem.A._matmul(vector.unsqueeze(1)).squeeze(1).double().cpu().numpy()
+    def multiply(v: Any) -> Any:
+        vector = torch.tensor(v, dtype=problem.B.dtype, device=problem.B.device)
+        return problem.A._matmul(vector.unsqueeze(1)).squeeze(1).double().cpu().numpy()
 
-        def matvec(v: Any) -> Any:
-            return jax.pure_callback(multiply, shape, v, vmap_method="sequential")
+    def matvec(v: Any) -> Any:
+        return jax.pure_callback(multiply, shape, v, vmap_method="sequential")
 
-        name = "leave_one_out" if quantity == "xtrace" else "monte_carlo"
-        if quantity == "logdet":
-            integrand = funm.monte_carlo_funm_sym_logdet(decomp.tridiag_sym(STEPS))
-        else:
-            integrand = getattr(stochtrace, f"{name}_{quantity}")()
-        estimate = getattr(stochtrace, f"estimator_{name}_mean_and_sem")(
-            integrand, lambda key: jax.numpy.asarray(signs)
-        )
-        value, stderr = estimate(matvec, jax.random.PRNGKey(0))
-        return _estimate(value, problem, before, stderr, probes)
-
-    return run
+    name = "leave_one_out" if quantity == "xtrace" else "monte_carlo"
+    if quantity == "logdet":
+        integrand = funm.monte_carlo_funm_sym_logdet(decomp.tridiag_sym(STEPS))
+    else:
+        integrand = getattr(stochtrace, f"{name}_{quantity}")()
+    estimate = getattr(stochtrace, f"estimator_{name}_mean_and_sem")(integrand, lambda key: jax.numpy.asarray(signs))
+    value, stderr = estimate(matvec, jax.random.PRNGKey(0))
+    return _estimate(value, problem, before, stderr, probes)
 
 
-def _cola(problem: Problem, budget: int, generator: torch.Generator) -> Estimate:
+def _cola(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     """CoLA's Hutchinson takes whole batches of 100 probes: smaller budgets are overdrawn."""
     cola = import_module("cola")
     before = problem.G.counter.count
@@ -99,10 +94,10 @@ def _cola(problem: Problem, budget: int, generator: torch.Generator) -> Estimate
     return _estimate(value, problem, before)
 
 
-PEERS: dict[str, PeerEstimator] = {
-    "linear_operator-logdet": PeerEstimator("linear_operator", "logdet", "psd", _linear_operator),
-    "matfree-trace": PeerEstimator("matfree", "trace", "any", _matfree("trace")),
-    "matfree-xtrace": PeerEstimator("matfree", "trace", "any", _matfree("xtrace")),
-    "matfree-logdet": PeerEstimator("matfree", "logdet", "psd", _matfree("logdet")),
-    "cola-trace": PeerEstimator("cola", "trace", "any", _cola),
+PEERS: dict[str, BenchEstimator] = {
+    "linear_operator-logdet": BenchEstimator(_linear_operator, "logdet", "psd", module="linear_operator"),
+    "matfree-trace": BenchEstimator(partial(_matfree, "trace"), "trace", "any", module="matfree"),
+    "matfree-xtrace": BenchEstimator(partial(_matfree, "xtrace"), "trace", "any", module="matfree"),
+    "matfree-logdet": BenchEstimator(partial(_matfree, "logdet"), "logdet", "psd", module="matfree"),
+    "cola-trace": BenchEstimator(_cola, "trace", "any", module="cola"),
 }

@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,17 +15,15 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.cli.bench.counted import Counter
 from curvops.cli.bench.measure import Trail
-from curvops.cli.bench.methods import Made, Settings
-from curvops.cli.bench.peers import Answer, Peer
-from curvops.cli.bench.problem import Problem
+from curvops.cli.bench.methods import Answer, BenchSolver, MaybePreconditioner, Settings
+from curvops.cli.bench.problem import Counter, Problem
 
 KEPT = 60
 TOLERANCES = 12
 
 
-def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Answer:
+def linear_cg(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Answer:
     """linear_operator's CG, run again with a tenth of its tolerance until the *true* residual is within rtol.
 
     Its trail has a point a run, each with the products of that run alone; what counts in the end is the last run.
@@ -58,14 +57,7 @@ def linear_cg(problem: Problem, P: Made, settings: Settings, trail: Trail) -> An
     return Answer(x, f"{verdict} at tolerance {tolerance:.0e}")
 
 
-def _scipy(name: str) -> Callable[[Problem, Made, Settings, Trail], Answer]:
-    def run(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Answer:
-        return _by_columns(name, problem, P, settings, trail)
-
-    return run
-
-
-def _by_columns(name: str, problem: Problem, P: Made, settings: Settings, trail: Trail) -> Answer:
+def _by_columns(name: str, problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Answer:
     """SciPy takes one right-hand side at a time; the trail shows them as if they went in step.
 
     Its minres and lsmr stop by criteria of their own: each column is run again with a tenth of the tolerance until the
@@ -147,9 +139,9 @@ def _in_step(problem: Problem, tracks: list[Kept], trail: Trail, setup: int) -> 
         trail.put(setup + sum(p for p, _, _ in at), sum(s for _, s, _ in at), worst)
 
 
-PEERS: dict[str, Peer] = {
-    "linear_operator-cg": Peer("linear_operator", "psd", linear_cg),
-    "scipy-cg": Peer("scipy", "psd", _scipy("cg")),
-    "scipy-minres": Peer("scipy", "symmetric", _scipy("minres")),
-    "scipy-lsmr": Peer("scipy", "any", _scipy("lsmr"), preconditioned=False),
+PEERS: dict[str, BenchSolver] = {
+    "linear_operator-cg": BenchSolver(linear_cg, "psd", module="linear_operator"),
+    "scipy-cg": BenchSolver(partial(_by_columns, "cg"), "psd", module="scipy"),
+    "scipy-minres": BenchSolver(partial(_by_columns, "minres"), "symmetric", module="scipy"),
+    "scipy-lsmr": BenchSolver(partial(_by_columns, "lsmr"), "any", preconditioned=False, module="scipy"),
 }

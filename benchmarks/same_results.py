@@ -21,7 +21,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops import linalg
-from curvops.cli.bench.spectra import flat, geometric, log_spaced, powers, step, symmetric
+from curvops.cli.bench.problems import flat, geometric, log_spaced, powers, step, symmetric
 from curvops.cli.demo.digits import Images
 from curvops.cli.demo.network import fit, perceptron
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@contextmanager
+def _exit_codes(interrupted: str) -> Iterator[None]:
+    """Print one line and exit with 130 for an interruption, with 1 for a package that is missing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
 
 
 @app.callback()
@@ -26,14 +41,8 @@ def demo(
     from curvops.cli.demo.run import FULL, QUICK, run
 
     settings = QUICK if quick else FULL
-    try:
+    with _exit_codes("Interrupted; what was written so far is in " + str(output)):
         passed = run(settings, output, settings.seeds if seeds is None else seeds, seed, typer.echo)
-    except KeyboardInterrupt:
-        typer.echo("Interrupted; what was written so far is in " + str(output), err=True)
-        raise typer.Exit(130) from None
-    except ImportError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
     if not passed:
         raise typer.Exit(1)
 
@@ -93,16 +102,11 @@ def bench(
         seeds=seeds or usual.seeds,
         seed=seed,
     )
-    try:
-        sweep.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
-    except BenchError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("Interrupted; finished problems have their figures in " + str(output), err=True)
-        raise typer.Exit(130) from None
-    except ImportError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    with _exit_codes("Interrupted; finished problems have their figures in " + str(output)):
+        try:
+            sweep.run(choice, settings, output, (lambda _: None) if as_json else typer.echo)
+        except BenchError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
     if as_json:
         typer.echo((output / "results.json").read_text(encoding="utf-8"))

@@ -15,13 +15,19 @@ from typer.testing import CliRunner
 from benchmarks import peer_estimators, peer_solvers
 from curvops.cli import app
 from curvops.cli.bench import sweep
-from curvops.cli.bench.counted import Counted
 from curvops.cli.bench.measure import Peak, Trail
-from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, OwnEstimator, OwnSolver, Settings
-from curvops.cli.bench.peers import ADAPTERS, peers
-from curvops.cli.bench.problem import STRENGTH, Unfit
+from curvops.cli.bench.methods import (
+    ADAPTERS,
+    METHODS,
+    PRECONDITIONERS,
+    BenchEstimator,
+    BenchSolver,
+    Settings,
+    load_peers,
+)
+from curvops.cli.bench.problem import STRENGTH, CountingOperator, NotApplicable
 from curvops.cli.bench.problems import DIGITS, NAMES, SPECTRA, TALL, build
-from curvops.cli.bench.rows import TooDear, estimate, solve
+from curvops.cli.bench.rows import BudgetSpent, estimate, solve
 from curvops.linalg import Dense, Diagonal, as_preconditioner
 
 SIZE = 90
@@ -109,7 +115,7 @@ def test_digits_problem_and_its_layers():
     torch.testing.assert_close(P.logdet(), torch.logdet(layers))
 
 
-SOLVERS = [name for name, method in METHODS.items() if isinstance(method, OwnSolver)]
+SOLVERS = [name for name, method in METHODS.items() if isinstance(method, BenchSolver)]
 ITERATIVE = [name for name in SOLVERS if name != "dual-descent"]
 RUNS = [
     ("decaying", name, preconditioner)
@@ -147,7 +153,7 @@ def test_dual_descent_counts_the_rows_it_reads():
     row = solve(p, "dual-descent", METHODS["dual-descent"], "none", settings)
     assert row.outcome == "converged" and row.true_residual <= 1e-2
     assert row.trail.products == sorted(row.trail.products) and row.trail.products[-1] == row.products > row.iterations
-    with pytest.raises(Unfit, match="reads rows"):
+    with pytest.raises(NotApplicable, match="reads rows"):
         solve(problem(DIGITS), "dual-descent", METHODS["dual-descent"], "none", settings)
 
 
@@ -159,14 +165,14 @@ def test_a_solution_tells_its_products_as_they_are_counted(name):
     assert solution.matvecs == p.G.counter.count
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, OwnEstimator)])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if isinstance(method, BenchEstimator)])
 def test_each_estimator(name):
     method, done = METHODS[name], []
     p = problem("decaying" if method.needs == "damped" else "kappa1e4")
     assert STRENGTH[p.kind] >= STRENGTH[method.needs]
     for preconditioner in PRECONDITIONERS if method.preconditioned else ("none",):
         if preconditioner == "block-jacobi":
-            with pytest.raises(TooDear, match="90"):
+            with pytest.raises(BudgetSpent, match="90"):
                 estimate(p, name, method, preconditioner, 30, TINY, lambda: None)
             continue
         row = estimate(p, name, method, preconditioner, 30, TINY, lambda: done.append(1))
@@ -178,7 +184,7 @@ def test_each_estimator(name):
 
 def test_an_estimate_tells_its_products_as_they_are_counted():
     for name, method in METHODS.items():
-        if isinstance(method, OwnEstimator):
+        if isinstance(method, BenchEstimator):
             p = problem("decaying" if method.needs == "damped" else "kappa1e4")
             p.G.counter.count = 0
             e = method.run(p, None, 30, torch.Generator().manual_seed(0))
@@ -199,7 +205,7 @@ def test_a_peer_on_a_rectangular_problem():
 
 
 def test_peers_are_found_in_a_clone_and_elsewhere_it_is_said_where_they_are(monkeypatch, tmp_path):
-    assert set(peers()) == {*peer_solvers.PEERS, *peer_estimators.PEERS}
+    assert set(load_peers()) == {*peer_solvers.PEERS, *peer_estimators.PEERS}
     for name in ADAPTERS:
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     result = invoke("--quick", "--peers", "--output", tmp_path)
@@ -213,14 +219,14 @@ def test_each_peer_estimator_that_is_installed():
 
 
 def test_counting():
-    counted = Counted(Dense(torch.eye(6), psd=True))
+    counted = CountingOperator(Dense(torch.eye(6), psd=True))
     counted @ torch.ones(6)
     counted @ torch.ones(6, 3)
     counted._columns(torch.tensor([1, 4]))
     counted.to(torch.float64) @ torch.ones(6, 2).double()
     counted.diagonal()
     assert counted.counter.count == 1 + 3 + 2 + 2 and counted.psd and counted.symmetric
-    product = Counted(Dense(torch.ones(4, 6)) @ Dense(torch.ones(6, 4)))
+    product = CountingOperator(Dense(torch.ones(4, 6)) @ Dense(torch.ones(6, 4)))
     product._diagonal()
     assert product.counter.count == 4
     (product.mT @ torch.ones(4)).sum()

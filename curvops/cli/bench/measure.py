@@ -1,8 +1,9 @@
-"""How long did it take, how much memory did it add, and how did the residual fall meanwhile?"""
+"""Measurements of one call: its seconds, the memory it added, and the course of its residual."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import resource
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.cli.bench.counted import Counter
+from curvops.cli.bench.problem import Counter
 
 STATM = Path("/proc/self/statm")
 INTERVAL = 0.002
@@ -22,7 +23,7 @@ MEMORY = "memory: growth of the resident set (GPU: of allocated memory) while it
 
 
 class Peak:
-    """A context that finds how far memory grew inside it: ``bytes``, None where the system does not tell."""
+    """A context that measures how far memory grew inside it: ``bytes``, None where the system does not tell."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,7 +61,7 @@ def _resident() -> int:
 
 
 def _give_back_freed() -> None:
-    """Ask glibc to return freed pages, so that memory used again counts again."""
+    """Return freed pages to the system (glibc), so that memory used again counts again."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -68,7 +69,7 @@ def _give_back_freed() -> None:
 
 @dataclass
 class Trail:
-    """Points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like.
+    """The points (products, seconds, worst relative residual) of a solve; a callback of `cg` and of its like.
 
     ``worst`` makes one number of the columns' residuals.
     """
@@ -81,39 +82,55 @@ class Trail:
     started: float = 0.0
 
     def start(self) -> None:
-        """From here on the clock runs; products before (a preconditioner's) stay counted."""
+        """Start the clock; products before (a preconditioner's) stay counted."""
         self.started = time.perf_counter()
 
     def __call__(self, iteration: int, residuals: Tensor) -> None:
-        """What `cg` says of an iteration."""
+        """Add a point at the residuals that `cg` reports of an iteration."""
         self.mark(self.worst(residuals))
 
     def mark(self, residual: float) -> None:
-        """A point at the products and the time of now."""
+        """Add a point with the products and the time so far."""
         self.put(self.counter.count, time.perf_counter() - self.started, residual)
 
     def put(self, products: int, seconds: float, residual: float) -> None:
-        """A point of the past."""
+        """Add a point of the past."""
         self.products.append(products)
         self.seconds.append(seconds)
         self.residuals.append(residual)
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """What a call returned, its seconds, and how far memory grew."""
+class Measurement:
+    """The value of a call, its seconds, and how far memory grew."""
 
     value: Any
     seconds: float
     peak_bytes: int | None
 
 
-def measured(call: Callable[[], Any], device: torch.device) -> Measured:
-    """Run it once, with the accelerator's queue emptied before and after."""
-    with Peak(device) as peak:
-        start = time.perf_counter()
+def clock(call: Callable[[], Any], timer: Callable[[], float] = time.perf_counter) -> tuple[Any, float]:
+    """Run a call once without collecting garbage; return its value and its seconds by the timer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = timer()
+        value = call()
+        return value, timer() - start
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def measure(call: Callable[[], Any], device: torch.device) -> Measurement:
+    """Run a call once, with the accelerator's queue emptied before and after, and measure time and memory."""
+
+    def finish() -> Any:
         value = call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-    return Measured(value, seconds, peak.bytes)
+        return value
+
+    with Peak(device) as peak:
+        value, seconds = clock(finish)
+    return Measurement(value, seconds, peak.bytes)

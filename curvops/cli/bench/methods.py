@@ -1,16 +1,19 @@
-"""What is compared: one table of methods, one of preconditioners. A new row is the whole change."""
+"""The methods compared: one table of solvers and estimators, one of preconditioners. A new row is the whole change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from curvops.cli.bench.measure import Trail
-from curvops.cli.bench.problem import EIGENVALUES, Problem, Unfit
+from curvops.cli.bench.problem import EIGENVALUES, BenchError, NotApplicable, Problem
+from curvops.cli.bench.problems import import_module_here
 from curvops.linalg import (
     Estimate,
     FactoredPreconditioner,
@@ -35,12 +38,14 @@ from curvops.linalg.estimators.diagonal import METHODS as DIAGONALS
 from curvops.linalg.estimators.trace import METHODS as TRACES
 from curvops.linalg.solvers.dual_descent import EPOCHS
 
-Made = FactoredPreconditioner | None
+MaybePreconditioner = FactoredPreconditioner | None
+ADAPTERS = ("benchmarks.peer_solvers", "benchmarks.peer_estimators")
+"""Modules of a clone, not of the installed package; each has a table PEERS."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every run shares. ``rank`` None lets each preconditioner choose."""
+    """The options that all runs share. With ``rank`` None each preconditioner chooses its own."""
 
     size: int = 600
     columns: int = 8
@@ -53,59 +58,59 @@ class Settings:
     seed: int = 0
 
 
+class Answer(NamedTuple):
+    """The result of another library's solver: the solution and the solver's own verdict."""
+
+    x: Tensor
+    verdict: str
+    iterations: int | None = None
+
+
 @dataclass(frozen=True)
-class OwnSolver:
-    """Solves A X = B, leaving a trail. ``needs`` is the least that A must be for it to be tried, of `STRENGTH`."""
+class BenchSolver:
+    """A method that solves A X = B and leaves a trail.
 
-    run: Callable[[Problem, Made, Settings, Trail], Solution]
-    needs: str = "symmetric"
-    preconditioned: bool = True
-
-
-@dataclass(frozen=True)
-class OwnEstimator:
-    """Estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products.
-
-    The preconditioner may be "auto": the estimator's own choice.
+    ``needs`` is the least that A must be for it to be tried, a key of `STRENGTH`. ``module`` is the library that it
+    comes from, None for curvops.
     """
 
-    run: Callable[[Problem, Made | str, int, torch.Generator], Estimate]
+    run: Callable[[Problem, MaybePreconditioner, Settings, Trail], Solution | Answer]
+    needs: str = "symmetric"
+    preconditioned: bool = True
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchEstimator:
+    """A method that estimates ``quantity`` (a name in `Problem.exact`) of A within a budget of products.
+
+    The preconditioner may be "auto": the estimator's own choice. ``module`` is the library that it comes from, None
+    for curvops.
+    """
+
+    run: Callable[[Problem, MaybePreconditioner | str, int, torch.Generator], Estimate]
     quantity: str
     needs: str = "square"
     preconditioned: bool = False
+    module: str | None = None
 
 
-def _cg(problem: Problem, P: Made, settings: Settings, trail: Trail, **options: Any) -> Solution:
-    return cg(
-        problem.A,
-        problem.B,
-        preconditioner=P,
-        rtol=settings.rtol,
-        maxiter=settings.maxiter,
-        callback=trail,
-        **options,
-    )
+def _solve(
+    solver: Any, problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail, **options: Any
+) -> Solution:
+    options |= {"rtol": settings.rtol, "maxiter": settings.maxiter, "callback": trail}
+    options |= {} if P is None else {"preconditioner": P}
+    return solver(problem.A, problem.B, **options)
 
 
-def _minres(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
-    return minres(problem.A, problem.B, preconditioner=P, rtol=settings.rtol, maxiter=settings.maxiter, callback=trail)
+def _lsmr(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
+    return _solve(lsmr, problem, P, settings, trail, consistent=problem.square)
 
 
-def _lsmr(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
-    return lsmr(
-        problem.A,
-        problem.B,
-        consistent=problem.square,
-        rtol=settings.rtol,
-        maxiter=settings.maxiter,
-        callback=trail,
-    )
-
-
-def _dual_descent(problem: Problem, P: Made, settings: Settings, trail: Trail) -> Solution:
-    """It reads rows, so nothing counts them but itself: they are spread evenly over the epochs."""
+def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
+    """Solve by dual descent, which reads rows and counts them itself: they are spread evenly over the epochs."""
     if problem.tensor is None:
-        raise Unfit("it reads rows, which only a tensor has for nothing")
+        raise NotApplicable("it reads rows, which only a tensor has for nothing")
     counter, before = trail.counter, trail.counter.count
     solution = dual_descent(
         problem.tensor,
@@ -122,100 +127,106 @@ def _dual_descent(problem: Problem, P: Made, settings: Settings, trail: Trail) -
     return solution
 
 
-def _by(function: Any, method: str, problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
-    return function(problem.A, method=method, max_matvecs=budget, generator=generator)
+def _estimate(function: Any, problem: Problem, P: Any, budget: int, generator: Any, **options: Any) -> Estimate:
+    return function(problem.A, max_matvecs=budget, generator=generator, **options)
 
 
-def _frobenius(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
-    return frobenius_norm(problem.A, max_matvecs=budget, generator=generator)
-
-
-def _effective(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
+def _effective(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     return effective_dimension(problem.G, problem.shift, rtol=1e-12, max_matvecs=budget, generator=generator)
 
 
-def _eigsh(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
-    """What it claims are the residuals, within which there is an eigenvalue, and rounding."""
+def _eigsh(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
+    """Estimate the largest eigenvalues; the error bounds are the residuals, and rounding."""
     k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
     pairs = eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
     bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
     return Estimate.exact(pairs.values, pairs.matvecs, bound)
 
 
-def _logdet(problem: Problem, P: Made | str, budget: int, generator: torch.Generator) -> Estimate:
-    of_all: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
+def _logdet(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
+    options: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
     if problem.shift and problem.shift >= problem.lower:
-        return logdet(problem.G, shift=problem.shift, **of_all)
+        return logdet(problem.G, shift=problem.shift, **options)
     if not problem.lower and budget < len(problem.B):
-        raise Unfit("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
-    return logdet(problem.A, lower_bound=problem.lower or None, **of_all)
+        raise NotApplicable("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
+    return logdet(problem.A, lower_bound=problem.lower or None, **options)
 
 
-def _least(method: str) -> str:
-    return "psd" if method.startswith("xnys") else "square"
+def _probing(function: Any, quantity: str, methods: Any) -> dict[str, BenchSolver | BenchEstimator]:
+    """Return a row for each stochastic method of an estimator."""
+    return {
+        f"{quantity}-{name}": BenchEstimator(
+            partial(_estimate, function, method=name), quantity, "psd" if name.startswith("xnys") else "square"
+        )
+        for name in methods
+        if name != "exact"
+    }
 
 
-METHODS: dict[str, OwnSolver | OwnEstimator] = {
-    "cg": OwnSolver(partial(_cg, block=False)),
-    "block-cg": OwnSolver(_cg),
-    "cg-refine": OwnSolver(partial(_cg, refine=True)),
-    "cg-refine32": OwnSolver(partial(_cg, refine=torch.float32)),
-    "minres": OwnSolver(_minres),
-    "lsmr": OwnSolver(_lsmr, needs="any", preconditioned=False),
-    "dual-descent": OwnSolver(_dual_descent, needs="psd", preconditioned=False),
-    **{f"trace-{m}": OwnEstimator(partial(_by, trace, m), "trace", _least(m)) for m in TRACES if m != "exact"},
-    **{
-        f"diagonal-{m}": OwnEstimator(partial(_by, diagonal, m), "diagonal", _least(m))
-        for m in DIAGONALS
-        if m != "exact"
-    },
-    "frobenius": OwnEstimator(_frobenius, "Frobenius norm", needs="any"),
-    "logdet": OwnEstimator(_logdet, "logdet", needs="psd", preconditioned=True),
-    "effective-dimension": OwnEstimator(_effective, "effective dimension", needs="damped"),
-    "eigsh": OwnEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
+METHODS: dict[str, BenchSolver | BenchEstimator] = {
+    "cg": BenchSolver(partial(_solve, cg, block=False)),
+    "block-cg": BenchSolver(partial(_solve, cg)),
+    "cg-refine": BenchSolver(partial(_solve, cg, refine=True)),
+    "cg-refine32": BenchSolver(partial(_solve, cg, refine=torch.float32)),
+    "minres": BenchSolver(partial(_solve, minres)),
+    "lsmr": BenchSolver(_lsmr, needs="any", preconditioned=False),
+    "dual-descent": BenchSolver(_dual_descent, needs="psd", preconditioned=False),
+    **_probing(trace, "trace", TRACES),
+    **_probing(diagonal, "diagonal", DIAGONALS),
+    "frobenius": BenchEstimator(partial(_estimate, frobenius_norm), "Frobenius norm", needs="any"),
+    "logdet": BenchEstimator(_logdet, "logdet", needs="psd", preconditioned=True),
+    "effective-dimension": BenchEstimator(_effective, "effective dimension", needs="damped"),
+    "eigsh": BenchEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
 }
 """Conjugate gradients are tried on indefinite matrices too: the outcome is the reason they give."""
 
 
-def _rank(problem: Problem, settings: Settings) -> int:
-    return max(1, len(problem.B) // 10) if settings.rank is None else settings.rank
+def load_peers() -> dict[str, BenchSolver | BenchEstimator]:
+    """Load the methods of other libraries by name, whether or not those libraries are installed.
+
+    Raises:
+        BenchError: The adapters are not here, as outside a clone.
+    """
+    peers: dict[str, BenchSolver | BenchEstimator] = {}
+    for name in ADAPTERS:
+        try:
+            peers |= import_module_here(name).PEERS
+        except (ImportError, AttributeError) as error:
+            raise BenchError(
+                f"--peers needs the adapters {' and '.join(ADAPTERS)} to other libraries, which are not installed with "
+                f"curvops: run it from the root of a clone of the project ({type(error).__name__}: {error})."
+            ) from error
+    return peers
 
 
-def _nystrom(problem: Problem, settings: Settings, generator: torch.Generator) -> Made:
-    sketch = nystrom(
-        problem.G,
-        settings.rank,
-        shift=problem.shift or problem.lower,
-        rhs=problem.B.shape[1],
-        max_rank=len(problem.B) // 2,
-        generator=generator,
-    )
-    return sketch.preconditioner(problem.shift)
+def is_installed(module: str | None) -> bool:
+    """Say whether the library of a method can be imported; None is curvops."""
+    return module is None or find_spec(module) is not None
 
 
-def _cholesky(pivoting: Any, problem: Problem, settings: Settings, generator: torch.Generator) -> Made:
-    found = cholesky(
-        problem.G,
-        _rank(problem, settings),
-        pivoting=pivoting,
-        shift=problem.shift,
-        diagonal=problem.diagonal,
-        generator=generator,
-    )
-    return found.preconditioner()
+def _nystrom(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
+    shift, most = problem.shift or problem.lower, len(problem.B) // 2
+    options: dict[str, Any] = {"rhs": problem.B.shape[1], "max_rank": most, "generator": generator}
+    return nystrom(problem.G, settings.rank, shift=shift, **options).preconditioner(problem.shift)
 
 
-def _jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> Made:
+def _cholesky(pivoting: Any, problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
+    rank = max(1, len(problem.B) // 10) if settings.rank is None else settings.rank
+    options: dict[str, Any] = {"shift": problem.shift, "diagonal": problem.diagonal, "generator": generator}
+    return cholesky(problem.G, rank, pivoting=pivoting, **options).preconditioner()
+
+
+def _jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
     return diagonal_preconditioner(problem.G if problem.diagonal is None else problem.diagonal, problem.shift)
 
 
-def _block_jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> Made:
+def _block_jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
     if problem.layers is not None:
         return as_preconditioner(problem.layers.add_diagonal(problem.shift))
     return block_jacobi(problem.G, max(1, len(problem.B) // 10), problem.shift)
 
 
-PRECONDITIONERS: dict[str, Callable[[Problem, Settings, torch.Generator], Made]] = {
+PRECONDITIONERS: dict[str, Callable[[Problem, Settings, torch.Generator], MaybePreconditioner]] = {
     "none": lambda problem, settings, generator: None,
     "nystrom": _nystrom,
     "cholesky": partial(_cholesky, "greedy"),

@@ -1,4 +1,4 @@
-"""A problem: a matrix whose products are counted, right-hand sides, and what is known of both beforehand."""
+"""A problem of the benchmark: a matrix whose products are counted, right-hand sides, and facts known of both."""
 
 from __future__ import annotations
 
@@ -11,36 +11,97 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.cli.bench.counted import Counted
+from curvops.linalg import Operator
+from curvops.linalg.solvers.solve import seems_symmetric
 
 T = TypeVar("T")
 EXACT_SIZE = 4000
 EIGENVALUES = 5
 STRENGTH = {"any": 0, "square": 1, "symmetric": 2, "psd": 3, "damped": 4}
-"""What a matrix may be, each kind being also all before it; "damped" is positive semidefinite plus a known shift."""
+"""Kinds of matrix, each including those after it; "damped" is positive semidefinite plus a known shift."""
 
 
 class BenchError(ValueError):
-    """What was asked for cannot be run; the message is one line with the choices."""
+    """An error in the choice of problems and methods; its message is one line with the choices."""
 
 
-class Unfit(ValueError):
-    """A method cannot be tried on this problem; the message says why."""
+class NotApplicable(ValueError):
+    """An error for a method that cannot be tried on a problem; the message says why."""
+
+
+@dataclass
+class Counter:
+    """A count of products with single vectors so far; a block of K counts K, and so do K columns."""
+
+    count: int = 0
+
+
+class CountingOperator(Operator):
+    """An operator that counts the products of another one in ``counter``, which copies in another dtype share.
+
+    Its symmetry is found once: from the tag of curvops' operators, and by two products of others.
+    """
+
+    def __init__(self, base: LinearOperator, counter: Counter | None = None, symmetric: bool | None = None) -> None:
+        if symmetric is None:
+            square = base.shape[-1] == base.shape[-2]
+            symmetric = base.symmetric if isinstance(base, Operator) else square and seems_symmetric(base)
+        super().__init__(base, counter=Counter() if counter is None else counter, symmetric=symmetric)
+
+    @property
+    def base(self) -> LinearOperator:
+        """The operator whose products are counted."""
+        return self._args[0]
+
+    @property
+    def counter(self) -> Counter:
+        """The count of products."""
+        return self._kwargs["counter"]
+
+    @property
+    def symmetric(self) -> bool:
+        return self._kwargs["symmetric"]
+
+    @property
+    def psd(self) -> bool:
+        return bool(getattr(self.base, "psd", False))
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else CountingOperator(self.base.mT, self.counter, symmetric=False)
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        self.counter.count += 1 if rhs.ndim == 1 else rhs.shape[-1]
+        return self.base._matmul(rhs)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        self.counter.count += 1 if rhs.ndim == 1 else rhs.shape[-1]
+        return self.base._t_matmul(rhs)
+
+    def _columns(self, index: Tensor) -> Tensor:
+        units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
+        return self._matmul(units.scatter_(1, index.unsqueeze(1), 1.0).mT)
+
+    def _diagonal(self) -> Tensor:
+        self.counter.count += self.diagonal_matvecs
+        return self.base._diagonal()
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A = G + shift I (m, n), right-hand sides B (m, K), and what is known beforehand. Only square A has a shift.
+    """A matrix A = G + shift I (m, n) with right-hand sides B (m, K); only a square one has a shift.
 
     ``lower`` is a known lower bound of A's spectrum, 0 for none. ``definite`` is False where A is known to be
-    indefinite: of a user's matrix one may hope, since failures come with their reason. ``diagonal`` is G's where it is
-    cheap, ``layers`` its diagonal blocks, ``tensor`` G itself where it is one. ``text`` says what it is, for the
-    table's heading.
+    indefinite; a user's matrix counts as definite, since failures come with their reason. ``diagonal`` is G's where it
+    is cheap, ``layers`` its diagonal blocks, ``tensor`` G itself where it is one. ``text`` describes it in the table's
+    heading.
     """
 
     name: str
     text: str
-    G: Counted
+    G: CountingOperator
     shift: float
     B: Tensor
     lower: float = 0.0
@@ -56,18 +117,18 @@ class Problem:
 
     @property
     def square(self) -> bool:
-        """Whether A is."""
+        """Whether A is square."""
         return self.G.shape[-1] == self.G.shape[-2]
 
     @property
     def size(self) -> str:
-        """A's size, for headings."""
+        """The size of A, for headings."""
         m, n = self.G.shape
         return f"n = {n:,}" if self.square else f"{m:,} × {n:,}"
 
     @property
     def kind(self) -> str:
-        """What a method may rely on: a key of `STRENGTH`."""
+        """The kind of A that a method may rely on: a key of `STRENGTH`."""
         if not self.square:
             return "any"
         if not self.G.symmetric:
@@ -77,13 +138,13 @@ class Problem:
         return "damped" if self.shift > 0 else "psd"
 
     def relative_residuals(self, X: Tensor) -> Tensor:
-        """‖b − Ax‖/‖b‖ of each column, not counted."""
+        """Compute ‖b − Ax‖/‖b‖ of each column; the products are not counted."""
         return self._uncounted(lambda A, B: (B - A._matmul(X)).norm(dim=0), X.dtype) / self._lengths.to(X.dtype)
 
     def residual(self, X: Tensor, column: int | None = None) -> float:
-        """The worst ‖b − Ax‖/‖b‖, not counted; of least squares the lesser of it and ‖Aᵀr‖/(‖A‖ ‖r‖).
+        """Compute the worst ‖b − Ax‖/‖b‖, for least squares the lesser of it and ‖Aᵀr‖/(‖A‖ ‖r‖).
 
-        X solves for all columns, or for this one.
+        The products are not counted. X solves for all columns, or for the one given.
         """
         of = slice(None) if column is None else slice(column, column + 1)
 
@@ -98,11 +159,11 @@ class Problem:
 
     @property
     def shown(self) -> str:
-        """What `worst` returns, for the axis of a figure."""
+        """The name of the residual that `worst` returns, for the axis of a figure."""
         return "worst relative residual" + ("" if self._least is None else " above the least")
 
     def worst(self, relative: Tensor) -> float:
-        """The worst of relative residuals (K,); of least squares how far it is above the least there is, if known."""
+        """Return the worst of relative residuals (K,), for least squares its distance to the least one, if known."""
         if self._least is not None:
             relative = (relative.to(self._least).square() - self._least.square()).clamp_min(0).sqrt()
         return float(relative.nan_to_num(torch.inf).max())
@@ -114,7 +175,7 @@ class Problem:
 
     @cached_property
     def _norm(self) -> float:
-        """‖A‖ by power iteration, from below."""
+        """The norm ‖A‖ by power iteration, from below."""
 
         def power(A: LinearOperator, B: Tensor) -> float:
             v, size = B[:, :1], 0.0
@@ -137,13 +198,13 @@ class Problem:
 
     def _uncounted(self, of: Callable[[LinearOperator, Tensor], T], dtype: torch.dtype) -> T:
         before = self.G.counter.count
-        found = of(self.A if dtype == self.B.dtype else self.A.to(dtype), self.B.to(dtype))
+        result = of(self.A if dtype == self.B.dtype else self.A.to(dtype), self.B.to(dtype))
         self.G.counter.count = before
-        return found
+        return result
 
     @cached_property
     def dense(self) -> Tensor | None:
-        """A in float64 by n products that are not counted, None where it is too large."""
+        """The matrix A in float64 by n products that are not counted, None where it is too large."""
         n = self.G.shape[-1]
         if max(self.G.shape) > EXACT_SIZE:
             return None
@@ -157,19 +218,19 @@ class Problem:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """What estimators estimate, by the dense matrix; what exists and could be computed."""
+        """The true value of each quantity that exists and could be computed from the dense matrix."""
         if self.dense is None:
             return {}
-        found = {"Frobenius norm": self.dense.norm()}
+        values = {"Frobenius norm": self.dense.norm()}
         if self.square:
-            found |= {"trace": self.dense.trace(), "diagonal": self.dense.diagonal()}
+            values |= {"trace": self.dense.trace(), "diagonal": self.dense.diagonal()}
         if not self.G.symmetric:
-            return found
-        values = torch.linalg.eigvalsh(self.dense)
-        found["largest eigenvalues"] = values[-EIGENVALUES:].flip(0)
+            return values
+        spectrum = torch.linalg.eigvalsh(self.dense)
+        values["largest eigenvalues"] = spectrum[-EIGENVALUES:].flip(0)
         L, info = torch.linalg.cholesky_ex(self.dense)
         if not bool(info != 0):
-            found["logdet"] = 2 * L.diagonal().log().sum()
+            values["logdet"] = 2 * L.diagonal().log().sum()
         if self.kind == "damped":
-            found["effective dimension"] = ((values - self.shift).clamp_min(0) / values).sum()
-        return found
+            values["effective dimension"] = ((spectrum - self.shift).clamp_min(0) / spectrum).sum()
+        return values

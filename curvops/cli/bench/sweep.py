@@ -1,4 +1,4 @@
-"""The benchmark from end to end: every problem with every method and preconditioner that fits it."""
+"""The benchmark from end to end: each problem with each method and preconditioner that suits it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,45 @@ from tqdm import tqdm
 from curvops import plots
 from curvops.cli.bench import tables
 from curvops.cli.bench.measure import MEMORY
-from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, OwnEstimator, OwnSolver, Settings
-from curvops.cli.bench.peers import Peer, PeerEstimator, installed, peers
-from curvops.cli.bench.problem import STRENGTH, BenchError, Problem, Unfit
+from curvops.cli.bench.methods import (
+    METHODS,
+    PRECONDITIONERS,
+    BenchEstimator,
+    BenchSolver,
+    Settings,
+    is_installed,
+    load_peers,
+)
+from curvops.cli.bench.problem import STRENGTH, BenchError, NotApplicable, Problem
 from curvops.cli.bench.problems import NAMES, build
-from curvops.cli.bench.rows import EstimateRow, SolveRow, TooDear, estimate, solve
+from curvops.cli.bench.rows import BudgetSpent, EstimateRow, SolveRow, estimate, solve
 
 PROBLEMS = ("decaying", "kappa1e4", "digits-ggn", "indefinite")
 QUICK = ("decaying", "digits-ggn")
-CHOSEN = ("cg", "block-cg", "minres", "trace-hutchinson", "trace-xtrace", "trace-xnystrace", "logdet")
-PRECONDITIONED = ("none", "nystrom", "rp-cholesky")
+USUAL = ("cg", "block-cg", "minres", "trace-hutchinson", "trace-xtrace", "trace-xnystrace", "logdet")
+USUAL_PRECONDITIONERS = ("none", "nystrom", "rp-cholesky")
 LACKS = {
     "any": "is not square",
     "square": "is not symmetric",
     "symmetric": "is not positive definite",
     "psd": "has no shift (prior precision)",
 }
-"""What stands between a kind and the next stronger one."""
-Contender = OwnSolver | OwnEstimator | Peer | PeerEstimator
+"""The property that a kind of matrix lacks to be of the next stronger one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Names of what is to be run."""
+    """The names of problems, methods and preconditioners to run."""
 
     problems: Sequence[str] = PROBLEMS
-    methods: Sequence[str] = tuple(name for name in CHOSEN if name in METHODS)
-    preconditioners: Sequence[str] = PRECONDITIONED
+    methods: Sequence[str] = tuple(name for name in USUAL if name in METHODS)
+    preconditioners: Sequence[str] = USUAL_PRECONDITIONERS
     peers: bool = False
 
 
 @dataclass(eq=False)
 class Results:
-    """Rows so far, and lines on what was left out and why."""
+    """The rows so far, and notes on methods left out and why."""
 
     solves: list[SolveRow] = field(default_factory=list)
     estimates: list[EstimateRow] = field(default_factory=list)
@@ -69,7 +75,20 @@ def check(choice: Choice) -> None:
 
 
 def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], None]) -> Results:
-    """Run everything, print a table per problem through `say`, and write CSV, JSON and figures to `output`."""
+    """Run a choice of methods on a choice of problems, and write CSV, JSON and figures.
+
+    Args:
+        choice: Names of problems, methods and preconditioners.
+        settings: Sizes, tolerances and seeds.
+        output: Folder of the files, made where it is missing.
+        say: Takes the text of the tables, problem by problem.
+
+    Returns:
+        All rows and notes.
+
+    Raises:
+        BenchError: A name is unknown, or a user's function fails.
+    """
     check(choice)
     # A user's function may fail: before anything else is run.
     own = {name: _build(name, settings) for name in choice.problems if ":" in name}
@@ -78,7 +97,7 @@ def run(choice: Choice, settings: Settings, output: Path, say: Callable[[str], N
     methods = _methods(choice, results, say)
     say(f"{MEMORY}.\nProducts are with single vectors, all that were made. {_machine(settings)}.")
     cells = sum(
-        settings.seeds * len(settings.budgets) if isinstance(method, OwnEstimator | PeerEstimator) else 1
+        settings.seeds * len(settings.budgets) if isinstance(method, BenchEstimator) else 1
         for method in methods.values()
         for _ in _preconditioners(method, choice)
     )
@@ -100,32 +119,29 @@ def _build(name: str, settings: Settings) -> Problem:
     return build(name, settings.size, settings.columns, settings.dtype, settings.seed)
 
 
-def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, Contender]:
-    found: dict[str, Contender] = {name: METHODS[name] for name in choice.methods}
-    if not choice.peers:
-        return found
-    solving = any(isinstance(method, OwnSolver) for method in found.values())
-    quantities = {method.quantity for method in found.values() if isinstance(method, OwnEstimator)}
-    missing = set()
-    for name, peer in peers().items():
-        if not (solving if isinstance(peer, Peer) else peer.quantity in quantities):
+def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> dict[str, BenchSolver | BenchEstimator]:
+    """Return the methods chosen and, where asked for, those of other libraries for the same tasks."""
+    methods = {name: METHODS[name] for name in choice.methods}
+    tasks = {getattr(method, "quantity", "solve") for method in methods.values()}
+    for name, peer in (load_peers() if choice.peers else {}).items():
+        note = f"skipped: {peer.module} is not installed"
+        if getattr(peer, "quantity", "solve") not in tasks or note in results.notes:
             continue
-        if installed(peer.module):
-            found[name] = peer
-        elif peer.module not in missing:
-            missing.add(peer.module)
-            results.notes.append(f"skipped: {peer.module} is not installed")
-            say(results.notes[-1])
-    return found
+        if is_installed(peer.module):
+            methods[name] = peer
+        else:
+            results.notes.append(note)
+            say(note)
+    return methods
 
 
-def _preconditioners(method: Contender, choice: Choice) -> Sequence[str]:
-    return choice.preconditioners if getattr(method, "preconditioned", False) else ("none",)
+def _preconditioners(method: BenchSolver | BenchEstimator, choice: Choice) -> Sequence[str]:
+    return choice.preconditioners if method.preconditioned else ("none",)
 
 
 def _problem(
     problem: Problem,
-    methods: dict[str, Contender],
+    methods: dict[str, BenchSolver | BenchEstimator],
     choice: Choice,
     settings: Settings,
     results: Results,
@@ -137,7 +153,7 @@ def _problem(
     unfit: dict[str, None] = {}
     for name, method in methods.items():
         for preconditioner in _preconditioners(method, choice):
-            estimator = isinstance(method, OwnEstimator | PeerEstimator)
+            estimator = isinstance(method, BenchEstimator)
             steps = settings.seeds * len(settings.budgets) if estimator else 1
             start = bar.n
             if STRENGTH[problem.kind] < STRENGTH[method.needs]:
@@ -153,35 +169,34 @@ def _problem(
 
 
 def _cell(
-    problem: Problem, name: str, method: Contender, preconditioner: str, settings: Settings, results: Results, bar: Any
+    problem: Problem,
+    name: str,
+    method: BenchSolver | BenchEstimator,
+    preconditioner: str,
+    settings: Settings,
+    results: Results,
+    bar: Any,
 ) -> None:
-    """One method with one preconditioner; what it raises becomes a note, and the rest goes on."""
-    budget = None
+    """Run one method with one preconditioner; an error becomes a note, and the sweep goes on."""
+    label = name if preconditioner == "none" else f"{name} with {preconditioner}"
     try:
-        if isinstance(method, OwnSolver | Peer):
+        if isinstance(method, BenchSolver):
             results.solves.append(solve(problem, name, method, preconditioner, settings))
             bar.update()
             return
         for budget in settings.budgets:
-            row = estimate(problem, name, method, preconditioner, budget, settings, bar.update)
-            results.estimates.append(row)
-    except TooDear as error:
-        label = f"{name} with {preconditioner}"
-        results.notes.append(f"{problem.name}: {label} skipped at {budget} products, its making takes {error}")
-        left = tuple(b for b in settings.budgets if budget is not None and b > budget)
-        if left:
-            _cell(problem, name, method, preconditioner, _with_budgets(settings, left), results, bar)
-    except Unfit as error:
+            try:
+                row = estimate(problem, name, method, preconditioner, budget, settings, bar.update)
+                results.estimates.append(row)
+            except BudgetSpent as error:
+                note = f"{label} skipped at {budget} products, its making takes {error}"
+                results.notes.append(f"{problem.name}: {note}")
+    except NotApplicable as error:
         note = f"{problem.name}: {name} skipped, {error}"
         results.notes += [note] if note not in results.notes else []
     except (ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
         first = str(error).strip().splitlines() or [""]
-        what = name if preconditioner == "none" else f"{name} with {preconditioner}"
-        results.notes.append(f"{problem.name}: {what} failed, {type(error).__name__}: {first[0][:160]}")
-
-
-def _with_budgets(settings: Settings, budgets: tuple[int, ...]) -> Settings:
-    return Settings(**{**vars(settings), "budgets": budgets})
+        results.notes.append(f"{problem.name}: {label} failed, {type(error).__name__}: {first[0][:160]}")
 
 
 def _print(
@@ -204,34 +219,26 @@ def _figures(problem: Problem, results: Results, settings: Settings, output: Pat
     solves = [row for row in results.solves if row.problem == problem.name]
     if solves:
         curves = {
-            (r.method, r.preconditioner): (
-                np.array(r.trail.products, dtype=float),
-                np.array(r.trail.seconds, dtype=float),
-                np.array(r.trail.residuals, dtype=float),
-            )
-            for r in solves
+            (r.method, r.preconditioner): _arrays(r.trail.products, r.trail.seconds, r.trail.residuals) for r in solves
         }
         rtol = settings.rtol if problem.square else None
         title = f"{problem.name}, {problem.size}, {tables.plural(problem.B.shape[1], 'right-hand side')}"
         plots.save(plots.solves(curves, rtol, title, problem.shown), output / f"solves-{stem}.png")
+    rows = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
     panels: dict[str, dict[str, Any]] = {}
-    of_problem = [row for row in results.estimates if row.problem == problem.name and not np.isnan(row.error)]
-    for row in of_problem:
-        name = row.method if row.preconditioner == "none" else f"{row.method} · {row.preconditioner}"
-        panels.setdefault(row.quantity, {}).setdefault(name, []).append(row)
+    for quantity, name in dict.fromkeys((row.quantity, _label(row)) for row in rows):
+        points = [(r.budget, r.errors, r.claimed) for r in rows if (r.quantity, _label(r)) == (quantity, name)]
+        panels.setdefault(quantity, {})[name] = _arrays(*zip(*points))
     if panels:
-        drawn = {
-            quantity: {
-                name: (
-                    np.array([r.budget for r in rows], dtype=float),
-                    np.array([r.errors for r in rows]),
-                    np.array([r.claimed for r in rows]),
-                )
-                for name, rows in methods.items()
-            }
-            for quantity, methods in panels.items()
-        }
-        plots.save(plots.estimates(drawn, f"{problem.name}, {problem.size}"), output / f"estimates-{stem}.png")
+        plots.save(plots.estimates(panels, f"{problem.name}, {problem.size}"), output / f"estimates-{stem}.png")
+
+
+def _arrays(*columns: Sequence[Any]) -> Any:
+    return tuple(np.array(column, dtype=float) for column in columns)
+
+
+def _label(row: EstimateRow) -> str:
+    return row.method if row.preconditioner == "none" else f"{row.method} · {row.preconditioner}"
 
 
 def _machine(settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""What the benchmark prints and writes: aligned tables, CSV, JSON."""
+"""The output of the benchmark: aligned tables, CSV, JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Column = tuple[str, Callable[[Any], str]]
 
 
 def plural(count: int, noun: str) -> str:
-    """1 thread, 2 threads."""
+    """Return a count with its noun: 1 thread, 2 threads."""
     return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
@@ -63,22 +63,17 @@ LEFT = {"method", "preconditioner", "outcome"}
 
 
 def table(rows: Sequence[Any], columns: Sequence[Column]) -> str:
-    """Aligned text: words to the left, numbers to the right."""
+    """Align rows as text: words to the left, numbers to the right."""
     cells = [[heading for heading, _ in columns], *([show(row) for _, show in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = []
-    for line in cells:
-        parts = [
-            cell.ljust(width) if heading in LEFT else cell.rjust(width)
-            for cell, width, (heading, _) in zip(line, widths, columns)
-        ]
-        lines.append("  ".join(parts).rstrip())
+    sides = ["<" if heading in LEFT else ">" for heading, _ in columns]
+    lines = ["  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths)).rstrip() for line in cells]
     lines.insert(1, "─" * max(map(len, lines)))
     return "\n".join(lines)
 
 
 def write(solves: Sequence[SolveRow], estimates: Sequence[EstimateRow], facts: dict[str, Any], output: Path) -> None:
-    """solves.csv, trails.csv, estimates.csv and results.json."""
+    """Write solves.csv, trails.csv, estimates.csv and results.json into a folder."""
     _csv(output / "solves.csv", [_plain(row, "trail") for row in solves])
     _csv(output / "estimates.csv", [_plain(row, "errors") for row in estimates])
     points = [
@@ -88,10 +83,8 @@ def write(solves: Sequence[SolveRow], estimates: Sequence[EstimateRow], facts: d
         for p, s, v in zip(r.trail.products, r.trail.seconds, r.trail.residuals)
     ]  # fmt: skip
     _csv(output / "trails.csv", points)
-    everything = facts | {
-        "solves": [_plain(row, "trail") for row in solves],
-        "estimates": [_plain(row, "errors") | {"errors": row.errors} for row in estimates],
-    }
+    estimated = [_plain(row, "errors") | {"errors": row.errors} for row in estimates]
+    everything = facts | {"solves": [_plain(row, "trail") for row in solves], "estimates": estimated}
     text = json.dumps(_finite(everything), indent=2, ensure_ascii=False, allow_nan=False)
     (output / "results.json").write_text(text + "\n", encoding="utf-8")
 
@@ -101,7 +94,7 @@ def _plain(row: Any, left_out: str) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null."""
+    """Replace NaN and infinity, which JSON has no words for, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

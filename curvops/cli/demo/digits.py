@@ -24,7 +24,7 @@ AMBIGUOUS = (6, 9)
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images with pixels in [0, 1] and their digits."""
+    """Images with pixels in [0, 1], and their digits."""
 
     x: Float[Tensor, "N 1 8 8"]
     y: Int[Tensor, " N"]
@@ -33,35 +33,35 @@ class Images:
         return len(self.y)
 
     def to(self, dtype: torch.dtype) -> Images:
-        """The images in another dtype."""
+        """Return the images in another dtype."""
         return Images(self.x.to(dtype), self.y)
 
     def first(self, n: int) -> Images:
-        """The first `n` points (the splits are in random order, so this is a random subset)."""
+        """Return the first `n` points; the splits are in random order, so this is a random subset."""
         return Images(self.x[:n], self.y[:n])
 
     def parts(self, share: float) -> tuple[Images, Images]:
-        """The first `share` of the points and the rest (a random partition, as the order is random)."""
+        """Return the first `share` of the points and the rest, a random partition, as the order is random."""
         cut = round(len(self) * share)
         return self.first(cut), Images(self.x[cut:], self.y[cut:])
 
     @property
     def is_unambiguous(self) -> Bool[Tensor, " N"]:
-        """Which of them no rotation turns into another digit (6 and 9)."""
+        """A mask of the digits that no rotation turns into another one (not 6 and 9)."""
         return torch.stack([self.y != digit for digit in AMBIGUOUS]).all(0)
 
     def unambiguous(self) -> Images:
-        """Without the digits that a rotation turns into another digit."""
+        """Leave out the digits that a rotation turns into another one."""
         return Images(self.x[self.is_unambiguous], self.y[self.is_unambiguous])
 
     def rotated(self, degrees: float | int) -> Images:
-        """The same digits, turned."""
+        """Turn the images counter-clockwise, in degrees."""
         return Images(rotate(self.x, degrees), self.y)
 
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """One fixed stratified split: the same for every seed of the network."""
+    """One stratified split, the same for every seed of the network."""
 
     train: Images
     validation: Images
@@ -69,7 +69,7 @@ class Digits:
 
 
 def all_digits() -> Images:
-    """The 1797 digits in the order of scikit-learn."""
+    """Load the 1797 digits in the order of scikit-learn."""
     return _split(*_module("datasets").load_digits(return_X_y=True))
 
 

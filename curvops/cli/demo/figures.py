@@ -1,4 +1,4 @@
-"""The demo's figures: what each needs is computed here, and drawn by `curvops.plots`."""
+"""The demo's figures: their numbers are computed here, and drawn by `curvops.plots`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import curvops as co
 from curvops import plots
 from curvops.cli.demo.digits import Images
-from curvops.cli.demo.scores import Predicted, Row
+from curvops.cli.demo.network import minimize
+from curvops.cli.demo.report import Predictions, Row
 from curvops.linalg import Estimate, draw
 from curvops.posterior import metrics
 
@@ -23,10 +24,12 @@ TOP = 10
 """Eigenvalues shown one by one."""
 NOISE = 0.1
 REGRESSION_STEPS = 3000
+VALIDATION_DRAWS = 16
+VALIDATION_RTOL = 1e-2
 
 
-def reliability(rotated: Mapping[str, Predicted], path: Path) -> None:
-    """Reliability of every method on the turned digits."""
+def reliability(rotated: Mapping[str, Predictions], path: Path) -> None:
+    """Draw the reliability of every method on the turned digits."""
     curves, errors = {}, {}
     for name, p in rotated.items():
         bins = metrics.reliability_bins(p.probabilities, p.labels)
@@ -37,7 +40,7 @@ def reliability(rotated: Mapping[str, Predicted], path: Path) -> None:
 
 
 def rotation(rows: Mapping[str, Row], followed: Sequence[str], path: Path) -> None:
-    """Epistemic uncertainty against the angle; confidence and accuracy too for the names that are followed."""
+    """Draw epistemic uncertainty against the angle, and confidence and accuracy of some names."""
     angles = sorted(next(iter(rows.values())).by_angle)
 
     def curve(row: Row, score: str) -> np.ndarray:
@@ -52,19 +55,15 @@ def rotation(rows: Mapping[str, Row], followed: Sequence[str], path: Path) -> No
 def evidence(
     precisions: Sequence[float], estimates: Sequence[Estimate], nll: Sequence[float], chosen: float, path: Path
 ) -> None:
-    """Evidence and validation NLL against the prior precision."""
+    """Draw evidence and validation NLL against the prior precision."""
     low, high = zip(*(estimate.interval() for estimate in estimates))
     value = [float(estimate.value) for estimate in estimates]
     x, y, lower, upper, loss = (np.array([float(v) for v in column]) for column in (precisions, value, low, high, nll))
     plots.save(plots.evidence(x, y, lower, upper, loss, chosen), path)
 
 
-VALIDATION_DRAWS = 16
-VALIDATION_RTOL = 1e-2
-
-
 def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -> float:
-    """NLL on held-out data, nats a point, from a few draws solved for to graphical accuracy."""
+    """Compute the NLL on held-out data, nats a point, from a few draws solved for to graphical accuracy."""
     noise = draw(post.precision, VALIDATION_DRAWS, generator)
     solution = post.precision.cg(noise, rtol=VALIDATION_RTOL, preconditioner=post.precision.preconditioner(16))
     probabilities = post.probabilities(data.x, link="mc", samples=post.mean + solution.x.mT)
@@ -72,7 +71,7 @@ def validation_nll(post: co.Laplace, data: Images, generator: torch.Generator) -
 
 
 def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path: Path) -> dict[str, Any]:
-    """Three ways to solve for the same right-hand sides; returns their products and iterations."""
+    """Draw three ways to solve for the same right-hand sides; return their products and iterations."""
     P = post.precision
     B = torch.randn(columns, len(post.mean), generator=generator, dtype=post.mean.dtype).mT
     sketch = co.linalg.nystrom(
@@ -83,18 +82,18 @@ def convergence(post: co.Laplace, columns: int, generator: torch.Generator, path
         "block": (P.cg(B, rtol=CG_RTOL), 0),
         "preconditioned": (P.cg(B, rtol=CG_RTOL, preconditioner=sketch.preconditioner()), sketch.matvecs),
     }
-    histories, found = {}, {}
+    histories, costs = {}, {}
     for name, (solution, spent) in runs.items():
         worst = solution.history.max(1).values.numpy()
         steps = np.arange(len(worst)) / max(1, len(worst) - 1)
         histories[name] = (spent + steps * solution.matvecs, worst)
-        found[name] = {"products": spent + solution.matvecs, "sketch": spent, "iterations": solution.iterations}
+        costs[name] = {"products": spent + solution.matvecs, "sketch": spent, "iterations": solution.iterations}
     plots.save(plots.convergence(histories, CG_RTOL), path)
-    return found
+    return costs
 
 
 def regression(generator: torch.Generator, path: Path) -> None:
-    """A small network on one input, with a gap in its data, and the band of its posterior."""
+    """Draw a small network on one input, with a gap in its data, and the band of its posterior."""
     x = torch.cat([torch.rand(40, 1, generator=generator) * 2 - 3, torch.rand(40, 1, generator=generator) * 2 + 1])
     y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator)
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()
@@ -112,37 +111,25 @@ def _fit(model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, generat
     for parameter in model.parameters():
         scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
         nn.init.normal_(parameter, std=scale, generator=generator)
-    optimizer = torch.optim.LBFGS(
-        model.parameters(),
-        max_iter=REGRESSION_STEPS,
-        history_size=50,
-        tolerance_grad=1e-2,
-        line_search_fn="strong_wolfe",
-        tolerance_change=0.0,
-    )
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
+    def loss() -> Tensor:
         penalty = sum((p.square().sum() for p in model.parameters()), x.new_zeros(()))
-        loss = 0.5 * (model(x) - y).square().sum() / NOISE**2 + 0.5 * prior_precision * penalty
-        loss.backward()
-        return loss
+        return 0.5 * (model(x) - y).square().sum() / NOISE**2 + 0.5 * prior_precision * penalty
 
-    optimizer.step(closure)
+    minimize(loss, model.parameters(), REGRESSION_STEPS, 1e-2)
 
 
 def covariance(post: co.Laplace, x: Tensor, labels: Sequence[str], path: Path) -> None:
-    """The joint covariance of a few points' logits."""
+    """Draw the joint covariance of a few points' logits."""
     matrix = post.predict(x, joint=True, rtol=1e-3).covariance_matrix.detach().numpy()
     plots.save(plots.covariance(matrix, labels), path)
 
 
 def spectrum(curvature: co.linalg.Operator, generator: torch.Generator, path: Path) -> dict[str, Any]:
-    """The curvature's spectral density and its largest eigenvalues; returns what they cost and found."""
-    found = curvature.spectral_density(probes=4, steps=40, generator=generator)
+    """Draw the curvature's spectral density and largest eigenvalues; return products, depth and eigenvalues."""
+    spectrum = curvature.spectral_density(probes=4, steps=40, generator=generator)
     pairs = curvature.eigsh(TOP, rtol=EIGEN_RTOL, generator=generator).raise_if_failed()
-    grid, density, low, high = (t.numpy() for t in (found.grid, found.density, found.lower, found.upper))
-    top, rows = pairs.values.numpy(), curvature.shape[-1]
-    title = "Eigenvalues of the GGN"
-    plots.save(plots.spectral_density(grid, density, low, high, found.bandwidth, top, rows, title=title), path)
-    return {"products": found.matvecs + pairs.matvecs, "depth": found.nodes.shape[1], "largest": top.tolist()}
+    size, title = curvature.shape[-1], "Eigenvalues of the GGN"
+    plots.save(plots.spectral_density(spectrum, top=pairs.values, size=size, title=title), path)
+    products, depth = spectrum.matvecs + pairs.matvecs, spectrum.nodes.shape[1]
+    return {"products": products, "depth": depth, "largest": pairs.values.tolist()}

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,7 +30,7 @@ POLISH = 150
 """Most L-BFGS iterations after Adam: a Laplace posterior needs weights that are a mode."""
 
 
-class Corrected(nn.Module):
+class CorrectedLayer(nn.Module):
     """A frozen pretrained layer plus a correction of the same kind that starts at zero: weights W₀ + δ.
 
     Linear and convolutional layers are linear in their weights, so the sum of outputs is the layer at W₀ + δ.
@@ -43,12 +44,12 @@ class Corrected(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output at W₀ + δ."""
+        """Compute the layer's output at W₀ + δ."""
         return self.pretrained(x) + self.correction(x)
 
 
-def convolutional(width: int = 184) -> nn.Sequential:
-    """Two convolutions and two linear layers, 101 042 weights at width 184; smooth, so that a mode can be reached."""
+def convolutional_network(width: int = 184) -> nn.Sequential:
+    """Make two convolutions and two linear layers, 101 042 weights at width 184; smooth, so that it has a mode."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.Tanh(),
@@ -62,72 +63,65 @@ def convolutional(width: int = 184) -> nn.Sequential:
     )
 
 
-def corrected(network: nn.Sequential) -> nn.Sequential:
-    """The same network with each layer's weights frozen and a zero correction beside them."""
+def add_corrections(network: nn.Sequential) -> nn.Sequential:
+    """Copy a network with each layer's weights frozen and a zero correction beside them."""
     return nn.Sequential(
-        *(Corrected(layer) if isinstance(layer, (nn.Linear, nn.Conv2d)) else copy.deepcopy(layer) for layer in network)
+        *(
+            CorrectedLayer(layer) if isinstance(layer, (nn.Linear, nn.Conv2d)) else copy.deepcopy(layer)
+            for layer in network
+        )
     )
 
 
-def num_parameters(network: nn.Module) -> int:
-    """How many weights are trained: D."""
-    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-
-
 def objective(network: nn.Module, data: Images, prior_precision: float, scale: float = 1.0) -> Float[Tensor, ""]:
-    """The negative log posterior up to a constant, nats: summed cross-entropy + ½ · prior precision · ‖θ‖².
+    """Compute the negative log posterior up to a constant, in nats: summed cross-entropy + ½ · prior precision · ‖θ‖².
 
     `scale` is N / batch size on a batch. Dividing all by N shows the usual recipe: a mean loss with weight decay
     prior precision / N.
     """
-    penalty = sum((p.square().sum() for p in _trained(network)), start=torch.zeros(()))
+    penalty = sum((p.square().sum() for p in _weights(network)), start=torch.zeros(()))
     cross_entropy = nn.functional.cross_entropy(network(data.x), data.y, reduction="sum")
     return scale * cross_entropy + 0.5 * prior_precision * penalty
 
 
-def mode_gap(network: nn.Module, data: Images, prior_precision: float) -> float:
-    """‖∇ log posterior‖ / ‖∇ log prior‖: 0 at a mode, about 1 where the data's pull is not balanced at all."""
-    gradients = torch.autograd.grad(objective(network, data, prior_precision), _trained(network))
-    size = math.sqrt(sum(float(g.square().sum()) for g in gradients))
-    weights = math.sqrt(sum(float(p.square().sum()) for p in _trained(network)))
-    return size / (prior_precision * weights)
-
-
 def pretrain(data: Images, seed: int, epochs: int, width: int = 184) -> nn.Sequential:
-    """Train from a random start, as anyone would."""
+    """Train a convolutional network from a random start."""
     torch.manual_seed(seed)
-    network = convolutional(width)
+    network = convolutional_network(width)
     _adam(network, data, PRETRAINING_DECAY, epochs, 3e-3, f"pretraining, seed {seed}")
     return network.eval()
 
 
 def fit_mode(network: nn.Sequential, data: Images, prior_precision: float, epochs: int) -> nn.Sequential:
-    """The mode of the posterior: corrections to pretrained weights, by Adam and then full-batch L-BFGS."""
-    network = corrected(network)
+    """Find the mode of the posterior: corrections to pretrained weights, by Adam and then full-batch L-BFGS."""
+    network = add_corrections(network)
     _adam(network, data, prior_precision, epochs, 3e-4, "fitting the mode")
-    optimizer = torch.optim.LBFGS(
-        _trained(network),
-        max_iter=POLISH,
-        history_size=50,
-        tolerance_grad=1e-5,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
     with tqdm(total=None, desc="polishing the mode", unit=" gradients", disable=None, leave=False) as bar:
 
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = objective(network, data, prior_precision)
-            loss.backward()
+        def loss() -> Tensor:
             bar.update()
-            return float(loss.detach())
+            return objective(network, data, prior_precision)
 
-        optimizer.step(closure)
+        minimize(loss, _weights(network), POLISH, 1e-5)
     return network.eval()
 
 
+def minimize(loss: Callable[[], Tensor], weights: Iterable[Tensor], steps: int, tolerance: float) -> None:
+    """Minimize a loss over weights in place by L-BFGS, until no gradient's entry is above the tolerance."""
+    options: dict[str, Any] = {"history_size": 50, "tolerance_change": 0.0, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(weights, max_iter=steps, tolerance_grad=tolerance, **options)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    optimizer.step(closure)
+
+
 def _adam(network: nn.Module, data: Images, prior_precision: float, epochs: int, rate: float, title: str) -> None:
-    optimizer = torch.optim.Adam(_trained(network), rate)
+    optimizer = torch.optim.Adam(_weights(network), rate)
     steps = epochs * math.ceil(len(data) / BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in tqdm(range(epochs), desc=title, unit="epoch", disable=None, leave=False):
@@ -140,7 +134,7 @@ def _adam(network: nn.Module, data: Images, prior_precision: float, epochs: int,
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers of these widths with tanh between, on flattened images."""
+    """Make linear layers of these widths with tanh between, on flattened images."""
     layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), nn.Tanh())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
@@ -148,8 +142,8 @@ def perceptron(*widths: int) -> nn.Sequential:
 def fit(
     network: nn.Module, data: Images, prior_precision: float, steps: int, rate: float, cosine: bool = False
 ) -> nn.Module:
-    """Near the mode of the posterior, by Adam on all points at once: what small networks need."""
-    optimizer = torch.optim.Adam(_trained(network), rate)
+    """Train a small network to near the mode of its posterior, by Adam on all points at once."""
+    optimizer = torch.optim.Adam(_weights(network), rate)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     for _ in range(steps):
         optimizer.zero_grad()
@@ -160,7 +154,7 @@ def fit(
     return network.eval()
 
 
-def _trained(network: nn.Module) -> list[nn.Parameter]:
+def _weights(network: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
 
@@ -169,8 +163,8 @@ def save(network: nn.Module, path: Path) -> None:
     save_file({name: value.detach().contiguous() for name, value in network.state_dict().items()}, path)
 
 
-def load(path: Path, width: int = 184, build: Callable[[int], nn.Sequential] = convolutional) -> nn.Sequential:
-    """The network that `save` wrote."""
-    network = corrected(build(width))
+def load(path: Path, width: int = 184) -> nn.Sequential:
+    """Load a network that `save` wrote."""
+    network = add_corrections(convolutional_network(width))
     network.load_state_dict(load_file(path))
     return network.eval()

@@ -1,32 +1,107 @@
-"""What the demo prints and writes: the table, the stages, results.json."""
+"""The demo's report: scores of its predictions, upright and turned, time and products of its stages, results.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from curvops.cli.demo.scores import PARTS, SCORES, Row, mean_and_error
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
 
+import curvops as co
+from curvops.posterior import metrics
+
+SCORES = ("accuracy", "nll", "brier", "ece")
+PARTS = ("aleatoric", "epistemic")
 HEADINGS = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 TURNS = (("0°", "0"), ("turned", "rotated"))
+MeanAndError = tuple[float, float | None]
+"""A mean over seeds and its standard error, None for one seed."""
 
 
-def summary(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, tuple[float, float | None] | None]]:
-    """By method and column, the mean over seeds and its standard error; None where a method has no such column."""
-    found: dict[str, dict[str, tuple[float, float | None] | None]] = {}
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The predictions of one method at one angle; `uncertainty` is None for a method with a single network."""
+
+    labels: Int[Tensor, " N"]
+    probabilities: Float[Tensor, "N C"]
+    uncertainty: co.Uncertainty | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The scores of one method by angle in degrees, and its uncertainty's AUROC, turned digits against upright ones."""
+
+    by_angle: dict[int, dict[str, float]]
+    auroc_total: float
+    auroc_epistemic: float | None
+
+    def values(self) -> dict[str, float | None]:
+        """Return the columns of the table: upright, mean over the rotations, uncertainty in parts, detection."""
+        turned = [angle for angle in self.by_angle if angle]
+        named = [name for name in (*SCORES, *PARTS) if name in self.by_angle[0]]
+        upright = {f"{name}_0": self.by_angle[0][name] for name in named}
+        rotated = {f"{name}_rotated": _mean([self.by_angle[a][name] for a in turned]) for name in named}
+        return {**upright, **rotated, "auroc_total": self.auroc_total, "auroc_epistemic": self.auroc_epistemic}
+
+
+def score(predicted: Mapping[int, Predictions], is_unambiguous: Bool[Tensor, " N"]) -> Row:
+    """Score one method. `predicted[0]` are all test digits, other angles leave the ambiguous ones out.
+
+    AUROC compares every rotation with those digits at 0° that are unambiguous, so that both sides hold the same ones.
+    """
+    compared = [(predicted[0], is_unambiguous)]
+    compared += [(p, torch.ones_like(p.labels, dtype=torch.bool)) for angle, p in predicted.items() if angle]
+    positive = torch.cat([torch.full_like(kept[kept], i > 0) for i, (_, kept) in enumerate(compared)])
+    total = torch.cat([metrics.predictive_entropy(p.probabilities)[kept] for p, kept in compared])
+    epistemic = [p.uncertainty.epistemic[kept] for p, kept in compared if p.uncertainty is not None]
+    return Row(
+        {angle: _scores(p) for angle, p in predicted.items()},
+        float(metrics.auroc(total, positive)),
+        float(metrics.auroc(torch.cat(epistemic), positive)) if epistemic else None,
+    )
+
+
+def _scores(p: Predictions) -> dict[str, float]:
+    scores = {name: float(getattr(metrics, name)(p.probabilities, p.labels)) for name in SCORES}
+    scores["confidence"] = float(p.probabilities.max(-1).values.mean())
+    if p.uncertainty is not None:
+        scores |= {part: float(getattr(p.uncertainty, part).mean()) for part in PARTS}
+    return scores
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mean_and_error(values: list[float]) -> MeanAndError:
+    """Return the mean over seeds and its standard error, None for one seed."""
+    column = torch.tensor(values, dtype=torch.float64)
+    error = float(column.std() / len(values) ** 0.5) if len(values) > 1 else None
+    return float(column.mean()), error
+
+
+def summarize(rows: Sequence[Mapping[str, Row]]) -> dict[str, dict[str, MeanAndError | None]]:
+    """Summarize seeds by method and column: mean and standard error, None where a method has no such column."""
+    summary: dict[str, dict[str, MeanAndError | None]] = {}
     for name in rows[0]:
         by_seed = [of_seed[name].values() for of_seed in rows]
-        found[name] = {}
+        summary[name] = {}
         for column in by_seed[0]:
             values = [value for value in (of_seed[column] for of_seed in by_seed) if value is not None]
-            found[name][column] = mean_and_error(values) if values else None
-    return found
+            summary[name][column] = mean_and_error(values) if values else None
+    return summary
 
 
-def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None] | None]]) -> str:
-    """Four blocks for a terminal of 100 columns: upright, rotated, uncertainty in parts, telling one from the other."""
+def table(summaries: Mapping[str, Mapping[str, MeanAndError | None]]) -> str:
+    """Format four blocks for a terminal of 100 columns: upright, rotated, uncertainty in parts, detection."""
     blocks = [
         ("upright (0°)", [(HEADINGS[s], f"{s}_0") for s in SCORES]),
         ("mean over 15–90°", [(HEADINGS[s], f"{s}_rotated") for s in SCORES]),
@@ -44,22 +119,54 @@ def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None] | None
     return "\n".join(lines).rstrip()
 
 
-def _cell(value: tuple[float, float | None] | None) -> str:
+def _cell(value: MeanAndError | None) -> str:
     if value is None:
         return "-"
     mean, error = value
     return f"{mean:.4f}" if error is None else f"{mean:.4f} ± {error:.4f}"
 
 
-def stages(timings: Iterable[tuple[str, float, int]]) -> str:
-    """Seconds and products of each stage. A product is one vector through the GGN or the Jacobian."""
-    lines = [f"{'stage':<44}{'seconds':>9}{'products':>10}"]
-    lines += [
-        f"{name:<44}{seconds:>9.1f}{(str(products) if products else '-'):>10}" for name, seconds, products in timings
-    ]
-    return "\n".join(lines)
-
-
 def write(results: Mapping[str, Any], path: Path) -> None:
-    """All raw numbers, as JSON."""
+    """Write all raw numbers as JSON."""
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@dataclass
+class Stages:
+    """The seconds and products by stage, in order; a stage that runs again adds up."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
+    spent: int = 0
+    _bar: tqdm[NoReturn] = field(default_factory=lambda: tqdm(disable=True), repr=False)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a block under this name, with its products counted on a terminal's last line."""
+        start, before = time.perf_counter(), self.spent
+        with tqdm(desc=name, unit=" products", disable=None, leave=False) as self._bar:
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.products[name] = self.products.get(name, 0) + self.spent - before
+
+    def curvature(self) -> type[co.GGN]:
+        """Return a GGN class that counts its products with single vectors here."""
+        stages = self
+
+        class CountedGGN(co.GGN):
+            def _product(self, block: Tensor) -> Tensor:
+                stages.spent += block.shape[1]
+                stages._bar.update(block.shape[1])
+                return super()._product(block)
+
+        return CountedGGN
+
+    def rows(self) -> list[tuple[str, float, int]]:
+        """Return (name, seconds, products), in the order of first use."""
+        return [(name, seconds, self.products[name]) for name, seconds in self.seconds.items()]
+
+    def table(self) -> str:
+        """Format seconds and products of each stage. A product is one vector through the GGN or the Jacobian."""
+        lines = [f"{'stage':<44}{'seconds':>9}{'products':>10}"]
+        lines += [f"{name:<44}{seconds:>9.1f}{products or '-':>10}" for name, seconds, products in self.rows()]
+        return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The demo from end to end: what is done in which order, for how many networks."""
+"""The demo from end to end: networks, posteriors, predictions, checks and figures, in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import curvops as co
-from curvops.cli.demo import checks, digits, figures, function_space, inference, network, report, scores
-from curvops.cli.demo.stages import Stages
+from curvops.cli.demo import checks, digits, figures, network, report
+from curvops.cli.demo.report import Predictions, Stages
 from curvops.posterior import metrics
 
 MAP, SCALED, LAPLACE = "MAP", "MAP + temperature", "Laplace (full GGN)"
@@ -23,13 +23,15 @@ CHEAPER: dict[str, tuple[Any, str | None]] = {  # curvature and selection of the
     "Laplace (KFAC)": (co.KFAC, None),
     "Laplace (diagonal)": (co.DiagonalGGN, None),
     "Laplace (last layer)": (co.GGN, "8.correction.*"),
-    SUBNETWORK: (co.GGN, None),  # of the weights that `inference.subnetwork` chooses
+    SUBNETWORK: (co.GGN, None),  # on weights chosen by their predictive variance
 }
+EVIDENCE_RTOL = 0.02
+"""Relative accuracy of the log-determinant in the evidence."""
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How large the demo is."""
+    """The size of the demo: points, networks, training, samples."""
 
     train: int
     seeds: int
@@ -52,7 +54,7 @@ QUICK = DemoSize(train=1000, seeds=1, checked=10)
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One network: its tuned posterior, draws of the weights, and predictions by method and angle."""
+    """The results of one network: tuned posterior, draws of the weights, predictions by method and angle."""
 
     model: torch.nn.Module
     post: co.Laplace
@@ -60,12 +62,23 @@ class Outcome:
     evidence: co.evidence.Evidence
     mode_gap: float
     temperature: float
-    predicted: dict[str, dict[int, scores.Predicted]]
-    rows: dict[str, scores.Row]
+    predicted: dict[str, dict[int, Predictions]]
+    rows: dict[str, report.Row]
 
 
 def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[str], None]) -> bool:
-    """Run everything, write to `output`, print through `say`; whether all checks passed."""
+    """Run the demo and write its results.
+
+    Args:
+        settings: Sizes of data, networks and samples.
+        output: Folder of results.json, weights and figures, made where it is missing.
+        seeds: Networks to train.
+        seed: Seed of the first one.
+        say: Takes the lines of the report.
+
+    Returns:
+        Whether all proofs among the checks passed.
+    """
     output.mkdir(parents=True, exist_ok=True)
     data, stages = digits.load_digits(settings.train), Stages()
     test = data.test.first(settings.test)
@@ -75,14 +88,14 @@ def run(settings: DemoSize, output: Path, seeds: int, seed: int, say: Callable[[
     first = outcomes[0]
     _introduce(first, data, say)
     generator = torch.Generator().manual_seed(seed)
-    done = _checks(settings, outcomes, data, test, stages)
-    drawn = _figures(settings, first, data, test, generator, output, stages)
-    summaries = report.summary([outcome.rows for outcome in outcomes])
+    done = _run_checks(settings, outcomes, data, test, stages)
+    drawn = _draw_figures(settings, first, data, test, generator, output, stages)
+    summaries = report.summarize([outcome.rows for outcome in outcomes])
     say("\n" + report.table(summaries))
     say("6 and 9 are left out of rotated digits and of AUROC: turned far enough, one becomes the other.\n")
     for s, outcome in enumerate(outcomes, seed):
         say(_evidence_line(s, outcome))
-    say("\n" + report.stages(stages.rows()) + "\n")
+    say("\n" + stages.table() + "\n")
     for check in done:
         say(f"{'PASS' if check.passed else 'FAIL'}  {check.name}: {check.text}")
     results = {
@@ -109,79 +122,92 @@ def _network(
         network.save(network.fit_mode(pretrained, second, settings.prior_precision, settings.epochs), path)
         model = network.load(path, settings.width)
     with stages.stage("linearise"):
-        start = inference.posterior(model, second, settings.prior_precision, stages.curvature())
+        start = _posterior(model, second, settings.prior_precision, stages.curvature())
         gap = start.mode_gap
     with stages.stage("evidence: tune the prior"):
-        post = inference.tune(start, generator)
-        evidence = inference.evidence(post, generator)
+        post = _tune(start, generator)
+        evidence = post.log_evidence(rtol=EVIDENCE_RTOL, generator=generator)  # free after the tuning
     with stages.stage(f"{settings.samples} samples, one block solve"):
-        before, found = stages.spent, post.deviations(settings.samples, generator=generator)
-        stages.spent = before + found.matvecs  # in function space they are none of the GGN itself
-        draws = post.mean + found.draws
+        before, deviations = stages.spent, post.deviations(settings.samples, generator=generator)
+        stages.spent = before + deviations.matvecs  # in function space they are none of the GGN itself
+        draws = post.mean + deviations.draws
     with stages.stage("predict test points, 7 angles"):
         temperature = float(metrics.temperature(post.lin.predict(data.validation.x), data.validation.y))
         predicted = _by_angle(test, lambda of: _predict(post, draws, of, temperature))
     with stages.stage("KFAC, diagonal, last layer, subnetwork: all"):
-        chosen = inference.subnetwork(start, settings.subnetwork, data.validation.x)
+        precision, x = float(start.prior_precision), data.validation.x
+        chosen = co.select(start.lin, settings.subnetwork, "predictive", prior_precision=precision, x=x)
         for name, (curvature, parameters) in CHEAPER.items():
             selected = chosen if name == SUBNETWORK else parameters
-            other = inference.tune(
-                inference.posterior(model, second, settings.prior_precision, curvature, selected), generator
-            )
-            of_other = other.sample(settings.samples, generator)
-            predicted |= _by_angle(test, partial(_predict_alone, name, other, of_other))
-    rows = {name: scores.row(p, test.is_unambiguous) for name, p in predicted.items()}
+            other = _tune(_posterior(model, second, settings.prior_precision, curvature, selected), generator)
+            samples = other.sample(settings.samples, generator)
+            predicted |= _by_angle(test, partial(_predict_alone, name, other, samples))
+    rows = {name: report.score(p, test.is_unambiguous) for name, p in predicted.items()}
     return Outcome(model, post, draws, evidence, gap, temperature, predicted, rows)
 
 
+def _posterior(
+    model: torch.nn.Module, train: digits.Images, prior_precision: float, curvature: Any, parameters: Any = None
+) -> co.Laplace:
+    """Make the posterior around the network's weights; a mode is checked for all of them together, not for a part."""
+    lin = co.linearize(model, (train.x, train.y), co.likelihoods.Categorical(), parameters=parameters)
+    return co.laplace(lin, curvature=curvature, prior_precision=prior_precision, check_mode=parameters is None)
+
+
+def _tune(post: co.Laplace, generator: torch.Generator) -> co.Laplace:
+    """Return the posterior under the prior precision of largest evidence."""
+    return co.evidence.maximize(post, rtol=EVIDENCE_RTOL, generator=generator)
+
+
 def _by_angle(
-    test: digits.Images, predict: Callable[[digits.Images], dict[str, scores.Predicted]]
-) -> dict[str, dict[int, scores.Predicted]]:
-    """Predictions by method and angle: of all digits upright, of the unambiguous ones turned."""
-    found = {angle: predict(test if angle == 0 else test.unambiguous().rotated(angle)) for angle in (0, *digits.ANGLES)}
-    return {name: {angle: p[name] for angle, p in found.items()} for name in found[0]}
+    test: digits.Images, predict: Callable[[digits.Images], dict[str, Predictions]]
+) -> dict[str, dict[int, Predictions]]:
+    """Predict by method and angle: all digits upright, the unambiguous ones turned."""
+    turned = {angle: test.unambiguous().rotated(angle) for angle in digits.ANGLES}
+    by_angle = {angle: predict(images) for angle, images in {0: test, **turned}.items()}
+    return {name: {angle: p[name] for angle, p in by_angle.items()} for name in by_angle[0]}
 
 
-def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: float) -> dict[str, scores.Predicted]:
+def _predict(post: co.Laplace, draws: Tensor, of: digits.Images, temperature: float) -> dict[str, Predictions]:
     logits = post.lin.predict(of.x)
     return {
-        MAP: scores.Predicted(of.y, logits.softmax(-1), None),
-        SCALED: scores.Predicted(of.y, (logits / temperature).softmax(-1), None),
+        MAP: Predictions(of.y, logits.softmax(-1), None),
+        SCALED: Predictions(of.y, (logits / temperature).softmax(-1), None),
         LAPLACE: _of_posterior(post, draws, of),
     }
 
 
-def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Images) -> dict[str, scores.Predicted]:
+def _predict_alone(name: str, post: co.Laplace, draws: Tensor, of: digits.Images) -> dict[str, Predictions]:
     return {name: _of_posterior(post, draws, of)}
 
 
-def _of_posterior(post: co.Laplace, draws: Tensor, of: digits.Images) -> scores.Predicted:
+def _of_posterior(post: co.Laplace, draws: Tensor, of: digits.Images) -> Predictions:
     probabilities = post.probabilities(of.x, link="probit", samples=draws)
-    return scores.Predicted(of.y, probabilities, post.uncertainty(of.x, samples=draws))
+    return Predictions(of.y, probabilities, post.uncertainty(of.x, samples=draws))
 
 
-def _checks(
+def _run_checks(
     settings: DemoSize, outcomes: list[Outcome], data: digits.Digits, test: digits.Images, stages: Stages
 ) -> list[checks.Check]:
     first, x = outcomes[0], test.x[: settings.checked]
     with stages.stage(f"check: {settings.checked} points exactly"):
-        solved = inference.exact_variances(first.post, x)
+        solved = first.post.predict(x, rtol=1e-5).variance
     with stages.stage("check: dense, function space"):
         prior = float(first.post.prior_precision)
-        reference = function_space.variances(first.model, data.train.parts(settings.pretrained_share)[1].x, x, prior)
+        reference = checks.compute_variances(first.model, data.train.parts(settings.pretrained_share)[1].x, x, prior)
     drawn = first.post.predict(x, samples=first.draws).variance
     by_method = [
         torch.stack([metrics.nll(o.predicted[name][0].probabilities, test.y, reduction="none") for o in outcomes])
         for name in (LAPLACE, MAP)
     ]
     return [
-        checks.exact(solved, reference),
-        checks.sampled(drawn, solved, reference, settings.samples),
-        checks.not_worse(*by_method),
+        checks.check_exact(solved, reference),
+        checks.check_samples(drawn, solved, reference, settings.samples),
+        checks.check_nll(*by_method),
     ]
 
 
-def _figures(
+def _draw_figures(
     settings: DemoSize,
     first: Outcome,
     data: digits.Digits,
@@ -197,7 +223,7 @@ def _figures(
     figures.rotation(first.rows, followed, output / "rotation.png")
     with stages.stage("figure: evidence and validation"):
         grid = torch.logspace(-1, 1, settings.grid, dtype=torch.float64).mul(chosen).tolist()
-        estimates = co.evidence.grid(post, grid, rtol=inference.EVIDENCE_RTOL, generator=generator)
+        estimates = co.evidence.grid(post, grid, rtol=EVIDENCE_RTOL, generator=generator)
         nll = [figures.validation_nll(post.with_prior(value), data.validation, generator) for value in grid]
         figures.evidence(grid, estimates, nll, chosen, output / "evidence.png")
     with stages.stage("figure: conjugate gradients"):
@@ -209,19 +235,14 @@ def _figures(
         labels = [str(int(digit)) for digit in test.y[:4]]
         figures.covariance(post, test.x[:4], labels, output / "covariance.png")
     curve = [
-        {
-            "prior_precision": value,
-            "log_evidence": float(e.value),
-            "interval": [float(v) for v in e.interval()],
-            "validation_nll": loss,
-        }
-        for value, e, loss in zip(grid, estimates, nll)
+        {"prior_precision": p, "log_evidence": float(e.value), "interval": _interval(e), "validation_nll": loss}
+        for p, e, loss in zip(grid, estimates, nll)
     ]
     return {"evidence_curve": curve, "conjugate_gradients": solves, "spectrum": spectrum}
 
 
-def _joined(parts: list[scores.Predicted]) -> scores.Predicted:
-    return scores.Predicted(torch.cat([p.labels for p in parts]), torch.cat([p.probabilities for p in parts]), None)
+def _joined(parts: list[Predictions]) -> Predictions:
+    return Predictions(torch.cat([p.labels for p in parts]), torch.cat([p.probabilities for p in parts]), None)
 
 
 def _introduce(first: Outcome, data: digits.Digits, say: Callable[[str], None]) -> None:
@@ -239,21 +260,21 @@ def _estimates(outcome: Outcome) -> dict[str, co.linalg.Estimate]:
     return {"log evidence": outcome.evidence, "effective parameters": outcome.evidence.effective_parameters}
 
 
+def _interval(estimate: co.linalg.Estimate) -> list[float]:
+    return [float(v) for v in estimate.interval()]
+
+
 def _evidence_line(seed: int, outcome: Outcome) -> str:
     parts = []
     for what, e in _estimates(outcome).items():
-        low, high = e.interval()
-        parts.append(f"{what} {float(e.value):.1f} (95 %: {float(low):.1f} to {float(high):.1f})")
+        low, high = _interval(e)
+        parts.append(f"{what} {float(e.value):.1f} (95 %: {low:.1f} to {high:.1f})")
     return f"seed {seed}: prior precision {float(outcome.post.prior_precision):.3g}, {', '.join(parts)}"
 
 
 def _numbers(outcome: Outcome) -> dict[str, Any]:
     estimates = {
-        what.replace(" ", "_"): {
-            "value": float(e.value),
-            "stderr": float(e.stderr),
-            "interval": [float(v) for v in e.interval()],
-        }
+        what.replace(" ", "_"): {"value": float(e.value), "stderr": float(e.stderr), "interval": _interval(e)}
         for what, e in _estimates(outcome).items()
     }
     return {
