@@ -180,16 +180,7 @@ def curves(found: Mapping[str, Mapping[str, Tensor]], spacings: Sequence[int] = 
             rows = [found[f"serial, every {spacing}"][name] for spacing in spacings]
             means = [float(values.mean()) for values in rows]
             spreads = [float(values.std()) for values in rows]
-            axes.errorbar(
-                spacings,
-                means,
-                spreads,
-                label=f"serial, {part}",
-                color=look.color,
-                linestyle=look.linestyle,
-                marker=look.marker,
-                capsize=2,
-            )
+            axes.errorbar(spacings, means, spreads, label=f"serial, {part}", capsize=2, **look._asdict())
             mean = float(found[f"parallel, {CHAINS} starts"][name].mean())
             axes.axhline(mean, color=look.color, linestyle=look.linestyle, linewidth=1, label=f"parallel, {part}")
         axes.axhline(float(found["SGD"][f"{kind}, total"].mean()), color=style.GREY, linestyle=":", label="SGD, total")

@@ -270,17 +270,8 @@ def curves(found: Losses) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, names in zip(panels, (LAPLACE, [*VI, *SGHMC])):
         for name, look in style.looks(names).items():
-            axes.errorbar(
-                TEMPERATURES,
-                found[name][1].mean(1),
-                found[name][1].std(1),
-                label=name,
-                color=look.color,
-                linestyle=look.linestyle,
-                marker=look.marker,
-                markersize=5,
-                capsize=2,
-            )
+            bars = look._asdict() | {"label": name, "markersize": 5, "capsize": 2}
+            axes.errorbar(TEMPERATURES, found[name][1].mean(1), found[name][1].std(1), **bars)
         axes.axhline(float(found["MAP"][1].mean()), color=style.GREY, linestyle=":", label="MAP")
         axes.set_xscale("log")
         axes.set_xticks(TEMPERATURES, [f"{temperature:g}" for temperature in TEMPERATURES])

@@ -201,24 +201,13 @@ def results_table(found: dict[str, Any]) -> str:
 
 def curves(found: dict[str, Any]) -> Figure:
     """Accuracy against the number of tasks seen, with the standard deviation over networks."""
-    figure = style.blank(5.6, 3.6)
-    axes = figure.subplots()
+    figure, axes = style.panel(5.6, 3.6)
     counts = range(1, len(TASKS) + 1)
     for i, (method, look) in enumerate(style.looks(found).items()):
         values = 100 * found[method]["accuracy"]
         places = [count + 0.04 * (i - len(found) / 2) for count in counts]
-        axes.errorbar(
-            places,
-            values.mean(0),
-            values.std(0),
-            label=method,
-            color=look.color,
-            linestyle=look.linestyle,
-            marker=look.marker,
-            markersize=5,
-            linewidth=1.6,
-            capsize=2,
-        )
+        bars = look._asdict() | {"label": method, "markersize": 5, "linewidth": 1.6, "capsize": 2}
+        axes.errorbar(places, values.mean(0), values.std(0), **bars)
     style.dress(axes, "tasks learnt", "test accuracy, mean over tasks (%)")
     axes.set_xticks(list(counts))
     axes.legend(fontsize=style.SMALL, frameon=False, loc="lower left")

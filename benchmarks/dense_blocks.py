@@ -1,4 +1,4 @@
-"""What does a dense posterior over S weights take?     python -m benchmarks.dense_blocks
+"""Time and memory of a dense posterior over S weights.     python -m benchmarks.dense_blocks
 
 The demo's network of 101,042 weights on 300 digits, S of them at random, float32. Each size runs in a process of its
 own, whose peak resident set is its memory; times are of the processor, on one thread.
@@ -7,14 +7,16 @@ own, whose peak resident set is its memory; times are of the processor, on one t
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 import curvops as co
 from benchmarks import study_page
-from benchmarks.machine import of_its_own, resident
+from benchmarks.machine import resident, run_apart
 from benchmarks.tables import table
+from curvops.cli.bench.measure import clock
 from curvops.cli.demo.digits import load_digits
 from curvops.cli.demo.network import add_corrections, convolutional_network
 
@@ -38,28 +40,22 @@ def measure(size: int) -> dict[str, Any]:
         loss = torch.nn.functional.cross_entropy(network(x), y, reduction="sum")
         return torch.autograd.grad(loss, weights)
 
+    spent = partial(clock, timer=time.process_time)
     found: dict[str, Any] = {"S": size}
     gradient()
-    start = time.process_time()
-    for _ in range(20):
-        gradient()
-    unit = (time.process_time() - start) / 20
+    unit = spent(lambda: [gradient() for _ in range(20)])[1] / 20
     G = co.GGN(lin)
     co.Subnetwork(G, chosen[:2])
-    start = time.process_time()
-    block = co.Subnetwork(G, chosen)
-    found["block"] = time.process_time() - start
+    block, found["block"] = spent(lambda: co.Subnetwork(G, chosen))
     found["gradients"] = found["block"] / unit
     part = co.linearize(network, (x, y), "classification", parameters=chosen)
-    start = time.process_time()
-    _ = co.laplace(part, block, 1.0, check_mode=False).predict(x[:64]).variance
-    found["predict"] = time.process_time() - start
+    predict = spent(lambda: co.laplace(part, block, 1.0, check_mode=False).predict(x[:64]).variance)
+    found["predict"] = predict[1]
     found["memory"] = resident("VmHWM")
     if size in DISTANCES:
         post = co.laplace(lin, co.KFAC, 1.0, check_mode=False)
-        start = time.process_time()
-        co.wasserstein(post, chosen)
-        found["distance"], found["with distance"] = time.process_time() - start, resident("VmHWM")
+        _, found["distance"] = spent(lambda: co.wasserstein(post, chosen))
+        found["with distance"] = resident("VmHWM")
     return found
 
 
@@ -79,7 +75,7 @@ def results_table(rows: list[dict[str, Any]]) -> str:
 STUDY = study_page.Study(
     "dense_blocks",
     __doc__,
-    lambda: {"rows": [of_its_own("benchmarks.dense_blocks", "--size", size)[-1] for size in SIZES]},
+    lambda: {"rows": [run_apart("benchmarks.dense_blocks", "--size", size)[-1] for size in SIZES]},
     {"dense blocks": lambda found: results_table(found["rows"])},
     "docs/subnetworks.md",
     rows={"size": lambda size: [measure(size)]},

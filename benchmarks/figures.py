@@ -21,15 +21,12 @@ AXES = {"N": "points N", "D": "parameters D", "C": "outputs C", "K": "vectors K"
 
 def scaling(points: list[dict[str, Any]], axis: str) -> Figure:
     """Milliseconds against one size on logarithmic axes, with a line of slope 1 through each curve's last point."""
-    figure = style.blank(4.6, 3.4)
-    axes = figure.subplots()
+    figure, axes = style.panel(4.6, 3.4)
     rows = [point for point in points if point["axis"] == axis]
     for name, look in style.looks(row["what"] for row in rows).items():
         sizes = [row["value"] for row in rows if row["what"] == name]
         times = [row["seconds"] * 1e3 for row in rows if row["what"] == name]
-        axes.plot(
-            sizes, times, label=name, color=look.color, marker=look.marker, linewidth=1.8, linestyle=look.linestyle
-        )
+        axes.plot(sizes, times, label=name, linewidth=1.8, **look._asdict())
         linear = [times[-1] * size / sizes[-1] for size in (sizes[0], sizes[-1])]
         axes.plot([sizes[0], sizes[-1]], linear, color=style.GREY, linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xscale("log")

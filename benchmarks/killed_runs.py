@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvops as co
 from curvops import checkpoint
+from curvops.cli.demo.network import linear_layers
 from curvops.linalg.core.result_record import record_of_result
 
 KILLS = 20
@@ -31,13 +32,11 @@ LONG = 8192
 
 
 def posterior(points: int = 512, hidden: tuple[int, int] = (128, 64), batches: int = 1, prior: float = 0.01) -> Any:
-    """As in a new process; 17,610 weights by default."""
+    """Make the posterior as a new process would; 17,610 weights by default."""
     torch.manual_seed(0)
-    wide, narrow = hidden
-    layers = (nn.Linear(64, wide), nn.Tanh(), nn.Linear(wide, narrow), nn.Tanh(), nn.Linear(narrow, 10))
     x, y = torch.randn(points, 64, dtype=torch.float64), torch.randint(10, (points,))
     data = list(zip(x.chunk(batches), y.chunk(batches)))
-    lin = co.linearize(nn.Sequential(*layers).double(), data, "classification", memory_budget=2**30)
+    lin = co.linearize(linear_layers(64, *hidden, 10).double(), data, "classification", memory_budget=2**30)
     return co.laplace(lin, prior_precision=prior, check_mode=False)
 
 

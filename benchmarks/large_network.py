@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import curvops as co
 from benchmarks import study_page
-from benchmarks.machine import of_its_own
+from benchmarks.machine import run_apart
 from benchmarks.networks import resnet
 from benchmarks.peak import load_code, peak_bytes
 from benchmarks.scale import fit
@@ -197,8 +197,8 @@ def inference_report(rows: list[dict[str, Any]]) -> str:
 def study(images: int) -> dict[str, Any]:
     """Both parts, each line in a process of its own."""
     return {
-        "growth": [of_its_own("benchmarks.large_network", "--points", n)[-1] for n in POINTS],
-        "inference": of_its_own("benchmarks.large_network", "--stages", images),
+        "growth": [run_apart("benchmarks.large_network", "--points", n)[-1] for n in POINTS],
+        "inference": run_apart("benchmarks.large_network", "--stages", images),
     }
 
 

@@ -1,4 +1,4 @@
-"""On what machine and with which versions was something measured? Needs no torch: a light process may ask."""
+"""The machine and the versions of a measurement, and processes of their own. Needs no torch, for light processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def of_its_own(module: str, *arguments: object, prompt: bool = False) -> list[dict[str, Any]]:
-    """The JSON lines that a module prints when it is run in a process of its own.
+def run_apart(module: str, *arguments: object, prompt: bool = False) -> list[dict[str, Any]]:
+    """Run a module in a process of its own, and return the JSON lines that it prints.
 
     With `prompt` that process gives large freed blocks back to the system at once (glibc), so that its resident set is
     what it holds.
@@ -48,8 +48,14 @@ def of_its_own(module: str, *arguments: object, prompt: bool = False) -> list[di
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def reset_peak() -> int:
+    """Set the peak of this process's resident set back, and return its size in bytes. Linux alone can."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
 def resident(field: str) -> int:
-    """Bytes of this process's resident set now ("VmRSS"), or at its peak ("VmHWM"). Linux alone says it."""
+    """Return bytes of this process's resident set now ("VmRSS"), or at its peak ("VmHWM"); on Linux alone."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 

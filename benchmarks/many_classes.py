@@ -12,10 +12,9 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import of_its_own, resident
+from benchmarks.machine import reset_peak, resident, run_apart
 from benchmarks.tables import MIB, table
 
 FEATURES, POINTS, TRAINING = 512, 64, 256
@@ -46,8 +45,7 @@ def child(names: list[str], classes: int, threads: int) -> None:
     x, y = torch.randn(TRAINING, FEATURES), torch.randint(classes, (TRAINING,))
     points = torch.randn(POINTS, FEATURES)
     for name in names:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
+        before = reset_peak()
         lin = co.linearize(model, (x, y), "classification", memory_budget=BOUND // 4)
         start = time.perf_counter()
         post = co.laplace(lin, CURVATURES[name](co, lin, generator), prior_precision=10.0, check_mode=False)
@@ -68,7 +66,7 @@ def child(names: list[str], classes: int, threads: int) -> None:
 def rows(names: Sequence[str], classes: int = 5000, threads: int = 1) -> list[dict[str, Any]]:
     """What a process of its own measured."""
     arguments = ["--classes", classes, "--threads", threads]
-    return of_its_own("benchmarks.many_classes", "--child", *names, *arguments, prompt=True)
+    return run_apart("benchmarks.many_classes", "--child", *names, *arguments, prompt=True)
 
 
 def main() -> None:

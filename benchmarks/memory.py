@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import cores, facts, of_its_own
+from benchmarks.machine import cores, facts, run_apart
 from benchmarks.report import memory_table
 from benchmarks.tables import MIB
 
@@ -27,7 +27,7 @@ def run(network: str, outputs: int, options: argparse.Namespace, budget: int | N
     for name in ("batches", "columns", "products", "threads", "engine"):
         arguments += [f"--{name}", getattr(options, name)]
     arguments += [] if budget is None else ["--memory-budget", budget]
-    (found,) = of_its_own("benchmarks.peak", *arguments, prompt=options.allocator == "prompt")
+    (found,) = run_apart("benchmarks.peak", *arguments, prompt=options.allocator == "prompt")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What do the benchmarks measure on? Networks at their random start, random data, all from one seed."""
+"""The networks of the benchmarks at their random start, with random data, all from one seed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import transformer
+from curvops.cli.demo.network import linear_layers
 
 SEED = 0
 
@@ -35,7 +36,7 @@ class Problem:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the gradient is taken with respect to: every parameter."""
+        """All parameters, which the gradient is taken with respect to."""
         return list(self.model.parameters())
 
     @property
@@ -60,8 +61,7 @@ class Problem:
 
 def mlp(outputs: int) -> nn.Module:
     """784-512-512-C with ReLU; 670k parameters at C = 10."""
-    hidden = nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
-    return nn.Sequential(*hidden, nn.Linear(512, outputs))
+    return linear_layers(784, 512, 512, outputs, activation=nn.ReLU)
 
 
 def cnn(outputs: int) -> nn.Module:
@@ -113,12 +113,12 @@ def resnet(outputs: int, stride: int = 1) -> nn.Module:
 
 def tiny(outputs: int) -> nn.Module:
     """2-16-C with tanh: what an example in one dimension more than a line takes; 218 parameters at C = 10."""
-    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, outputs))
+    return linear_layers(2, 16, outputs)
 
 
 def small(outputs: int) -> nn.Module:
     """64-64-64-C with tanh, for 8 × 8 images; 8,970 parameters at C = 10."""
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+    return linear_layers(64, 64, 64, outputs)
 
 
 def last_layer(outputs: int) -> nn.Module:

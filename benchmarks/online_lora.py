@@ -286,18 +286,8 @@ def curves(found: dict[str, Tensor]) -> Figure:
     titles = ("above offline, episodes seen", "loss of the first episode")
     for axes, values, title in zip(panels, (above, first), titles):
         for name, each in values.items():
-            look = looks[name]
-            axes.errorbar(
-                episodes,
-                each.mean(0),
-                each.std(0),
-                label=name,
-                color=look.color,
-                linestyle=look.linestyle,
-                marker=look.marker,
-                markersize=5,
-                capsize=2,
-            )
+            look = looks[name]._asdict() | {"label": name, "markersize": 5, "capsize": 2}
+            axes.errorbar(episodes, each.mean(0), each.std(0), **look)
         axes.set_xticks(list(episodes))
         style.dress(axes, "episodes learnt", "nats a word", title)
     figure.legend(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
-from benchmarks.machine import of_its_own
+from benchmarks.machine import run_apart
 from benchmarks.peak import load_code, peak_bytes
 from benchmarks.tables import MIB, table
 from curvops.cli.demo.network import perceptron
@@ -106,7 +106,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 STUDY = study_page.Study(
     "scale",
     __doc__,
-    lambda: {"rows": [of_its_own("benchmarks.scale", "--points", n)[-1] for n in POINTS]},
+    lambda: {"rows": [run_apart("benchmarks.scale", "--points", n)[-1] for n in POINTS]},
     {"scale": lambda found: report(found["rows"])},
     "docs/scale.md",
     rows={"points": lambda points: [measure(points)]},

@@ -1,4 +1,4 @@
-"""What does a call cost where the network itself costs nothing? Beside other packages, at 61 and 3,855 weights.
+"""Fixed costs of a call, where the network itself costs nothing, beside other packages, at 61 and 3,855 weights.
 
 `OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.small_networks`: medians of alternating runs in one process, in
 milliseconds of processor time, on one thread. Everything was run before: what is proven once for a structure is not
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
 from benchmarks.machine import peer_version
+from benchmarks.timing import Run, alternate
+from curvops.cli.demo.network import linear_layers
 
-Run = Callable[[], object]
 NETWORKS = ((1, 20, 1), (20, 50, 50, 5))
 POINTS, BATCH = 100, 32
 
@@ -38,22 +37,17 @@ def main() -> None:
     print(f"laplace-torch {peer_version('laplace-torch')}, posteriors {peer_version('posteriors')}")
     for sizes in NETWORKS:
         torch.manual_seed(0)
-        model, X, Y = network(sizes), torch.randn(POINTS, sizes[0]), torch.randn(POINTS, sizes[-1])
+        model, X, Y = linear_layers(*sizes), torch.randn(POINTS, sizes[0]), torch.randn(POINTS, sizes[-1])
         D = sum(p.numel() for p in model.parameters())
         for what, ours, theirs in cells(model, X, Y):
-            found = alternated(ours, theirs, pairs)
-            text = " beside ".join(f"{1e3 * seconds:.2f}" for seconds in found)
-            print(f"{D:>6,} weights: {what}: {text} ms" + (f", {found[0] / found[1]:.2f}" if len(found) > 1 else ""))
-
-
-def network(sizes: tuple[int, ...]) -> nn.Module:
-    """Layers of tanh units."""
-    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
+            found = alternate(theirs or ours, ours, pairs, warmup=3, timer=time.process_time)
+            mine, other = found.seconds.median, found.unit_seconds.median
+            beside = f" beside {1e3 * other:.2f} ms, {mine / other:.2f}" if theirs is not None else " ms"
+            print(f"{D:>6,} weights: {what}: {1e3 * mine:.2f}{beside}")
 
 
 def cells(model: nn.Module, X: Tensor, Y: Tensor) -> Iterator[tuple[str, Run, Run | None]]:
-    """(what, ours, theirs)."""
+    """Yield (what, ours, theirs)."""
     from laplace import Laplace  # an environment of its own has these
 
     for points in (1, BATCH):
@@ -102,19 +96,6 @@ def filters(model: nn.Module, batch: tuple[Tensor, Tensor], fisher: str) -> tupl
         states[i], _ = transition.update(states[i], batch)
 
     return lambda: step(0, ours), lambda: step(1, theirs)
-
-
-def alternated(ours: Run, theirs: Run | None, pairs: int) -> list[float]:
-    """Medians of processor seconds: other jobs on the machine take their own."""
-    runs = [run for run in (ours, theirs) if run is not None]
-    times: list[list[float]] = [[] for _ in runs]
-    for i in range(pairs + 3):
-        for run, found in zip(runs, times):
-            start = time.process_time()
-            run()
-            if i >= 3:
-                found.append(time.process_time() - start)
-    return [statistics.median(found) for found in times]
 
 
 if __name__ == "__main__":

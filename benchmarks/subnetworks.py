@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 import curvops as co
 from benchmarks import study_page
 from benchmarks.tables import table
+from curvops.cli.demo.network import linear_layers
 from curvops.plots import style
 
 SHARES = (0.01, 0.03, 0.1, 0.5, 1.0)
@@ -91,8 +91,7 @@ OVERLAP = {"one dimension": 0.0, "diabetes": 0.5}
 def fit(widths: tuple[int, ...], x: Tensor, y: Tensor, prior: float, noise: float, seed: int) -> nn.Sequential:
     """A ReLU network near a mode of its posterior, by Adam and then L-BFGS."""
     torch.manual_seed(seed)
-    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), nn.ReLU())]
-    network = nn.Sequential(*layers[:-1]).double()
+    network = linear_layers(*widths, activation=nn.ReLU).double()
 
     def loss() -> Tensor:
         optimizer.zero_grad()

@@ -104,16 +104,9 @@ def figure(found: Found) -> Figure:
 
 def _curve(axes: Axes, look: int, sizes: Sequence[int], column: list[Tensor], label: str) -> None:
     bars = [float(values.std()) if len(values) > 1 else 0.0 for values in column]
-    axes.errorbar(
-        sizes,
-        [float(values.mean()) for values in column],
-        bars,
-        color=style.COLOURS[look],
-        marker=style.MARKERS[look],
-        linestyle=style.DASHES[look],
-        capsize=3,
-        label=label,
-    )
+    means = [float(values.mean()) for values in column]
+    options = style.Look(style.COLOURS[look], style.DASHES[look], style.MARKERS[look])._asdict()
+    axes.errorbar(sizes, means, bars, capsize=3, label=label, **options)
 
 
 STUDY = study_page.Study(

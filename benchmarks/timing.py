@@ -1,4 +1,4 @@
-"""How many units does a candidate take? Alternating runs in one process, compared pair by pair.
+"""Alternating runs of a candidate and the unit in one process, compared pair by pair.
 
 A machine's speed drifts (frequency, other jobs), so a unit timed once at the start is no measure of what runs a minute
 later. Each candidate is timed as A B A B ..., A the unit: both sides of a pair see the same machine.
@@ -11,6 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+
+from curvops.cli.bench.measure import clock
 
 Run = Callable[[], object]
 
@@ -29,7 +31,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def scaled(self, factor: float) -> Spread:
-        """The same measurements in another unit."""
+        """Convert the measurements to another unit."""
         return Spread(self.median * factor, self.low * factor, self.high * factor)
 
 
@@ -56,27 +58,24 @@ class Comparison:
         }
 
 
-def seconds(run: Run) -> float:
-    """Wall-clock seconds of one run. What earlier runs left is collected before; nothing is collected during it."""
+def seconds(run: Run, timer: Callable[[], float] = time.perf_counter) -> float:
+    """Time one run; garbage of earlier runs is collected before it, none during it, and its result is freed after."""
     gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        kept = run()  # freeing the result is not part of computing it
-        elapsed = time.perf_counter() - start
-    finally:
-        gc.enable()
-    del kept
+    _, elapsed = clock(run, timer)
     return elapsed
 
 
-def alternate(unit: Run, candidate: Run, pairs: int, warmup: int = 1) -> Comparison:
+def alternate(
+    unit: Run, candidate: Run, pairs: int, warmup: int = 1, timer: Callable[[], float] = time.perf_counter
+) -> Comparison:
     """Time A B A B ... after `warmup` untimed pairs; the ratio is B / A of each pair."""
-    return alternate_fresh(unit, lambda: candidate, pairs, warmup)
+    return alternate_fresh(unit, lambda: candidate, pairs, warmup, timer)
 
 
-def alternate_fresh(unit: Run, make: Callable[[], Run], pairs: int, warmup: int = 1) -> Comparison:
-    """As `alternate`, with a new candidate from `make` for every pair, for what costs something only once.
+def alternate_fresh(
+    unit: Run, make: Callable[[], Run], pairs: int, warmup: int = 1, timer: Callable[[], float] = time.perf_counter
+) -> Comparison:
+    """Time as `alternate` does, with a new candidate from `make` for every pair: for a cost paid only once.
 
     `make` itself is not timed; it runs before the unit, so that the two timed runs stay next to each other.
     """
@@ -87,7 +86,7 @@ def alternate_fresh(unit: Run, make: Callable[[], Run], pairs: int, warmup: int 
     times: list[tuple[float, float]] = []
     for _ in range(pairs):
         candidate = make()
-        times.append((seconds(unit), seconds(candidate)))
+        times.append((seconds(unit, timer), seconds(candidate, timer)))
     return Comparison(
         ratio=Spread.of([b / a for a, b in times]),
         seconds=Spread.of([b for _, b in times]),

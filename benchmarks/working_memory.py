@@ -13,11 +13,9 @@ import json
 import time
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import of_its_own, resident
+from benchmarks.machine import reset_peak, resident, run_apart
 from benchmarks.tables import MIB, table, within
 
 WIDTHS, POINTS = (1000, 1400, 400, 10), 12
@@ -41,10 +39,10 @@ def algorithms(budget: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
     from torch import nn
 
     import curvops as co
+    from curvops.cli.demo.network import linear_layers
 
     torch.manual_seed(0)
-    layers = [layer for m, n in pairwise(WIDTHS) for layer in (nn.Linear(m, n), nn.ReLU())]
-    model = nn.Sequential(*layers[:-1])
+    model = linear_layers(*WIDTHS, activation=nn.ReLU)
     x, y = torch.randn(2 * POINTS, WIDTHS[0]), torch.arange(2 * POINTS) % WIDTHS[-1]
     lin = co.linearize(model.eval(), (x[:POINTS], y[:POINTS]), "classification", memory_budget=budget)
     L, D = co.linalg, lin.num_parameters
@@ -110,8 +108,7 @@ def child(budget: int, names: list[str], threads: int) -> None:
     load_code()
     calls, vector, batch = algorithms(budget)
     for name in names:
-        Path("/proc/self/clear_refs").write_text("5")
-        before, start = resident("VmRSS"), time.perf_counter()
+        before, start = reset_peak(), time.perf_counter()
         result = calls[name]()
         peak, seconds = resident("VmHWM"), time.perf_counter() - start
         row = {"algorithm": name, "budget": budget, "over": peak - before, "seconds": round(seconds, 2)}
@@ -142,7 +139,7 @@ def capped(result: Any) -> str:
 def rows(budget: int, names: list[str], threads: int = 1) -> list[dict[str, Any]]:
     """What a process of its own measured."""
     arguments = ["--child", budget, "--threads", threads, "--algorithms", *names]
-    return of_its_own("benchmarks.working_memory", *arguments, prompt=True)
+    return run_apart("benchmarks.working_memory", *arguments, prompt=True)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from benchmarks import routes
 from benchmarks.networks import Problem, build
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread
+from curvops.cli.bench.measure import clock
 from curvops.network.engines.plan import EngineChoice
 
 FORCED: tuple[EngineChoice, ...] = ("streamed", "autodiff", "layerwise")
@@ -59,15 +62,14 @@ def network(figures: Figures, problem: Problem, columns: int) -> None:
 
 def _run(problem: Problem, V: Tensor, engine: EngineChoice) -> tuple[list[float], str]:
     """Seconds from nothing to the end of each number of products, and what served the last."""
-    gc.collect()
-    gc.disable()
-    try:
-        start, times = time.perf_counter(), []
-        operator = routes.ggn(problem, engine=engine)
-        for count in range(1, PRODUCTS[-1] + 1):
+    operator: Any = None
+
+    def products(count: int) -> None:
+        nonlocal operator
+        operator = routes.ggn(problem, engine=engine) if operator is None else operator
+        for _ in range(count):
             operator @ V
-            if count in PRODUCTS:
-                times.append(time.perf_counter() - start)
-    finally:
-        gc.enable()
-    return times, routes.engines(operator)
+
+    gc.collect()
+    steps = [clock(partial(products, b - a))[1] for a, b in pairwise((0, *PRODUCTS))]
+    return list(accumulate(steps)), routes.engines(operator)

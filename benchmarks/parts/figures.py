@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.machine import of_its_own
+from benchmarks.machine import run_apart
 from benchmarks.networks import Problem
 from benchmarks.tables import MIB
 from benchmarks.timing import Comparison, Run, alternate, seconds
@@ -85,5 +85,5 @@ def _peak(network: str, outputs: int, operator: str, batches: int, threads: int,
     arguments: list[object] = [network, "--outputs", outputs, "--operator", operator]
     arguments += ["--batches", batches, "--threads", threads]
     arguments += [] if budget is None else ["--memory-budget", budget]
-    (found,) = of_its_own("benchmarks.peak", *arguments)
+    (found,) = run_apart("benchmarks.peak", *arguments)
     return int(found["peak"])

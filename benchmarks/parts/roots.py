@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import of_its_own, resident
+from benchmarks.machine import reset_peak, resident, run_apart
 from benchmarks.networks import SEED
 from benchmarks.parts.figures import Figures
 from benchmarks.timing import Comparison, Spread, seconds
@@ -35,7 +34,7 @@ def measure(figures: Figures) -> None:
     """Time, working memory and products of the contour, each as a share of what Lanczos takes."""
     for spectrum, kappa, dtype, rtol, most_time in CASES:
         given: tuple[object, ...] = (spectrum, kappa, dtype, rtol, "--threads", figures.settings.threads)
-        ours, theirs = (of_its_own("benchmarks.parts.roots", m, *given, prompt=True)[0] for m in METHODS)
+        ours, theirs = (run_apart("benchmarks.parts.roots", m, *given, prompt=True)[0] for m in METHODS)
         subject = f"{SPECTRA[spectrum]}, κ = {kappa:.0e}, {dtype}, rtol {rtol:.0e}"
         note = f"{subject}: relative error {ours['error']:.0e}, of Lanczos {theirs['error']:.0e} ({theirs['reason']})"
         times = [Spread.of([row["seconds"]]) for row in (ours, theirs)]
@@ -73,8 +72,7 @@ def main() -> None:
     chosen: dict[str, Any] = {"method": options.method, "rtol": options.rtol}
     few = Diagonal(values[::400].contiguous())
     inverse_sqrt(few, B[::400], lower_bound=float(values.min()), **chosen)  # the code is loaded
-    Path("/proc/self/clear_refs").write_text("5")
-    before, found = resident("VmRSS"), []
+    before, found = reset_peak(), []
     taken = seconds(lambda: found.append(inverse_sqrt(Diagonal(values), B, lower_bound=float(values.min()), **chosen)))
     over, result = resident("VmHWM") - before, found[0]
     exact = values.double().rsqrt()[:, None] * B.double()

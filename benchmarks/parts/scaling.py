@@ -13,6 +13,7 @@ from benchmarks.parts.diagonal import linearized
 from benchmarks.parts.figures import Figures
 from benchmarks.routes import settle
 from benchmarks.timing import Run, seconds
+from curvops.cli.demo.network import linear_layers
 
 SIZES = {"N": (128, 256, 512, 1024, 2048), "D": (64, 128, 256, 512), "C": (3, 6, 12, 24, 48), "K": (1, 2, 4, 8, 16, 32)}
 USUAL = {"N": 512, "D": 256, "C": 10, "K": 1}
@@ -34,7 +35,7 @@ def measure(figures: Figures) -> None:
 
 
 def _runs(problem: Problem, columns: int, products_only: bool) -> dict[str, Run]:
-    """What is timed; only products depend on K."""
+    """Make the runs that are timed; only products depend on K."""
     lin = linearized(problem)
     G, V = co.GGN(lin), problem.block(columns)
     settle(G, V, 12)
@@ -48,8 +49,7 @@ def network(points: int, width: int, outputs: int) -> Problem:
     """64 inputs, two hidden layers of that width, C outputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        hidden = nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
-        model = nn.Sequential(*hidden, nn.Linear(width, outputs)).eval()
+        model = linear_layers(64, width, width, outputs, activation=nn.ReLU).eval()
     generator = torch.Generator().manual_seed(SEED + 1)
     inputs = torch.randn(points, 64, generator=generator)
     return Problem("two layers", outputs, model, inputs, torch.randint(0, outputs, (points,), generator=generator))

@@ -135,8 +135,13 @@ def _adam(network: nn.Module, data: Images, prior_precision: float, epochs: int,
 
 def perceptron(*widths: int) -> nn.Sequential:
     """Make linear layers of these widths with tanh between, on flattened images."""
-    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), nn.Tanh())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
+    return nn.Sequential(nn.Flatten(), *linear_layers(*widths))
+
+
+def linear_layers(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Make linear layers of these widths with an activation between."""
+    layers = [part for m, n in pairwise(widths) for part in (nn.Linear(m, n), activation())]
+    return nn.Sequential(*layers[:-1])
 
 
 def fit(
