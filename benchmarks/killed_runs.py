@@ -23,8 +23,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops import checkpoint
-from curvops.cli.demo.network import linear_layers
-from curvops.linalg.core.result_record import record_of_result
+from curvops.records import record_of
 
 KILLS = 20
 LONG = 8192
@@ -58,13 +57,13 @@ def descent(folder: Path | None) -> Any:
 
 
 def mode(folder: Path | None) -> Any:
-    return record_of_result(posterior(hidden=(32, 16)).linear_mode(rtol=1e-8, checkpoint=folder))
+    return record_of(posterior(hidden=(32, 16)).linear_mode(rtol=1e-8, checkpoint=folder))
 
 
 def tuned(folder: Path | None) -> Any:
     post = posterior(hidden=(32, 16), prior=1.0)
     found = co.evidence.mackay(post, 4, 6, "layer", rtol=1e-5, generator=seeded(), checkpoint=folder)
-    return [found.prior_precision, *map(record_of_result, found.tuning.steps)]
+    return [found.prior_precision, *map(record_of, found.tuning.steps)]
 
 
 def factors(folder: Path | None) -> Any:

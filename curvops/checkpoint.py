@@ -1,40 +1,56 @@
 """What a long run has reached, in a folder: saved as it goes, read by the run that goes on after a crash.
 
-An algorithm opens its checkpoint, asks it what an earlier run `reached` or finished, and calls `save` at each of its
-steps, which mostly does nothing: a save comes at most every `PAUSE` seconds, and so seldom that saves take no more than
-`SHARE` of the run. Folders are those of `storage`: whole, whenever the process is killed. Steps inside a step keep
-folders of their own, `part(name)`, which go when the result is there.
+A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`, asks
+what an earlier run reached or ended with, and calls `save` at each of its steps, which mostly does nothing: a save
+comes at most every `PAUSE` seconds, and so seldom that saves take no more than `SHARE` of the run. Folders are those of
+`storage`: whole, whenever the process is killed.
 
-What is stored says of which problem it is, name by name; a checkpoint of another is refused. The result stays in the
-folder, so that a script that is run again does not compute it again.
+Of a run with `parts` each resumable function that it calls keeps what it reaches in a folder inside, without being told
+so: as known to it as progress is. Such parts are numbered in the order of the run, which goes on counting where it was
+saved; they go when the state after them is written. What is done `aside` (products, preconditioners, callbacks) keeps
+nothing.
+
+What is stored says of which problem it is, by the names of the function's arguments; a checkpoint of another is
+refused. A part is told by its place alone. The result stays in the folder, so that a script that is run again does not
+compute it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvops import storage
+from curvops.progress import in_force
+from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 1
+KIND, VERSION = "checkpoint", 2
 PAUSE = 30.0
 """Seconds between two saves, at least."""
 SHARE = 0.02
 """Of the time of a run, for saves."""
 SPEED = 1e8
 """Bytes a second that a disk is taken to write until it was seen."""
+ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
+"""Arguments that say how a problem is solved, not which it is, or of which nothing can be told."""
+TOLD_ROWS = 64
 
 Place = str | os.PathLike[str]
+T = TypeVar("T")
+Options = ParamSpec("Options")
 
 
 class NotSaved(UserWarning):
@@ -42,9 +58,8 @@ class NotSaved(UserWarning):
 
 
 class Checkpoint:
-    """The folder of one run.
+    """The folder of one run, with what an earlier one saved last and ended with.
 
-    `reached` is the state that an earlier run saved last and `result` what it ended with, None where there is none.
     Without a path nothing is read or written.
     """
 
@@ -52,7 +67,7 @@ class Checkpoint:
         self,
         path: Place | None,
         what: str,
-        problem: Callable[[], Mapping[str, Any]],
+        problem: Callable[[], Mapping[str, Any]] = dict,
         device: torch.device | None = None,
     ) -> None:
         """Read what is there, or write that nothing is reached yet.
@@ -70,19 +85,24 @@ class Checkpoint:
             TypeError: path is no path.
         """
         self.folder = None if path is None else storage.folder_of(path)
-        self.reached: Any = None
-        self.result: Any = None
+        self._reached: Any = None
+        self._ended: Any = None
         self._others: dict[str, Callable[[], Any]] = {}
         self._device, self._took, self._told = device, 0.0, False
+        self._count, self._numbered, self._name = 0, list[Path](), ""
+        self.held: dict[str, Any] = {}
+        """What objects keep in parts of it, by name."""
         if self.folder is None:
             return
         self._about = {"algorithm": what} | dict(problem())
         found = self._read()
         if found is not None:
             self._require_same(found["problem"])
-            self.reached, self.result = (_unpacked(found[name], device) for name in ("reached", "result"))
-        if self.result is None:
-            self._write(self.reached, None)  # a folder that cannot be written is better known now
+            self._reached, self._ended = (_unpacked(found[name], device) for name in ("reached", "result"))
+        if self._reached is not None:
+            self._count = self._reached["parts"]
+        if self._ended is None:
+            self._write(self._reached, None)  # a folder that cannot be written is better known now
         self._saved = time.monotonic()
         self._due = self._saved + PAUSE
         self._took = 0.0
@@ -90,16 +110,52 @@ class Checkpoint:
     def __bool__(self) -> bool:
         return self.folder is not None
 
+    @property
+    def done(self) -> bool:
+        """Whether an earlier run came to its end."""
+        return self._ended is not None
+
+    @property
+    def state(self) -> Any:
+        """What was saved last before the end, None where nothing was."""
+        return None if self._reached is None else self._reached["state"]
+
+    @property
+    def outcome(self) -> Any:
+        """What an earlier run ended with, as plain values and tensors; None where none did."""
+        return None if self._ended is None else self._ended["result"]
+
+    def result(self, kind: type[T]) -> T:
+        """What an earlier run ended with, a dataclass of this kind."""
+        return from_record(kind, self.outcome)
+
     def part(self, name: str) -> Path | None:
-        """The folder of a step inside."""
+        """The folder of a step inside that the whole run has need of."""
         return None if self.folder is None else self.folder / name
+
+    def numbered(self, what: str) -> Path | None:
+        """The folder of the next step inside."""
+        if self.folder is None or self._name:
+            return self.part(self._name)
+        self._count += 1
+        self._numbered.append(self.folder / f"{what}-{self._count}")
+        return self._numbered[-1]
+
+    @contextlib.contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """The step inside is one that the whole run has need of, in the folder of this name."""
+        self._name = name
+        try:
+            yield
+        finally:
+            self._name = ""
 
     def also(self, name: str, state: Callable[[], Any]) -> Any:
         """Save this beside the state from now on; returns what was saved so, None where nothing was."""
         if self.folder is None:
             return None
         self._others[name] = state
-        known = self.reached if self.result is None else self.result
+        known = self._reached if self._ended is None else self._ended
         return None if known is None else known["others"].get(name)
 
     def source(self, name: str, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
@@ -113,69 +169,68 @@ class Checkpoint:
         return kept
 
     def save(self, state: Callable[[], Any], now: bool = False) -> None:
-        """Save this state if it is time to, or `now`."""
+        """Save this state, plain values, tensors and dataclasses, if it is time to, or `now`."""
         if self.folder is None or not (now or time.monotonic() >= self._due):
             return
-        tree = {"state": state(), "others": {name: other() for name, other in self._others.items()}}
+        tree = {"state": state(), "others": self._beside(), "parts": self._count}
         expected = self._took or _nbytes(tree) / SPEED
         if not now and time.monotonic() < self._saved + expected / SHARE:
             self._due = self._saved + expected / SHARE
             return
-        self._written(tree, None)
+        if self._written(tree, None):
+            self._discard(self._numbered)
+            self._numbered = []
 
-    def finish(self, result: Any) -> None:
-        """Save what the run ended with, in place of all that led to it."""
-        if self.folder is None:
-            return
-        self._written(None, {"result": result, "others": {name: other() for name, other in self._others.items()}})
-        for each in self._parts():
-            storage.discard(each, KIND)
-
-    def forget(self, name: str) -> None:
-        """Remove a part that is not needed any more."""
+    def finish(self, result: T) -> T:
+        """Save what the run ended with, in place of all that led to it; returns it."""
         if self.folder is not None:
-            storage.discard(self.folder / name, KIND)
+            self._written(None, {"result": result, "others": self._beside()})
+            self._discard(self._parts())
+        return result
 
-    @property
-    def state(self) -> Any:
-        """What the algorithm itself had saved, None where nothing was."""
-        return None if self.reached is None else self.reached["state"]
+    def _beside(self) -> dict[str, Any]:
+        return {name: other() for name, other in self._others.items()}
 
-    @property
-    def outcome(self) -> Any:
-        """What the algorithm ended with."""
-        return None if self.result is None else self.result["result"]
-
-    def _parts(self) -> Iterator[Path]:
+    def _parts(self) -> list[Path]:
         assert self.folder is not None
         with contextlib.suppress(OSError):
-            yield from [each for each in self.folder.iterdir() if each.is_dir()]
+            return [each for each in self.folder.iterdir() if each.is_dir()]
+        return []
+
+    def _discard(self, parts: Sequence[Path]) -> None:
+        for each in parts:
+            storage.discard(each, KIND)
 
     def _read(self) -> Any:
         assert self.folder is not None
         try:
-            return storage.load(self.folder, KIND, VERSION)[1]
+            version, found = storage.load(self.folder, KIND, VERSION)
+            if version < VERSION:
+                raise ValueError(f"{self.folder} is a checkpoint of an earlier curvops, which this one does not read.")
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ValueError(f"{error} To begin anew, delete the folder or give another path.") from error
+        return found
 
-    def _written(self, reached: Any, result: Any) -> None:
-        begin = time.monotonic()
+    def _written(self, reached: Any, result: Any) -> bool:
+        begin, done = time.monotonic(), True
         try:
             self._write(reached, result)
         except OSError as error:
+            done = False
             if not self._told:
                 warnings.warn(f"{error} The run goes on and will try again.", NotSaved, stacklevel=4)
             self._told = True
         self._saved = time.monotonic()
         self._took = self._saved - begin
         self._due = self._saved + max(PAUSE, self._took / SHARE)
+        return done
 
     def _write(self, reached: Any, result: Any) -> None:
         assert self.folder is not None
-        tree = {"problem": self._about, "reached": _packed(reached), "result": _packed(result)}
-        storage.save(self.folder, KIND, VERSION, tree)
+        packed = {"reached": _packed(record_of(reached)), "result": _packed(record_of(result))}
+        storage.save(self.folder, KIND, VERSION, {"problem": self._about} | packed)
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         other = [name for name in self._about if not _same(known.get(name), self._about[name])]
@@ -187,8 +242,89 @@ class Checkpoint:
             )
 
 
-NOTHING = Checkpoint(None, "", dict)
+NOTHING = Checkpoint(None, "")
 """That of a run that keeps none."""
+_call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
+
+
+def resumable(work: Callable[Options, T]) -> Callable[Options, T]:
+    """Let this function `begin` to keep what it reaches, until it returns."""
+    signature = inspect.signature(work)
+
+    @wraps(work)
+    def call(*args: Options.args, **options: Options.kwargs) -> T:
+        given, kept = _call.set((signature, args, options)), in_force.set(in_force.get())
+        try:
+            return work(*args, **options)
+        finally:
+            in_force.reset(kept)
+            _call.reset(given)
+
+    return call
+
+
+def begin(
+    what: str,
+    path: Place | None,
+    problem: Callable[[], Mapping[str, Any]],
+    device: torch.device,
+    parts: bool = False,
+    **instead: Any,
+) -> Checkpoint:
+    """The checkpoint of the `resumable` function at work: at this path, or a part of the run that it is a step of.
+
+    Args:
+        what: the algorithm.
+        path: as the user gave it.
+        problem: what the function's first argument is, by name. The others are told by their values.
+        device: as in `Checkpoint`.
+        parts: whether steps inside keep what they reach, too.
+        instead: what tells arguments whose own values do not, by name.
+
+    Raises:
+        OSError, ValueError, TypeError: as `Checkpoint` does.
+    """
+    if path is None:
+        kept = Checkpoint(current().numbered(what), what, device=device)
+    else:
+        kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device)
+    in_force.set(kept if kept and parts else None)
+    return kept
+
+
+def keep_no_steps() -> None:
+    """Let the steps that follow in the `resumable` function at work keep nothing."""
+    in_force.set(None)
+
+
+def current() -> Checkpoint:
+    """The run whose step this is."""
+    return in_force.get() or NOTHING
+
+
+def named_part(name: str, device: torch.device) -> Checkpoint:
+    """The checkpoint of a step inside the run in force that the whole run has need of, without steps of its own."""
+    return Checkpoint(current().part(name), name, device=device)
+
+
+def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells the arguments of the function at work from others, but for its first."""
+    signature, args, options = _call.get()
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    given = {name: value for name, value in list(bound.arguments.items())[1:] if name not in ASIDE}
+    told = [(name, _numbers(value)) for name, value in {**given, **instead}.items()]
+    return {name: value for name, value in told if " at 0x" not in str(value)}
+
+
+def _numbers(value: Any) -> Any:
+    """What tells an argument from others: a plain value, or a few numbers of a tensor; a word of anything else."""
+    if isinstance(value, Tensor):
+        rows = value.detach().flatten(1) if value.ndim > 1 else value.detach().reshape(-1, 1)
+        return torch.cat([torch.linalg.vector_norm(rows.double(), dim=0), rows[:TOLD_ROWS].double().sum(0)]).cpu()
+    if isinstance(value, torch.Generator):
+        return seed_of(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

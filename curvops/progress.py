@@ -90,6 +90,8 @@ _current: ContextVar[Steps | None] = ContextVar("current", default=None)
 _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
 _ASIDE = Steps("", None, False, "")
 """The steps of what is none of the algorithm's: nobody is shown them."""
+in_force: ContextVar[Any] = ContextVar("in_force", default=None)
+"""The checkpoint that the algorithm at work gives to its steps (`curvops.checkpoint`); what is done aside has none."""
 
 
 @contextmanager
@@ -126,14 +128,15 @@ def progress_of(A: Any) -> Progress:
 def as_step(count: int, work: Callable[Options, T], *args: Options.args, **options: Options.kwargs) -> T:
     """Do this work, which counts as so many products, whatever happens inside it."""
     steps = _current.get()
-    if steps is None:
+    if steps is None and in_force.get() is None:
         return work(*args, **options)
-    token = _current.set(_ASIDE)
+    current, kept = _current.set(None if steps is None else _ASIDE), in_force.set(None)
     try:
         result = work(*args, **options)
     finally:
-        _current.reset(token)
-    if count:
+        in_force.reset(kept)
+        _current.reset(current)
+    if count and steps is not None:
         steps.advance(count)
     return result
 
@@ -150,7 +153,7 @@ def counting(make: Maker) -> Maker:
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:
-    """The same work, of which nothing counts."""
+    """The same work, of which nothing counts, and nothing is kept."""
     return partial(as_step, 0, work)
 
 

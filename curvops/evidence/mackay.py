@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, digest, seed_of, seeded_as
+from curvops.checkpoint import Checkpoint, Place, begin, digest, keep_no_steps, resumable, seeded_as
 from curvops.checks import check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.arguments import check_accuracy, checked_count
@@ -25,10 +24,12 @@ from curvops.posterior.noise import Noise
 from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
+from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
 LEAST_CURVATURE = 1e-6
 """Entries of diag(GGN) below this count as this in a g-prior."""
+STATE = ("noise", "taken", "past", "changes", "targets", "halved", "ending")
 STEADY = 0.5
 """Changes of alternating sign that do not shrink below this share of the last but one are an oscillation."""
 
@@ -44,6 +45,7 @@ class Oscillates(UserWarning):
     """MacKay's update jumps to and fro around the maximum of the evidence."""
 
 
+@resumable
 def mackay(
     post: Laplace,
     samples: int | None = 8,
@@ -126,26 +128,13 @@ def mackay(
     if tune_noise:
         check_noise_scales(post)
     post.shared.terms.known_data("the log evidence")
-    seed = None if checkpoint is None else seed_of(generator)
 
     def problem() -> dict[str, Any]:
-        return problem_of(post.precision) | {
-            "the points": str(post.lin.source),
-            "the prior's mean": digest([post.prior_mean]),
-            "samples": count,
-            "steps": int(steps),
-            "prior": prior,
-            "update": update,
-            "the noise": repr(noise),
-            "tune_noise": tune_noise,
-            "the method": repr(method),
-            "rtol": float(rtol),
-            "xtol": float(xtol),
-            "the seed": seed,
-        }
+        given = {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
+        return problem_of(post.precision) | given
 
     with torch.no_grad():
-        kept = Checkpoint(checkpoint, "mackay", problem, post.mean.device)
+        kept = begin("mackay", checkpoint, problem, post.mean.device, parts=True)
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever was asked of this posterior before
             sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
@@ -156,11 +145,12 @@ def mackay(
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
-        if kept and kept.result is None:  # before the first step, which would otherwise form it and keep it nowhere
+        if kept and not kept.done:
             first = start.posterior
-            first.shared.spectrum.formed_kernel(first.prior.diagonal, place=kept.part("kernel"))
+            first.shared.spectrum.formed_kernel(first.prior.diagonal)
+        keep_no_steps()  # what one sketches serves the next: they are made again as a whole
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
-        return run.finished() if kept.result is not None else run.run(int(steps))
+        return run.finished() if kept.done else run.run(int(steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,37 +182,23 @@ class _FixedPoint:
 
     def __post_init__(self) -> None:
         self.start = self.now
-        state = self.kept.state if self.kept.result is None else self.kept.outcome
+        state = self.kept.outcome if self.kept.done else self.kept.state
         if state is None:
             return
+        restore(self, STATE, state)
         self.now = self.now.moved(state["alpha"], state["observation noise"])
-        self.noise = None if state["noise"] is None else Noise(**state["noise"])
-        self.taken = [recorded_result(TuningStep, each) for each in state["taken"]]
-        self.past = [recorded_result(Solved, each) for each in state["past"]]
-        self.changes, self.targets, self.halved = state["changes"], state["targets"], state["halved"]
-        self.ending = Ending[state["ending"]]
         self.now.origin.shared.recall(state["spectrum"])
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, as plain values and tensors."""
-        return {
-            "alpha": self.now.alpha,
-            "observation noise": self.now.noise,
-            "noise": None if self.noise is None else asdict(self.noise),
-            "taken": [record_of_result(step) for step in self.taken],
-            "past": [record_of_result(solved) for solved in self.past],
-            "changes": self.changes,
-            "targets": self.targets,
-            "halved": self.halved,
-            "ending": self.ending.name,
-            "spectrum": self.now.origin.shared.state(),
-        }
+        """All that the next step depends on."""
+        at = {"alpha": self.now.alpha, "observation noise": self.now.noise}
+        return state_of(self, STATE) | at | {"spectrum": self.now.origin.shared.state()}
 
     def finished(self) -> Laplace:
         """The posterior where the steps ended."""
         names, steps = self.now.groups.names, tuple(self.taken)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
-        tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=4)
+        tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=5)
         return self.now.finished(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:
@@ -250,7 +226,7 @@ class _FixedPoint:
                     "MacKay's update jumps to and fro around the maximum of the evidence; from here on its steps are "
                     "halved in the logarithms. update='em' does not oscillate.",
                     Oscillates,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             if self.halved:
                 new = _between(self.now, new)
@@ -261,7 +237,8 @@ class _FixedPoint:
                 break
             self.kept.save(self.state)
         self.past = []  # of no use any more, and large
-        self.kept.finish(self.state() if self.kept else None)
+        if self.kept:
+            self.kept.finish(self.state())
         return self.finished()
 
     def _position(self) -> Float[Tensor, " G"]:

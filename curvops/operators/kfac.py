@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, seed_of
+from curvops.checkpoint import Place, begin, resumable, seed_of
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
@@ -19,7 +19,7 @@ from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfKronecker, decompose
 from curvops.network.likelihoods.output_fisher import OutputFisher
-from curvops.operators.fisher import DrawnInPassing, output_fisher
+from curvops.operators.fisher import output_fisher
 from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
 from curvops.operators.linearization import Linearization
 from curvops.operators.linearization_record import problem_of_linearization
@@ -70,7 +70,42 @@ class LayerBlocks(DirectSum):
         return super().add_diagonal(diag)
 
 
-class KFAC(OfLinearization, LayerBlocks):
+class OfFactors(OfLinearization, LayerBlocks):
+    """What is made of Kronecker factors, by one walk over the data or two."""
+
+    STORED = "positions"
+
+    @classmethod
+    @resumable
+    def _read(
+        cls,
+        lin: Linearization,
+        fisher: str = "exact",
+        sharing: str = "expand",
+        mc_samples: int = 1,
+        generator: torch.Generator | None = None,
+        bias: str = "joint",
+        checkpoint: Place | None = None,
+    ) -> Stored:
+        check_sharing(sharing)
+        check_bias(bias)
+        output = output_fisher(lin, fisher, mc_samples, generator)  # all walks see the same draws
+        seed, problem = seed_of(getattr(output, "generator", None)), partial(problem_of_linearization, lin)
+        begin(cls.__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
+        blocks = kfac_blocks(lin, output, sharing, bias)
+        # Each selected tensor is in one block, whole: nothing to check.
+        positions = whole_partition([block.positions for block in blocks], lin.theta.device)
+        names = tuple(block.names for block in blocks)
+        operators = cls._operators(lin, output, blocks)
+        return tuple(operators), {"positions": positions, "names": names, **made_of(lin)}
+
+    @staticmethod
+    def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
+        """The blocks as operators."""
+        return [block.operator for block in blocks]
+
+
+class KFAC(OfFactors):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None,
@@ -103,26 +138,6 @@ class KFAC(OfLinearization, LayerBlocks):
     `bias`, and for a selection that splits a layer.
     """
 
-    STORED = "positions"
-
-    @classmethod
-    def _read(
-        cls,
-        lin: Linearization,
-        fisher: str = "exact",
-        sharing: str = "expand",
-        mc_samples: int = 1,
-        generator: torch.Generator | None = None,
-        bias: str = "joint",
-        checkpoint: Place | None = None,
-    ) -> Stored:
-        check_sharing(sharing)
-        check_bias(bias)
-        asked = {"fisher": fisher, "sharing": sharing, "mc_samples": mc_samples, "bias": bias}
-        kept, output = _kept(lin, "KFAC", checkpoint, asked, generator)
-        found = kfac_blocks(lin, output, sharing, bias, kept)
-        return _stored(lin, found, [block.operator for block in found])
-
     def heuristic_damping(self, shift: float) -> LinearOperator:
         """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
 
@@ -135,7 +150,7 @@ class KFAC(OfLinearization, LayerBlocks):
         return DirectSum(*damped, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
 
-class EKFAC(OfLinearization, LayerBlocks):
+class EKFAC(OfFactors):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
     `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
@@ -145,42 +160,6 @@ class EKFAC(OfLinearization, LayerBlocks):
     and samples cost the same.
     """
 
-    STORED = "positions"
-
-    @classmethod
-    def _read(
-        cls,
-        lin: Linearization,
-        fisher: str = "exact",
-        sharing: str = "expand",
-        mc_samples: int = 1,
-        generator: torch.Generator | None = None,
-        bias: str = "joint",
-        checkpoint: Place | None = None,
-    ) -> Stored:
-        check_sharing(sharing)
-        check_bias(bias)
-        asked = {"fisher": fisher, "sharing": sharing, "mc_samples": mc_samples, "bias": bias}
-        kept, output = _kept(lin, "EKFAC", checkpoint, asked, generator)  # both walks see the same draws
-        factors, moments = (
-            Checkpoint(kept.part(name), name, dict, lin.theta.device) for name in ("factors", "second moments")
-        )
-        found = kfac_blocks(lin, output, sharing, bias, factors)
-        return _stored(lin, found, eigenvalue_corrected(lin, output, found, moments))
-
-
-def _kept(
-    lin: Linearization, what: str, place: Place | None, asked: dict[str, Any], generator: torch.Generator | None
-) -> tuple[Checkpoint, OutputFisher]:
-    """The checkpoint of a build, and the output Fisher."""
-    output = output_fisher(lin, asked["fisher"], asked["mc_samples"], generator)
-    seed = seed_of(generator) if isinstance(output, DrawnInPassing) else None
-    kept = Checkpoint(place, what, lambda: problem_of_linearization(lin) | asked | {"the seed": seed}, lin.theta.device)
-    return kept, output
-
-
-def _stored(lin: Linearization, blocks: list[KroneckerBlock], operators: list[Operator]) -> Stored:
-    # Each selected tensor is in one block, whole: nothing to check.
-    positions = whole_partition([block.positions for block in blocks], lin.theta.device)
-    names = tuple(block.names for block in blocks)
-    return tuple(operators), {"positions": positions, "names": names, **made_of(lin)}
+    @staticmethod
+    def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
+        return eigenvalue_corrected(lin, output, blocks)

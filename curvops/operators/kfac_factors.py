@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.checkpoint import named_part
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details, decompose
@@ -23,6 +23,7 @@ from curvops.operators.fisher import DrawnInPassing
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
 from curvops.operators.moments import OuterSum, second_moments
+from curvops.records import from_record
 
 Sharing = Literal["expand", "reduce"]
 Bias = Literal["joint", "separate"]
@@ -56,25 +57,6 @@ class Block:
     count: int = 0
     exact: Tensor | None = None
     apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
-
-    def state(self) -> dict[str, Any]:
-        """The sums so far, as plain values and tensors."""
-        return {
-            "names": self.names,
-            "positions": self.positions,
-            "left": self.left.state(),
-            "right": self.right.state(),
-            "tokens": self.tokens,
-            "count": self.count,
-            "exact": self.exact,
-            "apart": dict(self.apart),
-        }
-
-    @classmethod
-    def recalled(cls, state: Mapping[str, Any], dtype: torch.dtype) -> Block:
-        """The block of this state."""
-        sums = {name: OuterSum.recalled(state[name]) for name in ("left", "right")}
-        return cls(**{**state, **sums, "names": tuple(state["names"])}, dtype=dtype)
 
     def finished(self, separate: bool) -> Iterator[KroneckerBlock]:
         """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
@@ -111,15 +93,12 @@ class NoFactors(UserWarning):
 
 
 @torch.no_grad()
-def kfac_blocks(
-    lin: Linearization, fisher: OutputFisher, sharing: str, bias: str, kept: Checkpoint = NOTHING
-) -> list[KroneckerBlock]:
+def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: str) -> list[KroneckerBlock]:
     """The blocks of KFAC, one a layer (or set of layers that share weights), for one walk over the data."""
-    walk = SummedWalk(lin, fisher, kept)
-    recalled = [Block.recalled(state, lin.theta.dtype) for state in walk.sums or ()]
-    blocks = {block.names: block for block in recalled}
+    walk = SummedWalk(lin, fisher, "factors")
+    blocks = {block.names: block for block in (from_record(Block, state) for state in walk.sums or ())}
     positions, partial = lin.model.selection.positions(), lin.model.selection.index is not None
-    for group in walk.groups(lambda: [block.state() for block in blocks.values()], apart=True):
+    for group in walk.groups(lambda: list(blocks.values()), apart=True):
         lefts = group.lefts()
         if group.names not in blocks:
             places = _positions(positions, group, lefts is not None, partial)
@@ -147,8 +126,9 @@ class SummedWalk:
     `sums` are those of an earlier run, None where there are none.
     """
 
-    def __init__(self, lin: Linearization, fisher: OutputFisher, kept: Checkpoint) -> None:
-        self.lin, self.fisher, self.kept = lin, fisher, kept
+    def __init__(self, lin: Linearization, fisher: OutputFisher, name: str) -> None:
+        self.lin, self.fisher = lin, fisher
+        self.kept = kept = named_part(name, lin.theta.device)
         state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
         if isinstance(fisher, DrawnInPassing):
@@ -157,7 +137,7 @@ class SummedWalk:
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
         """The groups that were not added up before; `sums` is what has been, whenever some points are done."""
-        if self.kept.result is not None:
+        if self.kept.done:
             return
         # A run that goes on does not score what an earlier one did, and must end with the same bits.
         walk = self.lin.passes if self.kept else self.lin
@@ -177,7 +157,7 @@ def _warn_of_diagonals(lin: Linearization, blocks: Iterable[Block]) -> None:
             f"({len(block.positions):,}): they get the exact diagonal of their block alone; use "
             "co.GGN(lin) where that is too crude.",
             NoFactors,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -230,12 +210,10 @@ def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) 
 
 
 @torch.no_grad()
-def eigenvalue_corrected(
-    lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock], kept: Checkpoint = NOTHING
-) -> list[Operator]:
+def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Iterable[KroneckerBlock]) -> list[Operator]:
     """The blocks with exact second moments on the diagonal of each Kronecker eigenbasis: a second walk over data."""
     operators = {block.names: block.operator for block in blocks}
-    walk = SummedWalk(lin, fisher, kept)
+    walk = SummedWalk(lin, fisher, "second moments")
     factored = {names: found for names, found in operators.items() if isinstance(found, Kronecker)}
     if walk.sums is None:
         decompose(factored.values(), lin.passes.progress)

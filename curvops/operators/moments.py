@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +116,7 @@ def embedding_squares(
     return total.mT.unsqueeze(0)
 
 
+@dataclass(eq=False)
 class OuterSum:
     """Σ side ⊗ side over all dimensions of (*m, g, t, p) but g and the last, (g, p, p), as it is added up.
 
@@ -126,21 +127,9 @@ class OuterSum:
     in that dtype.
     """
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None  # on and above the diagonal
-        self.rows: list[Tensor] = []
-        self.count = 0
-
-    def state(self) -> dict[str, Any]:
-        """What was added up so far."""
-        return {"total": self.total, "rows": self.rows, "count": self.count}
-
-    @classmethod
-    def recalled(cls, state: Mapping[str, Any]) -> OuterSum:
-        """The sum of this state."""
-        found = cls()
-        found.total, found.rows, found.count = state["total"], list(state["rows"]), state["count"]
-        return found
+    total: Tensor | None = None  # on and above the diagonal
+    rows: list[Tensor] = field(default_factory=list)
+    count: int = 0
 
     def add(self, side: Float[Tensor, "*m g t p"]) -> None:
         """Read in the order in which the side lies in memory."""

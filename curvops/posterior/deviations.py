@@ -6,10 +6,9 @@ points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer,
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +16,11 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.checkpoint import current
 from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
@@ -156,10 +154,10 @@ def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
     return given if isinstance(given, StochasticDescent) else StochasticDescent() if method == "sgd" else method
 
 
-def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, kept: Checkpoint = NOTHING) -> Deviations:
+def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float) -> Deviations:
     """The draws, at temperature 1; failures come back as reasons. "cg" and closed forms have gradients in P."""
     chosen = chosen_method(method, systems)
-    if kept and recorded(systems.precision.representation()):
+    if current() and recorded(systems.precision.representation()):
         raise ValueError(
             "a checkpoint keeps no gradient, and the prior precision or the noise requires one: detach it, or leave "
             "checkpoint out."
@@ -167,14 +165,14 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float, ke
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
     width, beside = systems.at_a_time
-    if kept or width >= systems.count or recorded(systems.precision.representation()):
-        return _together(systems, chosen, x0, rtol, kept)
+    if current() or width >= systems.count or recorded(systems.precision.representation()):
+        return _together(systems, chosen, x0, rtol)
     draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
         part = systems.columns[start : start + width]
         with held_in(systems.memories, beside):
             guess = None if x0 is None else x0[:, start : start + width]
-            each = _together(replace(systems, columns=part), chosen, guess, rtol, kept)
+            each = _together(replace(systems, columns=part), chosen, guess, rtol)
         place = draws[start : start + len(part)].copy_(each.draws)
         found.append(replace(each, draws=place))  # its own are freed
     return joined(draws, found)
@@ -192,17 +190,16 @@ def joined(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
     )
 
 
-def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Deviations:
+def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
     if chosen == "cg":
-        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol, kept))
+        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol))
     with torch.no_grad():
         if chosen == "dual":
-            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol, kept))
+            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol))
         root = systems.root
         assert root is not None and isinstance(chosen, StochasticDescent)
         prior, points = systems.of_prior(), systems.of_points(root)
-        place = Checkpoint(kept.part("descent"), "stochastic gradient descent", dict, prior.device)
-        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise, place)
+        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise)
         return _deviations(systems, "sgd", found)
 
 
@@ -210,16 +207,6 @@ def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:
     return Deviations(
         found.x.mT, systems.noise, method, found.reasons, found.relative_residuals, found.matvecs, found.history
     )
-
-
-def record_of_deviations(found: Deviations) -> dict[str, Any]:
-    """The result as plain values and tensors."""
-    return record_of_result(found) | {"noise": asdict(found.noise)}
-
-
-def recorded_deviations(record: Mapping[str, Any]) -> Deviations:
-    """The result of such a record."""
-    return recorded_result(Deviations, {**record, "noise": Noise(**record["noise"])})
 
 
 def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
@@ -232,11 +219,11 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
     return Deviations(drawn.mT, noise, "closed form", (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
 
 
-def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Solution:
+def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
     if not recorded(P.representation()) and not P.promises().small and P._closed_form() is None:
-        M, spent = systems.preconditioner(P, systems.count, checkpoint=kept.part("preconditioner"))
-        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0, checkpoint=kept.part("solve"))
+        M, spent = systems.preconditioner(P, systems.count)
+        found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
         return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
     with torch.no_grad():
@@ -247,7 +234,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float, kept: Che
     return Solution(z, reasons, residuals <= rtol, residuals, none, 1, matvecs, residuals.unsqueeze(0))
 
 
-def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float, kept: Checkpoint) -> Solution:
+def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     """z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
 
     The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
@@ -262,11 +249,10 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float, kept: C
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
-    M, sketched = systems.preconditioner(dual, systems.count, A, checkpoint=kept.part("preconditioner"))
+    M, sketched = systems.preconditioner(dual, systems.count, A)
     spent += sketched
-    for turn in itertools.count():
-        place = kept.part(f"solve-{turn}")
-        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess, checkpoint=place)
+    while True:
+        found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
         z = start + inverse.unsqueeze(-1) * S._matmul(found.x)
         residuals = _relative(right - systems.precision._matmul(z), right)
         spent += found.matvecs + 2 * systems.count

@@ -12,14 +12,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, digest
+from curvops.checkpoint import NOTHING, Checkpoint, current, named_part
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
 from curvops.linalg.core.vectors import describe
@@ -76,14 +75,14 @@ class FormedKernel:
         """K = J Jᵀ, formed once."""
         return self._formed(NOTHING)
 
-    def keep_in(self, place: Path) -> None:
-        """Take K from this folder, or form it now and keep it there, as far as it came."""
-
-        def problem() -> dict[str, Any]:
-            return {"the points": self.lin.num_data, "the weights": digest([self.lin.theta])}
-
-        kept, known = Checkpoint(place, "J Jᵀ", problem, self.lin.theta.device), self.__dict__.get("kernel")
-        if kept.result is None:
+    def keep(self) -> None:
+        """In a run with a checkpoint: take K from that, or form it now and keep it there, as far as it came."""
+        run = current()
+        if not run or run.held.get("kernel") is self:
+            return
+        run.held["kernel"] = self
+        kept, known = named_part("kernel", self.lin.theta.device), self.__dict__.get("kernel")
+        if not kept.done:
             self.kernel = self._formed(kept) if known is None else known
             kept.finish(self.kernel.to(self.lin.theta))
         elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, digest, seed_of
+from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_flag, checked_number
 from curvops.linalg import Estimate
 from curvops.linalg.core.same_matrix import problem_of
@@ -37,21 +37,19 @@ from curvops.posterior.deviations import (
     Systems,
     deviations,
     raise_if_failed,
-    record_of_deviations,
-    recorded_deviations,
     tempered,
 )
 from curvops.posterior.evidence_parts import Evidence
 from curvops.posterior.formed_kernel import GRADIENTS_A_SOLVE, MOST_GRADIENTS
 from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.linear_mode import LinearMode, linear_mode
+from curvops.posterior.linear_mode import LinearMode, linear_mode, problem_of_mode
 from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
 from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
-from curvops.storage import folder_of
+from curvops.records import from_record
 
 # A gradient of the log posterior above this share of the prior's own is not a mode's.
 MODE_TOLERANCE = 0.1
@@ -155,6 +153,7 @@ class Laplace(GaussianWeights):
             )
         return float(noise.detach())
 
+    @resumable
     def deviations(
         self,
         k: int,
@@ -206,31 +205,20 @@ class Laplace(GaussianWeights):
         check_accuracy(rtol, generator)
         self.shared.terms.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
-        given = noise
-        seed = None if checkpoint is None or given is not None else seed_of(generator)  # before it is drawn from
-        if noise is None:
-            noise = Noise.drawn(self.lin, k, generator)
-        elif not isinstance(noise, Noise):
+        if isinstance(noise, Noise):
+            noise.require_of(self.lin, k)
+        elif noise is not None:
             raise TypeError(f"noise must be the `noise` of earlier deviations, got {type(noise).__name__}.")
-        noise.require_of(self.lin, k)
 
         def problem() -> dict[str, Any]:
-            return {
-                **problem_of(self.precision),
-                "the temperature": self.temperature,
-                "k": k,
-                "the method": repr(method),
-                "rtol": float(rtol),
-                "the noise": None if given is None else repr(given),
-                "x0": None if x0 is None else digest([x0]),
-                "the seed": seed,
-            }
+            return problem_of(self.precision) | {"the temperature": self.temperature}
 
-        kept = Checkpoint(checkpoint, "deviations", problem, self.mean.device)
-        if kept.result is not None:
-            return recorded_deviations(kept.outcome)
-        known = kept.also("noise", partial(asdict, noise))
-        noise = noise if known is None else Noise(**known)
+        kept = begin("deviations", checkpoint, problem, self.mean.device, parts=True)
+        noise = Noise.drawn(self.lin, k, generator) if noise is None else noise
+        if kept.done:
+            return kept.result(Deviations)
+        known = kept.also("noise", lambda: noise)
+        noise = noise if known is None else from_record(Noise, known)
         kept.save(dict, now=True)
         if start is not None and self.temperature != 1:
             start = start / math.sqrt(self.temperature)
@@ -238,15 +226,14 @@ class Laplace(GaussianWeights):
         precision = solving.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
         memories = frozenset((self.lin.memory,))
         most = GRADIENTS_A_SOLVE * k if method is None else MOST_GRADIENTS if method == "dual" else 0.0
-        formed = solving.solving_kernel(self.prior.diagonal, most, kept.part("kernel")) is not None
+        formed = solving.solving_kernel(self.prior.diagonal, most) is not None
         systems = Systems(
             precision, self.curvature, self.prior, noise, range(k), solving.preconditioner, memories, formed
         )
-        found = raise_if_failed(deviations(systems, method, start, float(rtol), kept), float(rtol))
-        found = dataclasses.replace(found, draws=tempered(found.draws, self.temperature))
-        kept.finish(record_of_deviations(found) if kept else None)
-        return found
+        found = raise_if_failed(deviations(systems, method, start, float(rtol)), float(rtol))
+        return kept.finish(dataclasses.replace(found, draws=tempered(found.draws, self.temperature)))
 
+    @resumable
     def linear_mode(
         self,
         x0: Float[Tensor, " D"] | None = None,
@@ -282,9 +269,12 @@ class Laplace(GaussianWeights):
         lins = self.shared.terms.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         ours = is_psd(self.curvature) and self.precision._closed_form() is None
-        # What is formed is asked for when it is needed: not where a checkpoint keeps the result.
-        place = None if checkpoint is None else folder_of(checkpoint) / "kernel"
-        formed = cache(partial(self.shared.solving.solving_kernel, self.prior.diagonal, place=place))
+        power, most = self.shared.terms.power, checked_count(maxiter)
+        problem = partial(problem_of_mode, lins, self.prior, power)
+        kept = begin("linear_mode", checkpoint, problem, self.mean.device, parts=True)
+        if kept.done:
+            return kept.result(LinearMode)
+        formed = partial(self.shared.solving.solving_kernel, self.prior.diagonal)
 
         def begun() -> tuple[Tensor, int] | None:
             kernel = formed()
@@ -292,15 +282,14 @@ class Laplace(GaussianWeights):
                 return None
             return kernel.mode(float(self.prior.precision.detach()), self.prior_mean, 0.01 * rtol)
 
-        def sketch(columns: int, checkpoint: Any = None) -> tuple[Any, int]:
+        def sketch(columns: int) -> tuple[Any, int]:
             kernel = formed()
             if kernel is None:
-                return self.shared.solving.preconditioner(self.precision, columns, checkpoint=checkpoint)
+                return self.shared.solving.preconditioner(self.precision, columns)
             return kernel.inverse_of_weights(float(self.prior.precision.detach())), 0
 
         made = sketch if ours else None
-        power, most = self.shared.terms.power, checked_count(maxiter)
-        return linear_mode(lins, self.prior, start, float(rtol), most, made, checkpoint, begun, power)
+        return kept.finish(linear_mode(lins, self.prior, start, float(rtol), most, made, begun, power))
 
     def _require_gradients(self) -> None:
         self.shared.terms.require_gradients()

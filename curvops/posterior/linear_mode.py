@@ -17,13 +17,12 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, digest
+from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.network.likelihoods import Gaussian
-from curvops.operators import Linearization
+from curvops.operators import GGN, Linearization
 from curvops.operators.displaced_ggn import DisplacedGGN, pushed
 from curvops.posterior.priors import Prior
 
@@ -120,29 +119,20 @@ def linear_mode(
     rtol: float,
     maxiter: int,
     preconditioner: Callable[..., tuple[Any, int]] | None = None,
-    checkpoint: Place | None = None,
     begun: Callable[[], tuple[Tensor, int] | None] = lambda: None,
     power: float = 1.0,
 ) -> LinearMode:
     """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one.
 
     `begun` may find weights nearer to it, with the products that it took; it is asked once in a run. `power` is that of
-    a tempered likelihood.
+    a tempered likelihood. The run in force keeps the steps.
     """
-    theta = lins[0].theta
-    for lin in lins if checkpoint is not None else ():
+    kept, theta = current(), lins[0].theta
+    for lin in lins if kept else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
     at = partial(_LinearModel, lins, prior, power)
     model = at(torch.zeros_like(theta) if start is None else start - theta)
     matvecs, steps, reason = 2, 0, Reason.CONVERGED
-    asked = {"rtol": rtol, "maxiter": maxiter, "the start": None if start is None else digest([start])}
-
-    def problem() -> dict[str, Any]:
-        return problem_of(model.precision()) | asked | {"the prior's mean": digest([prior.mean])}
-
-    kept = Checkpoint(checkpoint, "linear mode", problem, theta.device)
-    if kept.result is not None:
-        return recorded_result(LinearMode, kept.outcome)
     if kept.state is None:
         if (near := begun()) is not None:
             model, matvecs = at(near[0] - theta), matvecs + near[1] + 2
@@ -150,8 +140,7 @@ def linear_mode(
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = at(delta)
-    if kept and preconditioner is not None:  # read from the folder once, not in each step
-        preconditioner = cache(partial(preconditioner, checkpoint=kept.part("preconditioner")))
+    made = None if preconditioner is None else cache(preconditioner) if kept else preconditioner  # of all steps
     while model.relative > rtol:
         if steps == maxiter:
             reason = Reason.ITERATION_LIMIT
@@ -160,12 +149,13 @@ def linear_mode(
         # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
         worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        if preconditioner is None:
-            M, spent = precision.preconditioner(1, checkpoint=kept.part(f"preconditioner-{steps}")), 0
+        if made is None:
+            M, spent = precision.preconditioner(1), 0
         else:
-            M, spent = preconditioner(1)
+            with kept.naming("preconditioner"):
+                M, spent = made(1)
             spent = 0 if kept and steps else spent
-        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal, checkpoint=kept.part(f"solve-{steps}"))
+        found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
         found.raise_if_failed(goal, REMEDIES)
         moved, length = _searched(lins, model, found.x)
         matvecs, steps = matvecs + found.matvecs + spent + 2, steps + 1
@@ -184,9 +174,15 @@ def linear_mode(
             break
         kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})  # noqa: B023
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
-    mode = LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
-    kept.finish(record_of_result(mode))
-    return mode
+    return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
+
+
+def problem_of_mode(lins: Sequence[Linearization], prior: Prior, power: float) -> dict[str, Any]:
+    """What a checkpoint keeps of it, by name."""
+    total: LinearOperator = GGN(lins[0])
+    for lin in lins[1:]:
+        total = total + GGN(lin)
+    return problem_of(prior.plus(total)) | {"the prior's mean": digest([prior.mean]), "the power": power}
 
 
 def _quadratic(lins: Sequence[Linearization]) -> bool:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place
+from curvops.checkpoint import current
 from curvops.linalg import Damped
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
 from curvops.linalg.core.memory import keep
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
@@ -24,6 +22,7 @@ from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
 from curvops.operators.formed import Formed
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel
 from curvops.posterior.spectrum import Spectrum
+from curvops.records import from_record
 
 PRODUCTS_A_SOLVE = 8
 """What a right-hand side of a block solve takes at least: from D / 8 of them on, D products form the whole matrix."""
@@ -62,11 +61,9 @@ class Solving:
                 self._kept = Tools(era)
             return self._kept
 
-    def solving_kernel(
-        self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS, place: Path | None = None
-    ) -> FormedKernel | None:
+    def solving_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
         """`Spectrum.formed_kernel` where its rounding leaves it fit to solve under this prior."""
-        found = self._spectrum.formed_kernel(prior, most_gradients, place)
+        found = self._spectrum.formed_kernel(prior, most_gradients)
         return found if found is not None and prior is not None and found.resolves(float(prior.detach())) else None
 
     def for_columns(self, precision: Any, columns: int, further: bool = False) -> Any:
@@ -100,22 +97,21 @@ class Solving:
         precision: Any,
         columns: int,
         prior: Tensor | None = None,
-        checkpoint: Place | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Any, int]:
         """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
 
         A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to
         a third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With `prior`, its diagonal,
-        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. With
-        a `checkpoint` it is the one of that folder, whatever was sketched before. A new one is drawn from `generator`.
+        P is I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a
+        run with a checkpoint it is the one of that, whatever was sketched before. A new one is drawn from `generator`.
         """
         generator = generator or self._generator
         if (kernel := self.solving_kernel(prior)) is not None:
             assert prior is not None
             return kernel.inverse(float(prior)), 0
-        if checkpoint is not None:
-            made = precision.preconditioner(columns, generator, checkpoint=checkpoint)
+        if current():
+            made = precision.preconditioner(columns, generator)
             return made, 0 if made is None else made.matvecs
         if not isinstance(precision, Damped) or recorded(precision.representation()) or precision.shift.ndim > 1:
             return precision.preconditioner(columns, generator), 0
@@ -140,14 +136,14 @@ class Solving:
         sketches = {}
         for space, (of, columns, made) in self._found.sketches.items():
             scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
-            sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": record_of_result(inner)}
+            sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": inner}
         return sketches
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Take the sketches that were made for the same curvature."""
         found = self._found
         for space, each in state.items():
-            inner: Any = recorded_result(LowRankPreconditioner, each["inner"])
+            inner: Any = from_record(LowRankPreconditioner, each["inner"])
             keep(self._terms.curvature, inner, inner.U.nbytes)
             made = inner if each["scale"] is None else ScaledPreconditioner(each["scale"], inner)
             found.sketches[space] = each["of"], each["columns"], made

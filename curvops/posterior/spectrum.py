@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from curvops.linalg import (
     trace,
 )
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
@@ -37,6 +35,7 @@ from curvops.operators.formed import Formed
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel, fits
 from curvops.posterior.likelihood_terms import LikelihoodTerms
 from curvops.posterior.priors import Prior
+from curvops.records import from_record
 
 # An evidence is worth no more products: past them the error bar is what it is, and the estimate's reason says so.
 MOST_MATVECS = 4000
@@ -139,21 +138,18 @@ class Spectrum:
                 kept.lowest = float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
             return kept.lowest
 
-    def formed_kernel(
-        self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS, place: Path | None = None
-    ) -> FormedKernel | None:
+    def formed_kernel(self, prior: Tensor | None, most_gradients: float = MOST_GRADIENTS) -> FormedKernel | None:
         """That of the training points, where the prior is scalar and it costs no more than so many gradients.
 
-        It does not depend on what was asked before, so that equal seeds go on to make equal draws. `place` is a folder
-        that keeps J Jᵀ.
+        It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a
+        checkpoint keeps J Jᵀ.
         """
         if prior is None or prior.ndim or not fits(self._curvature, self._lin, most_gradients):
             return None
         with self.terms.lock:
             found = self._found
             found.kernel = found.kernel or FormedKernel(self._lin)
-            if place is not None:
-                found.kernel.keep_in(place)
+            found.kernel.keep()
             return found.kernel
 
     def formed(self, base: LinearOperator) -> Formed | None:
@@ -390,13 +386,13 @@ class Spectrum:
     def state(self) -> list[Any] | None:
         """The quadrature that was prepared, as plain values and tensors."""
         known = self._found.range
-        return None if known is None else [*known[:2], record_of_result(known[2])]
+        return None if known is None else list(known)
 
     def recall(self, state: list[Any] | None) -> None:
         """Take the quadrature that was prepared for the same curvature."""
         if state is not None:
             smallest, rtol, record = state
-            self._found.range = smallest, rtol, recorded_result(SpectralQuadrature, record)
+            self._found.range = smallest, rtol, from_record(SpectralQuadrature, record)
 
 
 def _within_rounding(value: Tensor, error: Tensor | float, rtol: float, matvecs: int = 0) -> Estimate:

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.checkpoint import Checkpoint, named_part
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvature_root import CurvatureRoot
 from curvops.posterior.noise import Noise
@@ -85,11 +84,11 @@ class StochasticDescent:
         x0: Float[Tensor, "D k"] | None,
         rtol: float,
         noise: Noise,
-        kept: Checkpoint = NOTHING,
     ) -> Solution:
         """The minimiser for each column: `of_prior` is Aθ⁰, `points` ε. A checkpoint is written after epochs."""
-        if kept.result is not None:
-            return recorded_result(Solution, kept.outcome)
+        kept = named_part("descent", of_prior.device)
+        if kept.done:
+            return kept.result(Solution)
         right = of_prior + root._matmul(points)
         generator = kept.source("generator", noise.generator("cpu"), torch.device("cpu"))
         assert generator is not None
@@ -115,8 +114,7 @@ class StochasticDescent:
                         ) from None
                     known, halvings, step = None, halvings + 1, step / 2
                 else:
-                    kept.finish(record_of_result(found))
-                    return found
+                    return kept.finish(found)
         raise Diverged(f"no step from {longest:.2g} down to {step:.2g} converges; use method='cg'.")
 
 

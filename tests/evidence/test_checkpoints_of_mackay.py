@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.core.result_record import record_of_result
 from curvops.posterior import spectrum
+from curvops.records import record_of
 from tests.linalg.interrupted import Killed, equal
 
 DOUBLE = torch.float64
@@ -27,7 +27,7 @@ def tuned(folder, post=None, seed=0, draws=False, **options):
     options = {"samples": 3, "steps": 4, "prior": "layer"} | options
     found = co.evidence.mackay(post or setting(), generator=generator, checkpoint=folder, **options)
     how = found.tuning
-    record = [found.prior_precision, [record_of_result(step) for step in how.steps], how.ending.name, how.targets]
+    record = [found.prior_precision, [record_of(step) for step in how.steps], how.ending.name, how.targets]
     return [*record, found.deviations(2, generator=torch.Generator().manual_seed(1)).draws if draws else None]
 
 
@@ -68,7 +68,7 @@ def test_another_run_is_refused_by_name(tmp_path, annotations_unchecked):
         "samples": lambda: tuned(tmp_path, steps=1, samples=2),
         "prior": lambda: tuned(tmp_path, steps=1, prior="g"),
         "update": lambda: tuned(tmp_path, steps=1, update="em"),
-        "the seed": lambda: tuned(tmp_path, steps=1, seed=1),
+        "generator": lambda: tuned(tmp_path, steps=1, seed=1),
         "the data": lambda: tuned(tmp_path, setting(shift=0.1), steps=1),
         "the prior's mean": lambda: tuned(tmp_path, setting(mean=0.1), steps=1),
     }.items():

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.core.result_record import record_of_result
-from curvops.posterior.deviations import record_of_deviations
+from curvops.records import record_of
 from tests.linalg.interrupted import Killed, equal
 
 
@@ -26,18 +25,18 @@ def setting(prior=0.05, points=40, shift=0.0, curvature=co.GGN):
 def draws(folder, method="cg", seed=0, **options):
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found = setting().deviations(3, method=method, rtol=1e-7, generator=generator, checkpoint=folder, **options)
-    return record_of_deviations(found)
+    return record_of(found)
 
 
 def descent(folder):
     """Ends at 30 %, before the last epoch."""
     post, generator = setting(), torch.Generator().manual_seed(0)
     options = co.StochasticDescent(batch_size=20, epochs=15)
-    return record_of_deviations(post.deviations(3, method=options, rtol=0.3, generator=generator, checkpoint=folder))
+    return record_of(post.deviations(3, method=options, rtol=0.3, generator=generator, checkpoint=folder))
 
 
 def mode(folder, curvature=co.GGN):
-    return record_of_result(setting(1.0, curvature=curvature).linear_mode(rtol=1e-4, checkpoint=folder))
+    return record_of(setting(1.0, curvature=curvature).linear_mode(rtol=1e-4, checkpoint=folder))
 
 
 RUNS = {
@@ -107,8 +106,8 @@ def test_another_posterior_is_refused_by_name(tmp_path, saved_at_each_step):
         "the data": lambda: setting(shift=0.1).deviations(2, method="cg", checkpoint=tmp_path),
         "k \\(2, here 3\\)": lambda: setting().deviations(3, method="cg", checkpoint=tmp_path),
         "rtol": lambda: setting().deviations(2, method="cg", rtol=1e-4, checkpoint=tmp_path),
-        "the method": lambda: setting().deviations(2, checkpoint=tmp_path),
-        "the noise": lambda: setting().deviations(2, found.noise, method="cg", checkpoint=tmp_path),
+        "method": lambda: setting().deviations(2, checkpoint=tmp_path),
+        "noise": lambda: setting().deviations(2, found.noise, method="cg", checkpoint=tmp_path),
     }.items():
         with pytest.raises(ValueError, match=f"another problem: what differs is .*{what}"):
             call()

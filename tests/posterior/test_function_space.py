@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.checkpoint import Checkpoint
+from curvops.checkpoint import Checkpoint, begin, resumable
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.gram_matrix import gram_matrix
@@ -155,7 +155,7 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_ste
     plain = Checkpoint.save
 
     def saved(self, *args, **options):
-        if self and self._about["algorithm"] == "J Jᵀ":
+        if self and self._about["algorithm"] == "kernel":
             state["left"], state["made"] = state["left"] - 1, state["made"] + 1
             if state["left"] < 0:
                 raise Killed
@@ -178,6 +178,13 @@ def test_a_kernel_that_was_half_formed_goes_on(what, tmp_path, saved_at_each_ste
         assert state["made"] == panels - kept
 
 
+@resumable
+def kept_in(checkpoint, kernel):
+    begin("test", checkpoint, dict, torch.device("cpu"), parts=True, kernel=None)
+    kernel.keep()
+    return kernel
+
+
 @pytest.mark.parametrize("first", [1, 2**20])
 @pytest.mark.parametrize("panels", [1, 2])
 def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at_each_step, monkeypatch):
@@ -196,10 +203,9 @@ def test_a_kernel_whose_data_are_cut_elsewhere(first, panels, tmp_path, saved_at
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Checkpoint, "save", ended)
-        FormedKernel(wide("classification")).keep_in(tmp_path / "K")
+        kept_in(tmp_path / "run", FormedKernel(wide("classification")))
     chunk["bytes"] = 2**20 // first
-    kernel = FormedKernel(wide("classification"))
-    kernel.keep_in(tmp_path / "K")
+    kernel = kept_in(tmp_path / "run", FormedKernel(wide("classification")))
     torch.testing.assert_close(kernel.kernel, whole, rtol=1e-12, atol=1e-12)
 
 
@@ -207,10 +213,10 @@ def test_the_kept_kernel_comes_before_another(tmp_path):
     """What a run began with is what it goes on with, and its spectrum too."""
     lin = wide("classification")
     kernel, other = FormedKernel(lin), FormedKernel(lin)
-    kernel.keep_in(tmp_path / "K")
+    kept_in(tmp_path / "run", kernel)
     other.kernel = 2 * kernel.kernel
     before = other.spectrum
-    other.keep_in(tmp_path / "K")
+    kept_in(tmp_path / "run", other)
     assert torch.equal(other.kernel, kernel.kernel)
     torch.testing.assert_close(before.values, 2 * other.spectrum.values, rtol=1e-10, atol=1e-10)
 

@@ -12,7 +12,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.checkpoint import Place
+from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import SOLVED, keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
@@ -175,7 +175,7 @@ class Damped(OfOne):
         if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
             return None
         with cache.lock:
-            if checkpoint is not None or not cache.columns or columns > 4 * cache.columns:
+            if checkpoint is not None or current() or not cache.columns or columns > 4 * cache.columns:
                 cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
                 cache.columns = columns
             return cache.preconditioner

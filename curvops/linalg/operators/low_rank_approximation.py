@@ -11,12 +11,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, resumable
 from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.cache import require_unrecorded
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.sources import sources_of
@@ -53,6 +52,7 @@ class RankTooLow(UserWarning):
     """A low-rank approximation ended before the accuracy or the rank asked for."""
 
 
+@resumable
 def low_rank(
     op: Matrix,
     rank: int | None = None,
@@ -104,32 +104,29 @@ def low_rank(
         raise ValueError(f"memory_budget={memory_budget} bytes; one vector of rank needs {least}.")
     if checkpoint is not None and method != "nystrom":
         raise ValueError(f'method={method!r} keeps no checkpoint; take method="nystrom".')
-    asked = {"rank": rank, "rtol": rtol, "the seed": seed_of(generator)}
-    kept = Checkpoint(checkpoint, "low_rank", lambda: problem_of(op) | asked, facts.device)
+    kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
     generator = kept.source("generator", apart(generator), facts.device)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:
         return aim is not None and check.passes(U, values, aim)
 
-    if kept.result is not None:
-        ended = kept.outcome
-        found, error = recorded_result(_Found, ended["found"]), recorded_result(Estimate, ended["error"])
-        _warn(found, error, aim, rank, ended["limit"])
-        return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
     approximate = _by_nystrom if method == "nystrom" else _by_lanczos
-    with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
-        probes = PROBES
-        if memory_budget is None and room is not None:  # what is given is for the vectors kept, the network's for all
-            probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
-            room -= 2 * probes * vector_bytes(facts)
-        limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
-        probed = Probed(multiply, facts, generator)
-        check = _Check(probed, probes)
-        check.recall(kept.also("error", check.state))
-        found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied, kept)
-        error = check(found.vectors, found.values, found.matvecs)
-    kept.finish({"found": record_of_result(found), "error": record_of_result(error), "limit": limit})
-    _warn(found, error, aim, rank, limit)
+    if kept.done:
+        ended = kept.result(_Measured)
+    else:
+        with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
+            probes = PROBES
+            if memory_budget is None and room is not None:  # what is given is for the vectors kept, else it is for all
+                probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
+                room -= 2 * probes * vector_bytes(facts)
+            limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
+            probed = Probed(multiply, facts, generator)
+            check = _Check(probed, probes)
+            check.recall(kept.also("error", check.state))
+            found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied, kept)
+            ended = kept.finish(_Measured(found, check(found.vectors, found.values, found.matvecs), limit))
+    found, error = ended.found, ended.error
+    _warn(found, error, aim, rank, ended.limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
 
 
@@ -141,6 +138,15 @@ class _Found:
     values: Tensor
     matvecs: int
     ended: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """An approximation with its error, and the largest rank that it could have had."""
+
+    found: _Found
+    error: Estimate
+    limit: int
 
 
 def _by_nystrom(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, kept: Checkpoint) -> _Found:
@@ -262,5 +268,5 @@ def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, l
         f"low_rank ended at rank {r} with a relative error of {float(error.value):.2g} ± {float(error.stderr):.1g}"
         f"{'' if aim is None else f' (asked for {aim:g})'}: {cause}.",
         RankTooLow,
-        stacklevel=3,
+        stacklevel=4,
     )

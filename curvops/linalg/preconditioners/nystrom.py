@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, Place, seed_of
+from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
 from curvops.checks import check_limits
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
@@ -87,6 +86,7 @@ class Nystrom(Summarised):
         return found if V.ndim == 2 else found.squeeze(1)
 
 
+@resumable
 def nystrom(
     A: Matrix,
     rank: int | None = None,
@@ -122,19 +122,15 @@ def nystrom(
             raise ValueError(f"{name} must not be negative, got {value}.")
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
-    known, seed = is_known_psd(A), seed_of(generator)
-    asked = {"rank": rank, "shift": float(shift), "rhs": rhs, "max_rank": max_rank, "the seed": seed}
-    kept = Checkpoint(checkpoint, "nystrom", lambda: problem_of(A) | asked, facts.device)
+    kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
     source = kept.source("generator", apart(generator), facts.device)
-    if kept.result is not None:
-        return recorded_result(Nystrom, kept.outcome)
+    if kept.done:
+        return kept.result(Nystrom)
     with (
         at_work("nystrom", None if rank is None else limit, progress, A),
         probing(A, source, Limits(memory=memory_budget)) as probed,
     ):
-        found = grow(probed, rank, limit, float(shift), rhs, known_psd=known, kept=kept)
-    kept.finish(record_of_result(found))
-    return found
+        return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_known_psd(A), kept=kept))
 
 
 def grow(

@@ -14,24 +14,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, Place
+from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Reason, Solution
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
     as_block,
-    as_columns,
     axpy,
     columns,
     combine,
@@ -56,6 +53,7 @@ from curvops.linalg.solvers.systems import (
 )
 from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, looked_at
 from curvops.progress import Progress
+from curvops.records import from_record, restore, state_of
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
@@ -70,6 +68,7 @@ DRIFT = 0.1
 """The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
 
 
+@resumable
 def cg(
     A: Matrix,
     B: Shaped[Vectors, "n *K"],
@@ -128,10 +127,9 @@ def cg(
     if checkpoint is not None and refine is not False:
         raise ValueError(f"cg keeps no checkpoint of iterative refinement: leave checkpoint or refine={refine} out.")
     most = iterations_allowed(facts.rows, maxiter)
-    asked = {"rtol": float(rtol), "maxiter": maxiter, "block": block}
-    kept = Checkpoint(checkpoint, "cg", lambda: problem_of(A) | asked | _sides(B, x0), facts.device)
-    if kept.result is not None:
-        return recorded_result(Solution, kept.outcome)
+    kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, parts=refine is False)
+    if kept.done:
+        return kept.result(Solution)
     B, x0 = kept.also("right-hand sides", lambda: [B, x0]) or (B, x0)
     apply = applied(preconditioner)
 
@@ -139,8 +137,7 @@ def cg(
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         if refine is False:
-            place = kept.part(f"columns-{sum(done)}-{part.shape[1]}")
-            found = _solve(A, apply, block, part, start, float(rtol), most, callback, place)
+            found = _solve(A, apply, block, part, start, float(rtol), most, callback, sum(done))
             done.append(part.shape[1])
             return found
         low = facts.dtype if refine is True else refine
@@ -148,17 +145,7 @@ def cg(
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, float(rtol), most, callback)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    found = solved("cg", solve, A, B, x0, vectors, memory_budget, progress, kept)
-    kept.finish(record_of_result(found))
-    return found
-
-
-def _sides(B: Vectors, x0: Vectors | None) -> dict[str, Any]:
-    """What tells right-hand sides and initial guesses from others, in a few numbers."""
-    return {
-        name: None if V is None else torch.cat([norm(as_columns(V)), as_columns(V)[:64].double().sum(0)])
-        for name, V in (("the right-hand sides", B), ("x0", x0))
-    }
+    return kept.finish(solved("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
@@ -175,21 +162,19 @@ def _solve(
     rtol: float,
     maxiter: int,
     callback: Callback | None,
-    place: Path | None = None,
+    first: int = 0,
 ) -> Solution:
-    """Iterate on columns of unit norm."""
-    kept = Checkpoint(place, "cg of a block", dict, B.device)
-    if kept.result is not None:
-        return recorded_result(Solution, kept.outcome)
+    """Iterate on columns of unit norm, the first of them `first` among all."""
+    kept = named_part(f"columns-{first}-{B.shape[1]}", B.device)
+    if kept.done:
+        return kept.result(Solution)
     system = UnitSystems.of(B, X0, B)
     directions = (BlockDirections if block else ColumnDirections)(20 * torch.finfo(B.dtype).eps)
     run = ConjugateGradients(
         product(A), precondition, directions, system, X0 is not None, rtol, maxiter, callback, kept
     )
     run.solve()
-    found = system.solution(run.records)
-    kept.finish(record_of_result(found))
-    return found
+    return kept.finish(system.solution(run.records))
 
 
 class ConjugateGradients:
@@ -280,15 +265,13 @@ class ConjugateGradients:
 
     def state(self, step: Step, P: Vectors) -> dict[str, Any]:
         """What a run that goes on after this step, with these directions, needs."""
-        own = {name: getattr(self, name) for name in STATE}
-        return own | {"records": self.records.state(), "step": vars(step), "P": P}
+        return state_of(self, STATE) | {"records": self.records.state(), "step": step, "P": P}
 
     def recall(self, state: Mapping[str, Any]) -> tuple[Step, Vectors]:
         """Go on from there; returns the last step and the next directions."""
-        for name in STATE:
-            setattr(self, name, state[name])
+        restore(self, STATE, state)
         self.records.recall(state["records"])
-        self.last = Step(**state["step"])
+        self.last = from_record(Step, state["step"])
         return self.last, state["P"]
 
     def take_step(self, Q: Vectors) -> Step:

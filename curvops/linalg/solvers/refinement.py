@@ -25,6 +25,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
+from curvops.progress import as_step
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3
@@ -68,7 +69,7 @@ class Refinement:
                 break
             self.correct(todo, solver, rtol, maxiter)
             if callback is not None:
-                callback(self.iterations, self.history[-1])
+                as_step(0, callback, self.iterations, self.history[-1])
         return self.solution(rtol, self.iterations >= maxiter)
 
     def look(self, todo: Int[Tensor, " k"], rtol: float) -> Int[Tensor, " j"]:

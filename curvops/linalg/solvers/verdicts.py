@@ -13,7 +13,8 @@ from torch import Tensor
 
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, put
-from curvops.progress import remark, time_left
+from curvops.progress import as_step, remark, time_left
+from curvops.records import restore, state_of
 
 CHECK_EVERY = 50
 """Iterations between two looks at the true residual."""
@@ -90,12 +91,11 @@ class Records:
         """What a run that goes on needs."""
         reasons = {str(column): reason.name for column, reason in self.reasons.items()}
         history = torch.tensor(self.history, dtype=torch.float64)
-        return {name: getattr(self, name) for name in STATE} | {"reasons": reasons, "history": history}
+        return state_of(self, STATE) | {"reasons": reasons, "history": history}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        for name in STATE:
-            setattr(self, name, state[name])
+        restore(self, STATE, state)
         self.reasons = {int(column): Reason[name] for column, name in state["reasons"].items()}
         self.history = state["history"].tolist()
         self.begun = self.iteration, time.monotonic()
@@ -168,4 +168,4 @@ class Records:
         self.history.append(list(self.current))
         remark(self.outlook)
         if self.callback is not None:
-            self.callback(self.iteration, torch.tensor(self.current, dtype=torch.float64))
+            as_step(0, self.callback, self.iteration, torch.tensor(self.current, dtype=torch.float64))

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, digest, seed_of
+from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.memory import Multiply, working
-from curvops.linalg.core.result_record import record_of_result, recorded_result
 from curvops.linalg.core.results import Eigenpairs, Reason
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
@@ -49,6 +48,7 @@ MOST_COLUMNS = 512
 ROUNDING = 20
 
 
+@resumable
 def eigsh(
     A: Matrix,
     k: int,
@@ -111,21 +111,10 @@ def eigsh(
     n = facts.rows
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     _check(n, k, which, sigma)
-    asked = {
-        "k": k,
-        "which": which,
-        "sigma": None if sigma is None else float(sigma),
-        "rtol": float(rtol),
-        "block_size": block_size,
-        "maxiter": maxiter,
-        "max_matvecs": max_matvecs,
-        "the start": None if start is None else digest([start]),
-        "the seed": seed_of(generator),
-    }
-    kept = Checkpoint(checkpoint, "eigsh", lambda: problem_of(A) | asked, facts.device)
+    kept = begin("eigsh", checkpoint, lambda: problem_of(A), facts.device)
     generator = kept.source("generator", generator, facts.device)
-    if kept.result is not None:
-        return recorded_result(Eigenpairs, kept.outcome)
+    if kept.done:
+        return kept.result(Eigenpairs)
     wide = min(n, block_size) if start is None else start.shape[-1]
     narrow = wide if start is not None else 1
     with (
@@ -166,9 +155,7 @@ def eigsh(
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
         verdict = which, sigma, float(rtol), size, reason
-        found = _certified(vectors, values, residuals, *verdict, spent, search.history)
-    kept.finish(record_of_result(found))
-    return found
+        return kept.finish(_certified(vectors, values, residuals, *verdict, spent, search.history))
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:

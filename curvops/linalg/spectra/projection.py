@@ -14,9 +14,11 @@ from torch import Tensor
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import Vectors, as_block, norm, part
 from curvops.linalg.spectra.basis import Basis
+from curvops.records import restore, state_of
 
 # Directions of a residual below so many units of rounding are dropped.
 DROPPED = 10
+COUNTED = ("matvecs", "failure")
 
 
 class CountedProduct:
@@ -62,21 +64,14 @@ class Projection(ABC):
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs, the source of random directions left out."""
-        failure = self.multiply.failure
-        return {name: getattr(self, name) for name in self.STATE} | {
-            "basis": self.basis.columns,
-            "matvecs": self.multiply.matvecs,
-            "failure": None if failure is None else failure.name,
-        }
+        return state_of(self, self.STATE) | state_of(self.multiply, COUNTED) | {"basis": self.basis.columns}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        for name in self.STATE:
-            setattr(self, name, state[name])
+        restore(self, self.STATE, state)
+        restore(self.multiply, COUNTED, state)
         self.basis.width = 0
         self.basis.append(state["basis"])
-        self.multiply.matvecs = state["matvecs"]
-        self.multiply.failure = None if state["failure"] is None else Reason[state["failure"]]
 
     @abstractmethod
     def step(self) -> None:

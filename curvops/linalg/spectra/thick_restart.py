@@ -21,7 +21,8 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.linalg.core.results import Reason
 from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.spectra.projection import Projection
-from curvops.progress import remark
+from curvops.progress import as_step, remark
+from curvops.records import restore, state_of
 
 Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 
@@ -91,12 +92,11 @@ class Search:
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs."""
-        return {name: getattr(self, name) for name in STATE} | {"process": self.process.state()}
+        return state_of(self, STATE) | {"process": self.process.state()}
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        for name in STATE:
-            setattr(self, name, state[name])
+        restore(self, STATE, state)
         self.process.recall(state["process"])
 
     def run(self, random_start: bool) -> Reason:
@@ -159,7 +159,7 @@ class Search:
                 self.history = torch.cat([self.history, row.unsqueeze(0)])
             remark(lambda: f"residual {float(self._of_wanted().amax()):.1e}")
             if self.callback is not None:
-                self.callback(self.iteration, self._of_wanted())
+                as_step(0, self.callback, self.iteration, self._of_wanted())
             if process.complete or done():
                 return Reason.CONVERGED
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, digest, seed_of
+from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
 from curvops.progress import Progress, check_progress, shown
+from curvops.records import from_record
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.metric import OperatorMetric
 from curvops.sampling.core.schedules import Constant
@@ -23,6 +24,7 @@ from curvops.sampling.runs.feed import Feed, require_repeatable
 TRACES = ("log_posterior", "acceptance", "energy_error")
 
 
+@resumable
 def run(
     sampler: Any,
     start: Any,
@@ -79,26 +81,25 @@ def run(
     adaptation = _adaptation(sampler, target_acceptance, warmup)
     if isinstance(start, State) and generator is not None:
         raise ValueError("start is a state, which holds its own generators: leave generator out.")
-    seed = None if checkpoint is None else seed_of(generator)
+    random = digest([start.random]) if isinstance(start, State) else seed_of(generator)  # before it is drawn from
     state = start if isinstance(start, State) else sampler.init(start, generator)
     sampler._check_state(state)
     if checkpoint is not None:
         require_repeatable(batches)
 
     def problem() -> dict[str, Any]:
-        held = {f"the sampler's {name}": text for name, text in _options(sampler).items()}
-        random = digest([state.random]) if isinstance(start, State) else seed
-        plan = {"steps": steps, "warmup": warmup, "thin": thin, "target_acceptance": target_acceptance}
-        return {**plan, **held, "the start": digest([state.theta]), "the generator": random}
+        return {f"the sampler's {name}": text for name, text in _options(sampler).items()}
 
-    kept = Checkpoint(checkpoint, "a sampler", problem, state.theta.device)
-    known = kept.outcome if kept.result is not None else kept.state
+    told, theta = {"start": digest([state.theta]), "generator": random, "batches": None}, state.theta
+    kept = begin("a sampler", checkpoint, problem, theta.device, False, **told)
+    known = kept.outcome if kept.done else kept.state
     reached = _Reached.begun(sampler, state, steps // thin, steps, adaptation)
     if known is not None:
         reached = reached.restored(known)
-    if kept.result is None:
+    if not kept.done:
         reached = _taken(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
-        kept.finish(reached.record() if kept else None)
+        if kept:
+            kept.finish(reached.record())
     return reached.chain(sampler, thin)
 
 
@@ -142,15 +143,7 @@ class _Reached:
         """As plain values and tensors."""
         state = {f.name: getattr(self.state, f.name) for f in fields(self.state)}
         state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
-        adaptation = None if self.adaptation is None else list(astuple(self.adaptation))
-        return {
-            "done": self.done,
-            "state": state,
-            "draws": self.draws,
-            "traces": self.traces,
-            "adaptation": adaptation,
-            "position": self.position,
-        }
+        return vars(self) | {"state": state}
 
     def restored(self, record: Any) -> _Reached:
         """What a record holds, with this one's structure."""
@@ -159,10 +152,8 @@ class _Reached:
             name: _placed(value, device) if name not in ("step", "random") else value.cpu()
             for name, value in record["state"].items()
         }
-        adaptation = None if record["adaptation"] is None else StepSizeSearch(*record["adaptation"])
-        traces = {name: trace.to(device) for name, trace in record["traces"].items()}
-        state, draws = replace(self.state, **held), record["draws"].to(device)
-        return _Reached(record["done"], state, draws, traces, adaptation, record["position"])
+        moved = {name: _placed(record[name], device) for name in ("draws", "traces")}
+        return from_record(_Reached, {**record, **moved, "state": replace(self.state, **held)})
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
         """The result."""

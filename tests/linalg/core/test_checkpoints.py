@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.core.result_record import record_of_result
+from curvops.records import record_of
 from tests.linalg.interrupted import counted, equal, goes_on
 from tests.linalg.matrices import symmetric
 from tests.linalg.systems import right_hand_sides
@@ -21,20 +21,20 @@ def seeded(seed=1):
 
 
 def cg(A, folder, sides=B, **options):
-    return record_of_result(co.linalg.cg(A, sides, rtol=1e-6, checkpoint=folder, **options))
+    return record_of(co.linalg.cg(A, sides, rtol=1e-6, checkpoint=folder, **options))
 
 
 def eigsh(A, folder, **options):
-    return record_of_result(co.linalg.eigsh(A, rtol=1e-8, generator=seeded(), checkpoint=folder, **options))
+    return record_of(co.linalg.eigsh(A, rtol=1e-8, generator=seeded(), checkpoint=folder, **options))
 
 
 def low_rank(A, folder, **options):
     found = co.low_rank(A, generator=seeded(), checkpoint=folder, **options)
-    return [*found.representation(), record_of_result(found.error)]
+    return [*found.representation(), record_of(found.error)]
 
 
 def nystrom(A, folder, **options):
-    return record_of_result(co.linalg.nystrom(A, generator=seeded(), checkpoint=folder, **options))
+    return record_of(co.linalg.nystrom(A, generator=seeded(), checkpoint=folder, **options))
 
 
 RUNS = {
@@ -83,7 +83,7 @@ def test_another_problem_is_refused_by_name(tmp_path, saved_at_each_step):
         "the dtype": lambda: eigsh(CLUSTERED.float(), tmp_path, k=4),
         "k \\(4, here 5\\)": lambda: eigsh(CLUSTERED, tmp_path, k=5),
         "which": lambda: eigsh(CLUSTERED, tmp_path, k=4, which="smallest"),
-        "the seed": lambda: co.linalg.eigsh(CLUSTERED, 4, rtol=1e-8, checkpoint=tmp_path),
+        "generator": lambda: co.linalg.eigsh(CLUSTERED, 4, rtol=1e-8, checkpoint=tmp_path),
         "algorithm": lambda: low_rank(CLUSTERED, tmp_path, rank=4),
     }
     for what, call in refused.items():
@@ -94,7 +94,7 @@ def test_another_problem_is_refused_by_name(tmp_path, saved_at_each_step):
 def test_right_hand_sides_of_another_system_are_refused(tmp_path, saved_at_each_step):
     cg(SPREAD, tmp_path)
     for sides in (2 * B, B[:, :4], B[:, 0]):
-        with pytest.raises(ValueError, match="the right-hand sides"):
+        with pytest.raises(ValueError, match="differs is B"):
             cg(SPREAD, tmp_path, sides=sides)
     with pytest.raises(ValueError, match="x0"):
         cg(SPREAD, tmp_path, x0=torch.ones_like(B))
@@ -127,7 +127,7 @@ def test_a_source_of_random_numbers_ends_as_that_of_the_whole_run(tmp_path, save
 
 def test_without_a_generator_the_numbers_drawn_are_kept(tmp_path, saved_at_each_step):
     def run(A, folder):
-        return record_of_result(co.linalg.eigsh(A, 4, checkpoint=folder))
+        return record_of(co.linalg.eigsh(A, 4, checkpoint=folder))
 
     first, _ = goes_on(run, CLUSTERED, tmp_path, [4])
     torch.manual_seed(5)

@@ -1,0 +1,62 @@
+"""Dataclasses as plain values and tensors, and made again of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+Kind = TypeVar("Kind")
+
+
+def record_of(value: Any) -> Any:
+    """The value with dataclasses in it as mappings by field, members of enumerations and dtypes by name."""
+    if is_dataclass(value):
+        return {field.name: record_of(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {name: record_of(part) for name, part in value.items()}
+    return [record_of(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
+    """The dataclass of this kind with these fields, which its annotations say how to read."""
+    hints = _hints(kind)
+    return kind(**{name: _value(value, hints[name]) for name, value in record.items()})
+
+
+def state_of(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """These attributes by name."""
+    return {name: getattr(value, name) for name in names}
+
+
+def restore(value: Any, names: Iterable[str], record: Mapping[str, Any]) -> None:
+    """Set these attributes as a record has them."""
+    hints = _hints(type(value))
+    for name in names:
+        setattr(value, name, _value(record[name], hints.get(name)))
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def _value(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        container = tuple if get_origin(hint) is tuple else list
+        return container(_value(part, get_args(hint)[0]) if get_args(hint) else part for part in value)
+    for kind in (hint, *get_args(hint)):  # of a union the one that is no plain value
+        if isinstance(kind, type) and value is not None:
+            if issubclass(kind, Enum):
+                return kind[value]
+            if is_dataclass(kind):
+                return from_record(kind, value)
+            if issubclass(kind, torch.dtype):
+                return getattr(torch, value)
+    return value
