@@ -88,24 +88,22 @@ class Checkpoint:
         self._reached: Any = None
         self._ended: Any = None
         self._others: dict[str, Callable[[], Any]] = {}
-        self._device, self._took, self._told = device, 0.0, False
+        self._took, self._told = 0.0, False
         self._count, self._numbered, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
         """What objects keep in parts of it, by name."""
         if self.folder is None:
             return
-        self._about = {"algorithm": what} | dict(problem())
+        self._about = {"algorithm": what, **problem()}
         found = self._read()
         if found is not None:
             self._require_same(found["problem"])
             self._reached, self._ended = (_unpacked(found[name], device) for name in ("reached", "result"))
-        if self._reached is not None:
-            self._count = self._reached["parts"]
+            self._count = self._reached["parts"] if self._reached else 0
         if self._ended is None:
             self._write(self._reached, None)  # a folder that cannot be written is better known now
         self._saved = time.monotonic()
         self._due = self._saved + PAUSE
-        self._took = 0.0
 
     def __bool__(self) -> bool:
         return self.folder is not None
@@ -318,10 +316,10 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """What tells an argument from others: a plain value, or a few numbers of a tensor; a word of anything else."""
+    """What tells an argument from others: a plain value, a few numbers of a vector or a block, a word of the rest."""
     if isinstance(value, Tensor):
-        rows = value.detach().flatten(1) if value.ndim > 1 else value.detach().reshape(-1, 1)
-        return torch.cat([torch.linalg.vector_norm(rows.double(), dim=0), rows[:TOLD_ROWS].double().sum(0)]).cpu()
+        long = torch.atleast_1d(value.detach() if value.ndim < 2 or len(value) >= value.shape[1] else value.detach().mT)
+        return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
     if isinstance(value, torch.Generator):
         return seed_of(value)
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

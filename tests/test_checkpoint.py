@@ -9,8 +9,13 @@ import tempfile
 import pytest
 import torch
 
+import curvops as co
 from curvops import storage
-from curvops.checkpoint import Checkpoint, NotSaved
+from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, keep_no_steps, named_part, resumable
+from curvops.progress import aside
+from tests.linalg.interrupted import Killed
+
+CPU = torch.device("cpu")
 
 
 def test_saves_come_seldom_and_the_state_is_not_asked_for_between(tmp_path):
@@ -91,3 +96,137 @@ def test_a_disk_without_room_is_reported_at_the_start(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="40 are free") as raised:
         Checkpoint(tmp_path / "new", "test", dict)
     assert raised.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    storage.save(tmp_path, KIND, 1, {"problem": {"algorithm": "test"}, "reached": None, "result": None})
+    with pytest.raises(
+        ValueError, match="of an earlier curvops.* To begin anew, delete the folder or give another path"
+    ):
+        Checkpoint(tmp_path, "test")
+
+
+class Work:
+    """A run of three steps, each of two halves, and what is made once for all; it ends after so many halves."""
+
+    def __init__(self, left=99):
+        self.left, self.made = left, []
+
+    @resumable
+    def half(self, x, checkpoint=None):
+        kept = begin("half", checkpoint, dict, CPU)
+        assert not current()
+        if kept.done:
+            return kept.outcome
+        if not self.left:
+            raise Killed
+        self.left -= 1
+        self.made.append(x)
+        return kept.finish(x + 1)
+
+    @resumable
+    def whole(self, x, steps=3, checkpoint=None, generator=None):
+        kept = begin("whole", checkpoint, dict, CPU, parts=True)
+        if kept.done:
+            return kept.outcome
+        done, x = kept.state or (0, x)
+        for step in range(done + 1, steps + 1):
+            with current().naming("once"):
+                x = x + self.half(1)
+            x = self.half(10 * self.half(x))
+            kept.save(lambda: (step, x), now=step == 2)  # noqa: B023
+        return kept.finish(x)
+
+
+def folders(place):
+    return sorted(each.name for each in place.iterdir() if each.is_dir())
+
+
+@pytest.mark.parametrize("killed", range(8))
+def test_steps_find_their_own_part_of_a_run_that_goes_on(tmp_path, killed):
+    """Nothing is made twice, and what led to a state that was written is gone."""
+    plain = Work()
+    expected = plain.whole(1)
+    assert len(plain.made) == 9 and list(tmp_path.iterdir()) == []
+    first, second = Work(killed), Work()
+    if killed < 7:
+        with pytest.raises(Killed):
+            first.whole(1, checkpoint=tmp_path)
+        started = first.made[1:]
+        parts = len(started) if len(started) < 4 else len(started) - 4
+        assert len([name for name in folders(tmp_path) if name.startswith("half")]) == parts + 1 - (killed == 0)
+    assert second.whole(1, checkpoint=tmp_path) == expected and folders(tmp_path) == []
+    assert first.made + second.made == [1, *(x for x in plain.made if x != 1)] and len(first.made + second.made) == 7
+    assert Work(0).whole(1, checkpoint=tmp_path) == expected
+
+
+def test_a_step_with_a_folder_of_its_own_keeps_its_problem_there(tmp_path):
+    @resumable
+    def outer(work, checkpoint):
+        begin("outer", checkpoint, dict, CPU, parts=True)
+        return work.half(3, checkpoint=tmp_path / "inner")
+
+    assert outer(Work(), checkpoint=tmp_path / "outer") == 4 and folders(tmp_path / "outer") == []
+    assert outer(Work(0), checkpoint=None) == 4
+    with pytest.raises(ValueError, match=r"what differs is x \(3, here 4\)"):
+        Work().half(4, checkpoint=tmp_path / "inner")
+
+
+def test_what_is_done_aside_keeps_nothing(tmp_path):
+    @resumable
+    def outer(work, checkpoint):
+        begin("outer", checkpoint, dict, CPU, parts=True)
+        found = [aside(work.half)(1), aside(lambda: bool(named_part("x", CPU)))()]
+        keep_no_steps()
+        return [*found, work.half(2)]
+
+    assert outer(Work(), checkpoint=tmp_path) == [2, False, 3] and folders(tmp_path) == [] and not current()
+
+
+def test_an_error_ends_what_is_in_force(tmp_path):
+    with pytest.raises(Killed):
+        Work(0).whole(1, checkpoint=tmp_path)
+    assert not current()
+
+
+def test_preconditioners_and_callbacks_of_a_solve_keep_nothing(tmp_path, saved_at_each_step, monkeypatch):
+    A, seen, plain = torch.diag(torch.arange(1.0, 9.0).double()), set(), storage.save
+    monkeypatch.setattr(storage, "save", lambda path, *rest: seen.add(path) or plain(path, *rest))
+    options = {
+        "preconditioner": lambda V: co.linalg.cg(A, V, rtol=0.1).x,
+        "callback": lambda *_: co.linalg.nystrom(A, 2),
+    }
+    found = co.linalg.cg(A, torch.ones(8, 2).double(), checkpoint=tmp_path, **options)
+    assert found.accepted and seen == {tmp_path, tmp_path / "columns-0-2"}
+
+
+def test_a_user_s_solver_inside_keeps_nothing(tmp_path):
+    def solver(A, B, **options):
+        return co.linalg.cg(A @ A, A @ B, **options)
+
+    A = torch.diag(torch.arange(1.0, 9.0).double())
+    co.linalg.eigsh(A, 2, "interior", sigma=3.2, solver=solver, checkpoint=tmp_path)
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1), (1, 8)])
+def test_arguments_of_other_shapes_or_numbers_are_another_problem(tmp_path, shape):
+    work = Work()
+    x = torch.arange(8.0).double()
+    work.half(x, checkpoint=tmp_path)
+    assert torch.equal(work.half(x * (1 + 1e-10), checkpoint=tmp_path), x + 1)
+    if shape != (8,):
+        with pytest.raises(ValueError, match="what differs is x"):
+            work.half(x.view(shape), checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="what differs is x"):
+        work.half(x * 1.1, checkpoint=tmp_path)
+
+
+def test_a_source_of_numbers_is_told_by_its_state_and_a_function_not_at_all(tmp_path):
+    seeded, work = torch.Generator().manual_seed(0), Work()
+    work.whole(1, checkpoint=tmp_path / "seed", generator=seeded)
+    work.whole(1, checkpoint=tmp_path / "seed", generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="what differs is generator"):
+        work.whole(1, checkpoint=tmp_path / "seed", generator=torch.Generator().manual_seed(1))
+    for function in (lambda: 1, lambda: 2):
+        work.whole(1, checkpoint=tmp_path / "function", generator=function)
