@@ -23,6 +23,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops import checkpoint
+from curvops.cli.demo.network import linear_layers
 from curvops.records import record_of
 
 KILLS = 20

@@ -5,10 +5,10 @@ what an earlier run reached or ended with, and calls `save` at each of its steps
 comes at most every `PAUSE` seconds, and so seldom that saves take no more than `SHARE` of the run. Folders are those of
 `storage`: whole, whenever the process is killed.
 
-Of a run with `parts` each resumable function that it calls keeps what it reaches in a folder inside, without being told
-so: as known to it as progress is. Such parts are numbered in the order of the run, which goes on counting where it was
-saved; they go when the state after them is written. What is done `aside` (products, preconditioners, callbacks) keeps
-nothing.
+In a run with `parts` each resumable function that it calls keeps what it reaches in a folder inside: the run is in
+force for it, as progress is, without an argument. Such parts are numbered in the order of the run, which goes on
+counting where it was saved; they go when the state after them is written. What is done `aside` (products,
+preconditioners, callbacks) keeps nothing.
 
 What is stored says of which problem it is, by the names of the function's arguments; a checkpoint of another is
 refused. A part is told by its place alone. The result stays in the folder, so that a script that is run again does not
@@ -50,7 +50,7 @@ TOLD_ROWS = 64
 
 Place = str | os.PathLike[str]
 T = TypeVar("T")
-Options = ParamSpec("Options")
+Arguments = ParamSpec("Arguments")
 
 
 class NotSaved(UserWarning):
@@ -170,20 +170,20 @@ class Checkpoint:
         """Save this state, plain values, tensors and dataclasses, if it is time to, or `now`."""
         if self.folder is None or not (now or time.monotonic() >= self._due):
             return
-        tree = {"state": state(), "others": self._beside(), "parts": self._count}
+        tree = record_of({"state": state(), "others": self._beside(), "parts": self._count})
         expected = self._took or _nbytes(tree) / SPEED
         if not now and time.monotonic() < self._saved + expected / SHARE:
             self._due = self._saved + expected / SHARE
             return
         if self._written(tree, None):
-            self._discard(self._numbered)
-            self._numbered = []
+            while self._numbered:
+                storage.discard(self._numbered.pop(), KIND)
 
     def finish(self, result: T) -> T:
         """Save what the run ended with, in place of all that led to it; returns it."""
-        if self.folder is not None:
-            self._written(None, {"result": result, "others": self._beside()})
-            self._discard(self._parts())
+        if self.folder is not None and self._written(None, record_of({"result": result, "others": self._beside()})):
+            for each in self._parts():
+                storage.discard(each, KIND)
         return result
 
     def _beside(self) -> dict[str, Any]:
@@ -194,10 +194,6 @@ class Checkpoint:
         with contextlib.suppress(OSError):
             return [each for each in self.folder.iterdir() if each.is_dir()]
         return []
-
-    def _discard(self, parts: Sequence[Path]) -> None:
-        for each in parts:
-            storage.discard(each, KIND)
 
     def _read(self) -> Any:
         assert self.folder is not None
@@ -227,8 +223,8 @@ class Checkpoint:
 
     def _write(self, reached: Any, result: Any) -> None:
         assert self.folder is not None
-        packed = {"reached": _packed(record_of(reached)), "result": _packed(record_of(result))}
-        storage.save(self.folder, KIND, VERSION, {"problem": self._about} | packed)
+        tree = {"problem": self._about, "reached": _packed(reached), "result": _packed(result)}
+        storage.save(self.folder, KIND, VERSION, tree)
 
     def _require_same(self, known: Mapping[str, Any]) -> None:
         other = [name for name in self._about if not _same(known.get(name), self._about[name])]
@@ -245,12 +241,12 @@ NOTHING = Checkpoint(None, "")
 _call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
 
 
-def resumable(work: Callable[Options, T]) -> Callable[Options, T]:
+def resumable(work: Callable[Arguments, T]) -> Callable[Arguments, T]:
     """Let this function `begin` to keep what it reaches, until it returns."""
     signature = inspect.signature(work)
 
     @wraps(work)
-    def call(*args: Options.args, **options: Options.kwargs) -> T:
+    def call(*args: Arguments.args, **options: Arguments.kwargs) -> T:
         given, kept = _call.set((signature, args, options)), in_force.set(in_force.get())
         try:
             return work(*args, **options)

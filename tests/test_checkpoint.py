@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -27,10 +28,16 @@ def test_saves_come_seldom_and_the_state_is_not_asked_for_between(tmp_path):
     assert Checkpoint(tmp_path, "test", dict).state == {"step": 3}
 
 
-def test_a_state_that_takes_long_to_write_waits_for_a_longer_run(tmp_path, monkeypatch):
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, State])
+def test_a_state_that_takes_long_to_write_waits_for_a_longer_run(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("curvops.checkpoint.PAUSE", 0.0)
     kept = Checkpoint(tmp_path, "test", dict)
-    kept.save(lambda: {"x": torch.zeros(10**6)})  # 0.04 s at the speed assumed: 2 s of a run
+    kept.save(lambda: kind(x=torch.zeros(10**6)))  # 0.04 s at the speed assumed: 2 s of a run
     assert Checkpoint(tmp_path, "test", dict).state is None
 
 
@@ -62,6 +69,21 @@ def test_a_result_takes_the_place_of_all_steps_and_of_nothing_else(tmp_path, sav
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()) == ["inner", "mine"]
     assert [path.name for path in (tmp_path / "inner").iterdir()] == ["note"]
     assert torch.equal(Checkpoint(tmp_path, "test", dict).outcome["x"], torch.ones(2))
+
+
+def test_a_result_that_cannot_be_written_leaves_all_that_led_to_it(tmp_path, saved_at_each_step, monkeypatch):
+    kept = Checkpoint(tmp_path, "test")
+    kept.save(lambda: 1)
+    Checkpoint(kept.part("inner"), "inner").finish(2)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch, pytest.warns(NotSaved, match="no room"):
+        patch.setattr(storage, "save", full)
+        assert kept.finish(3) == 3
+    again = Checkpoint(tmp_path, "test")
+    assert again.state == 1 and not again.done and Checkpoint(again.part("inner"), "inner").outcome == 2
 
 
 @contextlib.contextmanager
