@@ -14,6 +14,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, Estimate, Kronecker, Operator
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.sources import merged
 from curvops.linalg.core.spaces import common
@@ -74,7 +75,9 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
     operator = LayerBlocks(
         *(each[0] for each in found), positions=parts, space=space, names=tuple(order), sources=sources
     )
-    return KFACSum(operator, Estimate.exact(value))
+    # Squares are known to rounding of the sum's.
+    rounding = ROUNDINGS * torch.finfo(value.dtype).eps
+    return KFACSum(operator, Estimate.rounded(value, rounding / value.clamp_min(rounding**0.5), size=1.0))
 
 
 def _is_silent(block: Operator) -> bool:

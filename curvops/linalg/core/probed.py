@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from curvops.checks import check_limits
 from curvops.linalg.core.dense_sizes import EXACT_SIZE
+from curvops.linalg.core.limits import ROUNDING_SEEN
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
 from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe, norm, random_block
 
@@ -45,6 +46,11 @@ class Limits:
         if self.rtol is None:
             raise ValueError("rtol must be positive and finite, got None.")
         return float(self.rtol)
+
+    @property
+    def tolerated(self) -> float:
+        """The relative error up to which an exact value, too, is as wanted: rtol, where there is one."""
+        return ROUNDING_SEEN if self.rtol is None else float(self.rtol)
 
     @property
     def products(self) -> int:

@@ -17,6 +17,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import checked_number
+from curvops.linalg.core.limits import ROUNDING_SEEN
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Vectors
 
@@ -243,6 +244,25 @@ class Estimate(Summarised):
         if reason is Reason.PRECISION_LIMIT:
             stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
         return cls(value, stderr.detach(), 0, matvecs, bias_bound, reason)
+
+    @classmethod
+    def rounded(
+        cls,
+        value: Tensor,
+        error: Tensor | float,
+        rtol: float = ROUNDING_SEEN,
+        matvecs: int = 0,
+        size: Tensor | float | None = None,
+    ) -> Estimate:
+        """A value without probes that rounding can have changed by `error`.
+
+        PRECISION_LIMIT where that is more than rtol of `size`, by default of the value (2-norms of arrays).
+        """
+        error = torch.as_tensor(error).detach().to(value).expand_as(value)
+        whole = torch.as_tensor(value.detach() if size is None else size, dtype=torch.float64)
+        goal = rtol * torch.linalg.vector_norm(whole)
+        small = bool(torch.linalg.vector_norm(error.double()) <= goal)
+        return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
         """The value of a single number; ValueError for an array of them."""

@@ -49,9 +49,7 @@ class DenseSpectrum:
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
         bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
         value = total.log().sum()
-        goal = rtol * float(torch.log1p(values / mu).abs().sum() if mu > 0 else torch.tensor(float(n)))
-        reason = Reason.CONVERGED if float(bias) <= goal else Reason.PRECISION_LIMIT
-        return Estimate.exact(value, n, bias, reason)
+        return Estimate.rounded(value, bias, rtol, n, torch.log1p(values / mu).abs().sum() if mu > 0 else n)
 
     def effective_dimension(self, mu: float, rtol: float) -> Estimate:
         """Tr (A − bound) (A − bound + μ)⁻¹ for μ > 0. The bias bound is what rounding can have changed.
@@ -68,8 +66,7 @@ class DenseSpectrum:
         of = share(mu)
         least = torch.minimum(values, (values - delta).clamp_min(0))
         value, bias = of(values).sum(), torch.maximum(of(values + delta) - of(values), of(values) - of(least)).sum()
-        reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(value)) else Reason.PRECISION_LIMIT
-        return Estimate.exact(value, len(values), bias, reason)
+        return Estimate.rounded(value, bias, rtol, len(values))
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
         """(A + μ − bound)⁻¹."""
@@ -97,8 +94,7 @@ class DenseSpectrum:
         ratio = definite_logdet(whitened)
         inverse = scale[:, None] * torch.cholesky_inverse(torch.linalg.cholesky(whitened)) * scale
         bias = ROUNDING_UNITS * self.eps * size * inverse.trace()
-        reason = Reason.CONVERGED if float(bias) <= rtol * abs(float(ratio)) else Reason.PRECISION_LIMIT
-        return Estimate.exact(ratio, n, bias, reason), inverse
+        return Estimate.rounded(ratio, bias, rtol, n), inverse
 
 
 def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> DenseSpectrum:
@@ -119,8 +115,7 @@ class KnownSpectrum(SpectralQuadrature):
     def trace_of(self, f: ScalarFunction) -> Estimate:
         """Tr f(G); the bias bound is what rounding of the products can have changed."""
         value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
-        reason = Reason.CONVERGED if float(bias) <= (self.rtol or 0.0) * abs(float(value)) else Reason.PRECISION_LIMIT
-        return Estimate.exact(value, self.matvecs, bias, reason)
+        return Estimate.rounded(value, bias, self.rtol or 0.0, self.matvecs)
 
 
 def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> KnownSpectrum:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
@@ -69,10 +70,12 @@ def diagonal(
 
 def _exact(probed: Probed) -> Estimate:
     facts = probed.facts
-    total = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device)
+    total, sizes = torch.zeros(facts.rows, 1, dtype=facts.dtype, device=facts.device), list[Tensor]()
     for E in unit_blocks(facts, probed.block):
-        total = total + _row_sums(E * probed.multiply(E))
-    return Estimate.exact(total[:, 0], facts.rows)
+        Y = probed.multiply(E)
+        total, sizes = total + _row_sums(E * Y), [*sizes, norm(Y)]
+    rounding = ROUNDINGS * torch.finfo(facts.dtype).eps * torch.cat(sizes)
+    return Estimate.rounded(total[:, 0], rounding, probed.limits.tolerated, facts.rows)
 
 
 def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:

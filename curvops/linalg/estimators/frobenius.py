@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, axpy, combine, describe, gram, norm, unit_blocks
@@ -72,7 +73,8 @@ def _exact(probed: Probed) -> Estimate:
     total = torch.zeros((), dtype=torch.float64, device=probed.facts.device)
     for E in unit_blocks(probed.facts, probed.block):
         total = total + norm(probed.multiply(E)).square().sum()
-    return Estimate.exact(total.sqrt(), probed.facts.columns)
+    value, rounding = total.sqrt(), rounding_level(probed.facts.dtype, probed.facts.rows)
+    return Estimate.rounded(value, rounding * value, probed.limits.tolerated, probed.facts.columns)
 
 
 def rooted(square: Estimate, eps: float) -> Estimate:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, apart, describe, norm, product, random_block, unit_block
@@ -27,12 +28,16 @@ def relative_distance(A: Matrix, B: Matrix, generator: torch.Generator | None = 
             probes = unit_block(n, 0, n, dtype=facts.dtype, device=facts.device)
         else:
             probes = random_block(facts, PROBES, generator=apart(generator))
-        images = multiply(probes)
-        sizes, errors = norm(images).square(), norm(images - product(B)(probes)).square()
-    size = sizes.sum() if exact else sizes.mean()
-    ratio = (errors.sum() if exact else errors.mean()) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        images, others = multiply(probes), product(B)(probes)
+        sizes, errors = norm(images).square(), norm(images - others).square()
+        of_other = norm(others).square()
+    tiny = torch.finfo(sizes.dtype).tiny
+    size = (sizes.sum() if exact else sizes.mean()).clamp_min(tiny)
+    ratio = (errors.sum() if exact else errors.mean()) / size
+    # Each product is off by its own size times a few units, however close the two are to each other.
+    rounding = rounding_level(facts.dtype, facts.rows) * (1 + (of_other.sum() / sizes.sum().clamp_min(tiny)).sqrt())
     if exact:
-        return Estimate.exact(ratio.sqrt(), n)
-    spread = (errors - ratio * sizes).std() / (size.clamp_min(torch.finfo(size.dtype).tiny) * math.sqrt(PROBES))
+        return Estimate.rounded(ratio.sqrt(), rounding, matvecs=n, size=1.0)
+    spread = (errors - ratio * sizes).std() / (size * math.sqrt(PROBES))
     stderr = spread / (2 * ratio.sqrt()) if bool(ratio > 0) else spread
-    return Estimate(ratio.sqrt(), stderr, PROBES, PROBES)
+    return Estimate(ratio.sqrt(), stderr, PROBES, PROBES, rounding)

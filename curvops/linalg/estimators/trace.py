@@ -18,9 +18,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.vectors import Matrix, describe_square, inner, unit_blocks
+from curvops.linalg.core.vectors import Matrix, describe_square, inner, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Quantity
 from curvops.linalg.estimators.carried_gradients import carried, differentiated
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
@@ -81,7 +82,9 @@ def trace(
 
 
 def _exact(probed: Probed) -> Estimate:
-    total = torch.zeros((), dtype=torch.float64, device=probed.facts.device)
+    total = torch.zeros(2, dtype=torch.float64, device=probed.facts.device)
     for E in unit_blocks(probed.facts, probed.block):
-        total = total + inner(E, probed.multiply(E)).sum()
-    return Estimate.exact(total, probed.facts.rows)
+        Y = probed.multiply(E)
+        total = total + torch.stack([inner(E, Y).sum(), norm(Y).sum()])
+    rounding = ROUNDINGS * torch.finfo(probed.facts.dtype).eps
+    return Estimate.rounded(total[0], rounding * total[1], probed.limits.tolerated, probed.facts.rows)

@@ -218,9 +218,17 @@ class Sum(Operator):
     def _diagonal(self) -> Tensor:
         return _add_up([term._diagonal() for term in self.terms])
 
+    def _diagonal_error(self) -> Tensor:
+        """That of the terms, which may be larger than their sum."""
+        return _add_up([_error_of_diagonal(term) for term in self.terms])
+
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Independent draws of each term, added."""
         return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
+
+
+def _error_of_diagonal(operator: LinearOperator) -> Tensor:
+    return operator._diagonal_error() if isinstance(operator, Operator) else Operator._diagonal_error(operator)
 
 
 class OfScaled(ClosedForm):
@@ -265,6 +273,9 @@ class OfScaled(ClosedForm):
 
     def inverse_diagonal(self) -> Tensor:
         return self.inner.inverse_diagonal() / self.factor
+
+    def inverse_diagonal_error(self) -> Tensor:
+        return self.inner.inverse_diagonal_error() / self.factor.detach()
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self.inner.draw(k, generator) * self.factor.sqrt()
@@ -320,6 +331,9 @@ class Scaled(OfOne):
 
     def _diagonal(self) -> Tensor:
         return self.base._diagonal() * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor)
+
+    def _diagonal_error(self) -> Tensor:
+        return _error_of_diagonal(self.base) * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor).abs()
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if not self.psd or self.factor.ndim:

@@ -8,6 +8,7 @@ coincide (its solves, through `linalg.solve`, and log-determinants have).
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,11 +20,12 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, PrecisionLimit, Reason
+from curvops.linalg.core.limits import ROUNDING_SEEN
+from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, PrecisionLimit
 from curvops.linalg.operators.draws import normal
 
-ROUNDING_SEEN = 1e-3
-"""Relative errors above this, from rounding of the operand, are warned of."""
+MOST_EXPONENT = 50.0
+"""The exponent of what is unbounded for every purpose."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +77,21 @@ class ClosedForm(ABC):
 
     def logdet_estimate(self, rtol: float) -> Estimate:
         """`logdet` in float64; what rounding can have changed is compared with rtol of log det P − log det diag(d)."""
-        value, error = self.logdet().double(), self.logdet_error()
+        value = self.logdet().double()
         size, shift = value.detach(), self.shift.detach().double()
-        if error and bool((shift > 0).all()):
+        # The eigenvalues are added to the shift and the sum of their logarithms is kept in the operand's dtype.
+        error = self.logdet_error() + torch.finfo(self.base.dtype).eps * (self.base.shape[-1] + abs(float(size)))
+        if bool((shift > 0).all()):
             size = size - shift.log().expand(self.base.shape[-1]).sum()
-        reason = Reason.CONVERGED if error <= rtol * abs(float(size)) else Reason.PRECISION_LIMIT
-        return Estimate.exact(value, bias_bound=error, reason=reason)
+        return Estimate.rounded(value, error, rtol, size=size)
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:
         """The diagonal of P⁻¹, (n,)."""
+
+    def inverse_diagonal_error(self) -> Tensor:
+        """The most by which that rounding can have changed `inverse_diagonal`, (n,)."""
+        return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
 
     @abstractmethod
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
@@ -140,7 +147,7 @@ class Spectral(ClosedForm):
         return self._filtered(self.definite_spectrum.reciprocal(), block)
 
     def logdet(self) -> Tensor:
-        return self.definite_spectrum.log().sum()
+        return self.definite_spectrum.double().log().sum().to(self.base.dtype)
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if bool((self.spectrum < 0).any()):

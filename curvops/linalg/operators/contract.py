@@ -25,6 +25,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.dense_sizes import DENSE_SIZE
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import (
     INDEFINITE_REMEDY,
     Eigenpairs,
@@ -75,7 +76,12 @@ class SolverContract:
         """
         if not self.is_square or self.batch_shape or "method" in options or self.diagonal_matvecs:
             return trace(self, **options)
-        return Estimate.exact(self._diagonal().double().sum())
+        return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
+
+    def _diagonal_error(self: Any) -> Tensor:
+        """The most by which rounding can have changed the diagonal's entries."""
+        error: Tensor = ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
+        return error
 
     def stochastic_logdet(self, **options: Any) -> Estimate:
         """Stochastic log-determinant in nats, see `co.linalg.logdet`."""

@@ -362,6 +362,11 @@ class Inverse(OfOne):
         form = self.base._exactly() if isinstance(self.base, Operator) else None
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
+    def _diagonal_error(self) -> Tensor:
+        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        error = super()._diagonal_error()
+        return error if form is None else error + form.inverse_diagonal_error()
+
     @property
     def diagonal_matvecs(self) -> int:
         form = self.base._exactly() if isinstance(self.base, Operator) else None

@@ -81,6 +81,10 @@ class OfDirectSum(ClosedForm):
         diagonal: Tensor = self.base.partition.join([form.inverse_diagonal() for form in self.decomposed])
         return diagonal
 
+    def inverse_diagonal_error(self) -> Tensor:
+        error: Tensor = self.base.partition.join([form.inverse_diagonal_error() for form in self.decomposed])
+        return error
+
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return self._join([form.draw(k, generator) for form in self.decomposed])
 

@@ -223,10 +223,12 @@ class _Check:
         width = max(1, CHUNK // self.probed.facts.rows)
         columns = range(0, count, width)
         errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
+        # A's products and Â's, which is no larger than A, are off by their own size times this.
+        rounding = 2 * rounding_level(self.probed.facts.dtype, self.probed.facts.rows)
         if self.exact:
             size = norm(self.images).square().sum()
             value = (errors.sum() / size).sqrt() if bool(size > 0) else errors.new_zeros(())
-            return Estimate.exact(value, matvecs + count)
+            return Estimate.rounded(value, rounding, matvecs=matvecs + count, size=1.0)
         # ‖Â‖_F is known, so that only ‖A‖² − ‖Â‖² is left to the probes; it is not negative for a projection of A.
         known = values.double().square().sum()
         sizes = known + norm(self.images).square() - seen
@@ -236,7 +238,8 @@ class _Check:
         ratio = errors.mean() / size
         spread = (errors - ratio * sizes).std() / (size * math.sqrt(count))
         value = ratio.sqrt()
-        return Estimate(value, spread / (2 * value) if bool(value > 0) else spread * 0, count, matvecs + count)
+        stderr = spread / (2 * value) if bool(value > 0) else spread * 0
+        return Estimate(value, stderr, count, matvecs + count, rounding)
 
     def _sizes(self, U: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.results import Reason, Solution, converged
 from curvops.linalg.core.usable import UsableColumns
 from curvops.linalg.core.vectors import (
@@ -24,8 +25,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback
-from curvops.linalg.solvers.verdicts import precision_limited, rounding_level
-from curvops.progress import as_step
+from curvops.linalg.solvers.verdicts import precision_limited
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3

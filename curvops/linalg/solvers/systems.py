@@ -43,7 +43,7 @@ from curvops.linalg.core.vectors import (
     shaped_as,
     zero_block,
 )
-from curvops.linalg.solvers.verdicts import Records, rounding_level
+from curvops.linalg.solvers.verdicts import Records
 from curvops.progress import Progress, aside, at_work
 
 MOST_ITERATIONS = 10_000

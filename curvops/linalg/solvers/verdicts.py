@@ -27,11 +27,6 @@ UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
 """Stops that say how the iteration ended, and nothing of the operator."""
 
 
-def rounding_level(dtype: torch.dtype, n: int) -> float:
-    """The backward error, or the share of ‖A‖, that rounding alone makes in vectors of length n."""
-    return 10 * torch.finfo(dtype).eps * math.sqrt(n)
-
-
 def patience(maxiter: int) -> int:
     """Iterations without a gain of a hundredth after which a column stops."""
     return max(500, maxiter // 2)
