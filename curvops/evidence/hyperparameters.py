@@ -83,7 +83,7 @@ class Hyperparameters:
     def exact_counts(
         self, rtol: float, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]] | None:
-        """γ of each group and its standard error, 0 but for one precision of many weights; None where draws have to do.
+        """γ of each group and its standard error, 0 where neither probes nor rounding decide; None: draws have to do.
 
         A γ within rounding of zero is zero.
         """
@@ -97,7 +97,7 @@ class Hyperparameters:
             return None
         counts = groups.counts
         if exact.value.ndim:
-            gamma, spread = groups.totals(exact.value), torch.zeros_like(counts)
+            gamma, spread = groups.totals(exact.value), groups.totals(exact.stderr)
         else:  # a sum over as many directions at most as there are outputs
             gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
             lins = post.shared.terms.known_data("the log evidence")

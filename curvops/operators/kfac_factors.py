@@ -22,7 +22,7 @@ from curvops.network.walks.layer_roots import Group
 from curvops.operators.fisher import DrawnInPassing
 from curvops.operators.layer_matrix import as_matrix
 from curvops.operators.linearization import Linearization
-from curvops.operators.moments import OuterSum, second_moments
+from curvops.operators.moments import OuterSum, rounding_of_rows, second_moments
 from curvops.records import from_record
 
 Sharing = Literal["expand", "reduce"]
@@ -221,7 +221,10 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
         sums = [(base.left_vectors, base.right_vectors, torch.zeros_like(base.values)) for base in bases]
     else:  # with their bases: of equal eigenvalues another machine may find others
         sums = walk.sums
-    corrected = {names: EigenKronecker(*each) for names, each in zip(factored, sums)}
+    of_rows = 3 * rounding_of_rows(lin.theta.dtype)  # of two sides and of what rotates them
+    corrected = {
+        names: EigenKronecker(*each, found.rounding, of_rows) for (names, found), each in zip(factored.items(), sums)
+    }
     for group in walk.groups(lambda: sums):
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))

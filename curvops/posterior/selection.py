@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
+from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.row_squares import squared_columns
@@ -257,11 +258,17 @@ def _parts_of_inverse(
     if form is None and len(rest) <= WHOLE:
         whole = principal_block(P, torch.arange(len(rest), device=P.device)).double()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(whole))
-        return Estimate.exact(inverse.diagonal()[rest].sum()), inverse[chosen][:, chosen]
+        # P⁻¹EP⁻¹ for an error E of P, its products' rounding.
+        delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
+        error = delta * inverse[rest].square().sum()
+        return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
     P = post.shared.solving.for_columns(P, len(chosen))
     block = principal_block(P.inverse(), chosen).double()
     if form is not None:
-        return Estimate.exact(form.inverse_diagonal().double()[rest].sum()), block
+        variances, errors = (
+            each.double()[rest].sum() for each in (form.inverse_diagonal(), form.inverse_diagonal_error())
+        )
+        return Estimate.rounded(variances, errors, rtol), block
     only = Diagonal(rest.to(P.dtype))
     return trace(only @ P.inverse() @ only, rtol=rtol, method="hutchinson", generator=generator), block
 

@@ -29,6 +29,7 @@ from curvops.linalg.estimators.carried_gradients import carried
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
 from curvops.operators.formed import Formed
@@ -44,6 +45,8 @@ MOST_MATVECS = 4000
 WHOLE = 1024
 # Solves that the effective dimension under a large prior operator may take, one for each probe.
 MOST_SOLVES = 200
+SHARE_ROUNDINGS = 4
+"""Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
 # Products spent on looking for a negative eigenvalue of a curvature that does not vouch for having none.
 LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
@@ -221,10 +224,8 @@ class Spectrum:
         precision = prior.plus(self._curvature)
         form = precision._closed_form()
         if form is not None and prior.diagonal is not None:
-            left = (prior.diagonal * form.inverse_diagonal()).double()
-            # Each share is a difference from 1 in P's dtype: where γ is far below D, it is rounding.
-            value, error = (1 - left).sum(), form.logdet_error()
-            return _within_rounding(value, error + torch.finfo(precision.dtype).eps * left.detach().sum(), rtol)
+            shares, error = _shares(form, prior.diagonal)
+            return Estimate.rounded(shares.sum(), error.sum(), rtol)
         if recorded(precision.representation()):
             raise ValueError(
                 "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
@@ -266,7 +267,7 @@ class Spectrum:
         form = precision._closed_form()
         with self._naming_the_ggn(), torch.no_grad():
             if form is not None:
-                return Estimate.exact(1 - (A * form.inverse_diagonal()).double())
+                return Estimate.rounded(*_shares(form, A), rtol)
             if A.ndim == 0:
                 self.prepare(float(A), rtol, generator)
                 return self._dimension_above(A, rtol, generator)
@@ -274,7 +275,10 @@ class Spectrum:
             if spectrum is None:
                 return None
             found, inverse = spectrum.beside(A, rtol)
-            return Estimate.exact(1 - A.double() * inverse.diagonal(), found.matvecs)
+            # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
+            delta, A = found.bias_bound / inverse.trace(), A.double()
+            error = (delta * (A / A.min()).sqrt() * inverse.square().sum(0).sqrt()).clamp_max(1)
+            return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, found.matvecs)
 
     def _dimension_above(self, prior: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
         spectrum = self._whole_spectrum(prior)
@@ -282,7 +286,7 @@ class Spectrum:
             found, inverse = spectrum.beside(prior.detach(), rtol)
             shares = 1 - prior.detach().double() * inverse.diagonal()
             # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
-            return _within_rounding(shares.sum(), found.bias_bound, rtol, found.matvecs)
+            return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
         if spectrum is not None:
             return spectrum.effective_dimension(float(prior.detach()), rtol)
         if (kernel := self.formed_kernel(prior)) is not None:
@@ -308,7 +312,7 @@ class Spectrum:
             definite_logdet(P)  # refuses an indefinite one by name
             factor = torch.linalg.cholesky(P)
             error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
-            return _within_rounding(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
+            return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
         shares = prior.plus(self._curvature).inverse() @ self._curvature
         return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=MOST_SOLVES, generator=generator)
 
@@ -395,7 +399,8 @@ class Spectrum:
             self._found.range = smallest, rtol, from_record(SpectralQuadrature, record)
 
 
-def _within_rounding(value: Tensor, error: Tensor | float, rtol: float, matvecs: int = 0) -> Estimate:
-    """A value without probes that rounding can have changed by so much."""
-    reason = Reason.CONVERGED if float(error) <= rtol * abs(float(value.detach())) else Reason.PRECISION_LIMIT
-    return Estimate.exact(value, matvecs, error, reason)
+def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
+    """1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and the most by which rounding can have changed it."""
+    left = (prior * form.inverse_diagonal()).double()
+    own = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
+    return 1 - left, (prior.detach() * form.inverse_diagonal_error() + own).clamp_max(1)

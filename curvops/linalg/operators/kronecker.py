@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -30,25 +30,27 @@ class Details:
     """What a factor's dtype does not hold of it, for its eigendecomposition.
 
     `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) has the factor as rootᵀ root;
-    `rounding` is the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many.
+    `rounding` is the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many;
+    `of_rows` that of the rows whose outer products it is the sum of, relative to the root of its trace.
     """
 
     rest: Tensor | None = None
     root: Tensor | None = None
     rounding: float = 0.0
+    of_rows: float = 0.0
 
     def map(self, change: Any, change_root: Any) -> Details:
         """The details of a factor that was changed."""
         rest, root = self.rest, self.root
         rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
-        return Details(rest, root, self.rounding)
+        return replace(self, rest=rest, root=root)
 
     def without_root(self, factor: Tensor) -> Details:
         """The same of a factor that will be changed by more than a number: the `rest` in place of the root."""
         if self.root is None:
             return self
         rows = self.root.double()
-        return Details((rows.mT @ rows - factor).to(factor.dtype), None, self.rounding)
+        return replace(self, rest=(rows.mT @ rows - factor).to(factor.dtype), root=None)
 
     def block(self, part: slice) -> Details:
         """The details of a diagonal block of the factor."""
@@ -93,18 +95,37 @@ class OfEigenKronecker(Spectral):
         floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
         if not bool((found > floor).all()):
             raise not_definite(self.base, float((found - floor).min()))
-        if self.eigen.rounding:
-            warn_of_rounding(self.base, float((self._error / found).max()))
+        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # of what float64 leaves, estimates alone tell
+            largest = self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
+            warn_of_rounding(self.base, float((self.eigen.rounding * largest / found).max()))
         return self.spectrum
 
-    @property
-    def _error(self) -> Tensor:
-        """The largest error of the eigenvalues of each group, (g, 1)."""
-        return self.eigen.rounding * self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest that rounding leaves possible for each eigenvalue, (n,) in float64.
+
+        Rows R + E in place of R move the roots of the eigenvalues of RᵀR by ‖E‖ at most (Weyl): small eigenvalues by
+        far less than large ones. What their own sum and decomposition add is the same for all.
+        """
+        _ = self.definite_spectrum
+        values = self.eigen.values.detach().double().flatten(1)
+        # An indefinite matrix in an eigenbasis is no sum of squares.
+        roots, size = values.clamp_min(0).sqrt(), values.abs().amax(1, keepdim=True)
+        moved = self.eigen.of_rows * roots.square().sum(1, keepdim=True).sqrt()
+        noise = self.eigen.rounding * size + torch.finfo(self.eigen.dtype).eps * values.abs()
+        below = torch.where(values > 0, ((roots - moved).clamp_min(0).square() - noise).clamp_min(0), values - noise)
+        above = (roots + moved).square() + values.clamp_max(0) + noise
+        level = self.level.detach().double()
+        return (below + level).clamp_min(torch.finfo(self.eigen.dtype).tiny).flatten(), (above + level).flatten()
 
     def logdet_error(self) -> float:
-        found = self.definite_spectrum.detach().reshape(self.eigen.values.shape[0], -1)
-        return float(torch.log1p(self._error / found).double().sum()) if self.eigen.rounding else 0.0
+        found, (below, above) = self.definite_spectrum.detach().double(), self.bounds
+        return float(torch.maximum((above / found).log(), (found / below).log()).sum())
+
+    def inverse_diagonal_error(self) -> Tensor:
+        found, (below, above) = self.definite_spectrum.detach().double().reciprocal(), self.bounds
+        error = torch.maximum(found - above.reciprocal(), below.reciprocal() - found)
+        return self.eigen.diagonal_of(error.to(self.eigen.dtype))
 
     def rotate(self, block: Tensor) -> Tensor:
         return self.eigen.rotate(block)
@@ -234,7 +255,7 @@ class Kronecker(_Grouped):
 
         def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
             if dtype == torch.float64 and factor.ndim == 3:
-                return change(in_double(factor, known)), Details(None, known.map(change, change).root, known.rounding)
+                return change(in_double(factor, known)), replace(known.map(change, change), rest=None)
             return change(factor), known.map(change, change)
 
         (left, of_left), (right, of_right) = map(converted, (self.left, self.right), self.details)
@@ -267,14 +288,19 @@ class Kronecker(_Grouped):
         """Both factors, with what is known of them and their names."""
         return (self.left, self.details[0], "left"), (self.right, self.details[1], "right")
 
+    @property
+    def rounding(self) -> float:
+        """The largest error of the eigenvalues found, relative to the largest."""
+        return sum(_noise(known, factor) for known, factor in zip(self.details, (self.left, self.right)))
+
     def _eigen(self) -> EigenKronecker:
         return self._of_factors(*_decompositions(self.factors))
 
     def _of_factors(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
         (left_values, left_vectors), (right_values, right_vectors), (of_left, of_right) = left, right, self.details
         values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
-        rounding = of_left.rounding + of_right.rounding
-        return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), rounding)
+        of_rows = of_left.of_rows + of_right.of_rows
+        return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), self.rounding, of_rows)
 
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
         """(left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left): Martens & Grosse 2015, 6.3.
@@ -299,7 +325,7 @@ class EigenKronecker(_Grouped):
 
     Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding
     a diagonal that is one number per group only shifts the values. `rounding` is the largest error of the values,
-    relative to the largest of them.
+    relative to the largest of them, `of_rows` that of their roots, relative to the root of their sum.
     """
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OfEigenKronecker
@@ -310,8 +336,9 @@ class EigenKronecker(_Grouped):
         right_vectors: Float[Tensor, "g q *right"],
         values: Float[Tensor, "g p q"],
         rounding: float = 0.0,
+        of_rows: float = 0.0,
     ) -> None:
-        super().__init__(left_vectors, right_vectors, values, rounding=rounding)
+        super().__init__(left_vectors, right_vectors, values, rounding=rounding, of_rows=of_rows)
 
     @property
     def left_vectors(self) -> Tensor:
@@ -332,6 +359,11 @@ class EigenKronecker(_Grouped):
     def rounding(self) -> float:
         """The largest error of the values, relative to the largest of them."""
         return self._kwargs["rounding"]
+
+    @property
+    def of_rows(self) -> float:
+        """The largest error of the values' roots, relative to the root of their sum."""
+        return self._kwargs["of_rows"]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -363,7 +395,7 @@ class EigenKronecker(_Grouped):
         return self.diagonal_of(self.values.flatten())
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding)
+        return EigenKronecker(self.left_vectors, self.right_vectors, self.values * factor, self.rounding, self.of_rows)
 
 
 # A block in groups is (g, p, K, q): the left factor then multiplies (p, K·q) and the right one (p·K, q), with no copy
@@ -454,15 +486,15 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     """Eigenvalues (g, m) in float64 with rounding set to zero, and vectors in the factor's dtype, or ones (g, m)."""
     m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
-    slack, noise = max(eps**0.5, 10 * m * eps), 10 * m * torch.finfo(torch.float64).eps
+    slack, noise = max(eps**0.5, 10 * m * eps), _noise(details, factor)
     if factor.ndim == 2:
-        values, vectors, slack, noise = factor.double(), torch.ones_like(factor), 0.0, 0.0
+        values, vectors, slack = factor.double(), torch.ones_like(factor), 0.0
     elif details.root is not None and details.root.shape[1] < m:
         values, vectors = _eigh_of_root(details.root)
     else:
         matrix = in_double(factor, details)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        values, vectors, noise = values.double(), vectors.to(factor.dtype), max(noise, details.rounding)
+        values, vectors = values.double(), vectors.to(factor.dtype)
     largest = values.detach().abs().amax(1, keepdim=True)
     if bool((values.detach() < -slack * largest).any()) or not bool(torch.isfinite(largest).all()):
         raise NotPositiveSemidefinite(
@@ -470,6 +502,13 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
             f"{float(values.detach().min()):.3g} (its largest is {float(largest.max()):.3g})."
         )
     return torch.where(values.detach() > noise * largest, values, values - values.detach()), vectors
+
+
+def _noise(details: Details, factor: Tensor) -> float:
+    """What the eigenvalues of a factor are off by, its decomposition in float64 included, relative to the largest."""
+    if factor.ndim == 2:
+        return 0.0
+    return max(10 * factor.shape[1] * torch.finfo(torch.float64).eps, details.rounding)
 
 
 def in_double(factor: Tensor, details: Details) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, Place, begin, resumable
 from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.cache import require_unrecorded
+from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason

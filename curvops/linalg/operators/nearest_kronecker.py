@@ -66,5 +66,5 @@ def _combined(
     """Σ_i w_i F_i in the terms' dtype, with what that does not hold."""
     total = (weights.unsqueeze(1) @ factors.flatten(2)).squeeze(1).unflatten(1, factors.shape[2:])
     kept, rest = in_parts(total, terms[0].dtype)
-    rounding = max(term.details[side].rounding for term in terms)
-    return kept, Details(rest if total.ndim == 3 else None, None, rounding)
+    rounding, of_rows = (max(getattr(t.details[side], name) for t in terms) for name in ("rounding", "of_rows"))
+    return kept, Details(rest if total.ndim == 3 else None, None, rounding, of_rows)

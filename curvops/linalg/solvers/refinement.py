@@ -26,6 +26,7 @@ from curvops.linalg.core.vectors import (
 )
 from curvops.linalg.solvers.systems import Callback
 from curvops.linalg.solvers.verdicts import precision_limited
+from curvops.progress import as_step
 
 # Relative residuals that float32 reaches: for well-conditioned systems, and for nearly all.
 FIRST_DIGITS, FEWER_DIGITS = 1e-5, 1e-3

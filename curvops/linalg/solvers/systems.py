@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_limits
+from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import (
     NO_ROOM,
     Multiply,
