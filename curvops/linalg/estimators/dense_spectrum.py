@@ -49,7 +49,7 @@ class DenseSpectrum:
         least = (total - delta).clamp_min(min(mu, float(total.amin())) if mu > 0 else 0.0)
         bias = torch.maximum(torch.log1p(delta / total), (total / least).log()).sum()
         value = total.log().sum()
-        return Estimate.rounded(value, bias, rtol, n, torch.log1p(values / mu).abs().sum() if mu > 0 else n)
+        return Estimate.rounded(value, bias, rtol, n, torch.log1p(values / mu).abs().sum() if mu > 0 else float(n))
 
     def effective_dimension(self, mu: float, rtol: float) -> Estimate:
         """Tr (A − bound) (A − bound + μ)⁻¹ for μ > 0. The bias bound is what rounding can have changed.
