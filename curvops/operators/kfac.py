@@ -24,6 +24,7 @@ from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sha
 from curvops.operators.linearization import Linearization
 from curvops.operators.linearization_record import problem_of_linearization
 from curvops.operators.reading import OfLinearization, Stored, made_of
+from curvops.progress import Progress
 
 
 class OfLayerBlocks(OfDirectSum):
@@ -32,7 +33,8 @@ class OfLayerBlocks(OfDirectSum):
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms, the eigendecompositions that they take made side by side."""
-        decompose(block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, OfKronecker))
+        blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, OfKronecker))
+        decompose(blocks, self.base.progress)
         return self.forms
 
 
@@ -49,17 +51,23 @@ class LayerBlocks(DirectSum):
         space: Space | None = None,
         names: tuple[tuple[str, ...], ...] = (),
         sources: Sources | None = None,
+        progress: Progress = None,
     ) -> None:
-        self._store(blocks, positions, cache, space=space, names=names, sources=sources)
+        self._store(blocks, positions, cache, space=space, names=names, sources=sources, progress=progress)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The parameters of each block."""
         return self._kwargs["names"]
 
+    @property
+    def progress(self) -> Progress:
+        return self._kwargs["progress"]
+
     def _times(self, factor: Tensor) -> LinearOperator:
-        blocks, sources = (block._mul_constant(factor) for block in self.blocks), scaled(self.sources, factor)
-        return LayerBlocks(*blocks, positions=self.partition, space=self.spaces[0], names=self.names, sources=sources)
+        kept = {name: self._kwargs[name] for name in ("positions", "space", "names", "progress")}
+        blocks = (block._mul_constant(factor) for block in self.blocks)
+        return LayerBlocks(*blocks, **kept, sources=scaled(self.sources, factor))
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:
@@ -97,7 +105,12 @@ class OfFactors(OfLinearization, LayerBlocks):
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         names = tuple(block.names for block in blocks)
         operators = cls._operators(lin, output, blocks)
-        return tuple(operators), {"positions": positions, "names": names, **made_of(lin)}
+        return tuple(operators), {
+            "positions": positions,
+            "names": names,
+            "progress": lin.passes.progress,
+            **made_of(lin),
+        }
 
     @staticmethod
     def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:

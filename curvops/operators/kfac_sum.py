@@ -73,7 +73,12 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
     sources = merged(*(term.sources for term in terms))
     parts = Partition(tuple(places[names] for names in order))
     operator = LayerBlocks(
-        *(each[0] for each in found), positions=parts, space=space, names=tuple(order), sources=sources
+        *(each[0] for each in found),
+        positions=parts,
+        space=space,
+        names=tuple(order),
+        sources=sources,
+        progress=next((term.progress for term in terms if term.progress is not None), None),
     )
     # Squares are known to rounding of the sum's.
     rounding = ROUNDINGS * torch.finfo(value.dtype).eps

@@ -68,7 +68,7 @@ def _record(operator: LinearOperator, lin: Linearization, what: str) -> dict[str
             f"{what} holds {name}, an operator that cannot be saved: take co.low_rank(op), co.KFAC(lin), or for few "
             "weights co.linalg.Dense(op.to_dense(), psd=True)."
         )
-    kwargs = {key: value for key, value in operator._kwargs.items() if not isinstance(value, Cache)}
+    kwargs = {key: v for key, v in operator._kwargs.items() if key != "progress" and not isinstance(v, Cache)}
     record = {
         "class": name,
         "args": [record_of_value(arg, lin, what) for arg in operator._args],
@@ -102,7 +102,10 @@ def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
     kwargs = {key: recorded_value(value, lin) for key, value in record["kwargs"].items()}
     if name not in MADE_OF_TENSORS:
         raise ValueError(f"it holds an operator {name}, which this version does not know; upgrade curvops.")
-    made = MADE_OF_TENSORS[name](*(recorded_value(arg, lin) for arg in record["args"]), **kwargs)
+    kind = MADE_OF_TENSORS[name]
+    if issubclass(kind, LayerBlocks):
+        kwargs["progress"] = lin.passes.progress
+    made = kind(*(recorded_value(arg, lin) for arg in record["args"]), **kwargs)
     if "eigen" in record:
         made.keep_eigen(recorded_operator(record["eigen"], lin))
     return made

@@ -303,7 +303,7 @@ def test_eigendecompositions_run_side_by_side_and_are_shown(monkeypatch):
         finally:
             torch.set_num_threads(threads)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        assert ("eigendecompositions", 4, 4) in seen
+        assert seen.count(("eigendecompositions", 4, 4)) == 2
         seen.clear()
     wrong = co.linalg.Kronecker(torch.eye(3)[None], -torch.eye(4)[None])
     with pytest.raises(NotPositiveSemidefinite, match="right factor"):

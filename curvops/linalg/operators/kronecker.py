@@ -474,7 +474,9 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
             try:
                 while waiting:
                     done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
-                    steps.advance(len([future.result() for future in done]))  # or the error of one
+                    finished = len([future.result() for future in done])  # or the error of one
+                    sizes = [f"{factors[i][0].shape[1]:,}" for i, future in futures.items() if future.running()]
+                    steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
                 return [futures[i].result() for i in range(len(factors))]
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # of an interrupted run none begins any more

@@ -233,10 +233,12 @@ def each_group(
     chunk: int,
     score: Score | None = None,
     recorded: Recording | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> Iterator[Group]:
     """All groups of a batch, some columns at a time: `chunk` bounds the bytes of δ (at least one column is taken).
 
-    `score` is called once with the outputs and the batch. `recorded` is a pass over these inputs that was made before.
+    `score` is called once with the outputs and the batch, `advance` with the number of rows, whenever some were taken.
+    `recorded` is a pass over these inputs that was made before.
     """
     with model.lock:
         outputs, calls, misfits = recorded or _record(model, inputs, owners)
@@ -263,6 +265,8 @@ def each_group(
         if others:
             yield from _others(model, inputs, cotangents, counted, others, start == 0, chunk)
         parts = ()
+        if advance is not None:
+            advance(len(cotangents) * batch.num_points)
         del deltas, cotangents  # before the next are made
 
 

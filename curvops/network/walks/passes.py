@@ -215,28 +215,35 @@ class Passes:
         Pieces take about `chunk` bytes (what is made of them is several times that); those that end at or before point
         `first` are left out. `score` is called with the outputs of each piece and its batch.
         """
-        total = 0
-        with self._steps("rows of the curvature's root") as steps:
+        total, columns = 0, fisher.num_columns(self.engines.plan.num_outputs)
+        with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
-                columns, most = fisher.num_columns(self.engines.plan.num_outputs), chunk
+                held, most = columns, chunk
                 if apart and not others and not self.model.theta.is_cuda:
-                    columns, most = 1, min(chunk, COLUMN_BYTES)
-                for _, part, label in self._pieces(inputs, batch, columns, chunk):
+                    held, most = 1, min(chunk, COLUMN_BYTES)
+                for _, part, label in self._pieces(inputs, batch, held, chunk):
                     total += label.num_points
                     if total > first:
-                        yield total, each_group(self.model, label, part, fisher, owners, others, most, score)
-                    steps.advance(label.num_points)
+                        groups = each_group(
+                            self.model, label, part, fisher, owners, others, most, score, advance=steps.advance
+                        )
+                        yield total, groups
+                    else:
+                        steps.advance(label.num_points * columns)
 
     def root_blocks(self, fisher: OutputFisher, names: Container[str]) -> Iterator[list[Group]]:
         """The rows of `root_pieces` with all columns of some points together; without layer rules, of `names` alone."""
-        with self._steps("rows of the curvature's root") as steps:
+        columns = fisher.num_columns(self.engines.plan.num_outputs)
+        with self._steps("rows of the curvature's root", columns) as steps:
             for inputs, batch in self._source:
                 owners, others = self.engines.checked_owners(inputs)
-                columns, wanted = fisher.num_columns(self.engines.plan.num_outputs), [n for n in others if n in names]
+                wanted = [n for n in others if n in names]
                 for _, part, label in self._pieces(inputs, batch, columns, self.chunk_bytes):
-                    yield list(each_group(self.model, label, part, fisher, owners, wanted, sys.maxsize))
-                    steps.advance(label.num_points)
+                    each = each_group(
+                        self.model, label, part, fisher, owners, wanted, sys.maxsize, advance=steps.advance
+                    )
+                    yield list(each)
 
     def jacobian_rows(self, least: int = 0) -> Iterator[tuple[int, int, list[Group]]]:
         """The rows of J by layer, some points at a time: (first row, how many, groups), all columns of each point.
@@ -310,8 +317,9 @@ class Passes:
             whole = [features for features in found if features is not None]
             return whole if whole and len(whole) == len(kept) else None
 
-    def _steps(self, what: str) -> AbstractContextManager[Steps]:
-        return shown(what, self._points or None, self.progress, " points")
+    def _steps(self, what: str, rows: int | None = None) -> AbstractContextManager[Steps]:
+        """Steps that count points, or so many rows of each."""
+        return shown(what, self._points * (rows or 1) or None, self.progress, " rows" if rows else " points")
 
     def _pieces(
         self, inputs: Any, batch: Batch, columns: int, chunk: int, of_others: bool = False
