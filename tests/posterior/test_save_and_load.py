@@ -93,6 +93,13 @@ def test_a_structure_comes_back_with_the_same_bits_and_without_data(name, dtype,
     assert_same(answers(post, x, evidence), answers(back, x, evidence))
 
 
+def test_a_function_that_shows_progress_is_not_saved(tmp_path):
+    model, lin = linearised(progress=lambda *step: None)
+    post = laplace(lin, 2.0 * co.KFAC(lin), 0.5)
+    assert post.curvature.progress is lin.passes.progress
+    assert round_trip(post, tmp_path / "post", model).curvature.progress is None
+
+
 def test_a_loaded_posterior_is_tuned_and_saved_like_any_other(tmp_path):
     model, lin = linearised()
     post, x = laplace(lin, co.KFAC), normal(3, 4, seed=7)
