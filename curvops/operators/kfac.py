@@ -103,14 +103,9 @@ class OfFactors(OfLinearization, LayerBlocks):
         blocks = kfac_blocks(lin, output, sharing, bias)
         # Each selected tensor is in one block, whole: nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
-        names = tuple(block.names for block in blocks)
+        kept = {"names": tuple(block.names for block in blocks), "progress": lin.passes.progress}
         operators = cls._operators(lin, output, blocks)
-        return tuple(operators), {
-            "positions": positions,
-            "names": names,
-            "progress": lin.passes.progress,
-            **made_of(lin),
-        }
+        return tuple(operators), {"positions": positions, **kept, **made_of(lin)}
 
     @staticmethod
     def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
