@@ -69,15 +69,14 @@ class Engines:
         return other
 
     def _probe(self, model: Model, first: Any, whole: bool) -> None:
-        few = take(first, slice(0, 2))
-        self.model, self._few = model, copied(few) if whole else few  # engines may outlive the batch
-        seen = first if whole else few
+        seen = first if whole else take(first, slice(0, 2))
         outputs, calls, misfits = record(model, seen, self._owned)
-        self._first = (outputs, calls) if whole else None
+        self.model, self._first = model, (outputs, calls) if whole else None
         key = key_of(model, seen, (self._choice, self._served, frozenset(misfits)), outputs)
         if key is not None and key == self._key:
             return  # of what was proven, what was found wrong later is known here, too
         self._key, self._num_outputs = key, outputs.shape[1]
+        self._few = copied(take(first, slice(0, 2))) if whole else seen  # engines may outlive the batch
         self._recorded_verified: set[tuple[str, ...]] = set()
         self.differentiated: set[frozenset[str]] = set()  # inputs in which J is known to have derivatives
 
