@@ -104,6 +104,27 @@ def test_products_with_the_jacobian():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+class Tempered(nn.Module):
+    """A layer with one number, which no layer rule serves, for all of its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("draws", [1, 8])
+def test_a_parameter_that_is_a_number(draws):
+    post = posterior(model=Tempered().double())
+    V = torch.randn(9, draws, dtype=DOUBLE, generator=seed())
+    checks(lambda x: post.lin.jacobian(x, differentiable=True) @ V)
+    checks(lambda x: post.predict(x, samples=post.mean + V.mT).mean)
+    checks(lambda x: post.predict(x).variance)
+
+
 def test_the_full_ggn_is_solved_once(monkeypatch):
     """Forward; the backward pass differentiates J alone."""
     post, solves = posterior(), []

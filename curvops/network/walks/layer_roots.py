@@ -169,7 +169,9 @@ class Group:
     def push(self, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K n r"]:
         """The rows times K tangents by name, (K, *shape) each."""
         pushed = [part.push(tangents) for part in self.parts]
-        pushed += [(rows.flatten(2) @ tangents[name].flatten(1).mT).movedim(2, 0) for name, rows in self.given.items()]
+        for name, rows in self.given.items():  # a parameter may be a number
+            V = tangents[name].reshape(len(tangents[name]), -1)
+            pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
         return torch.stack(pushed).sum(0) if len(pushed) > 1 else pushed[0]
 
     def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
