@@ -234,12 +234,26 @@ def test_what_is_no_loss_of_a_point_is_refused_by_name(what: str) -> None:
         co.linearize(Net(C), (normal(N, 2), y), loss)
 
 
+def test_a_column_of_losses_is_a_loss_a_point() -> None:
+    model, data = Net(C), (normal(N, 2), reals(C))
+    column, flat = (
+        co.linearize(model, data, lambda f, y, keep=keep: (f - y).square().sum(-1, keepdim=keep))
+        for keep in (True, False)
+    )
+    assert torch.equal(column.log_likelihood(), flat.log_likelihood())
+    assert torch.equal(column.gradient(), flat.gradient())
+
+
 def test_a_loss_that_is_not_convex_or_does_not_curve_says_so() -> None:
     model, x = Net(C), normal(N, 2)
     lin = co.linearize(model, (x, reals(C)), divided)
     with pytest.raises(ValueError, match="is not convex in the outputs: its Hessian has an eigenvalue of -"):
         co.laplace(lin, check_mode=False).predict(x).variance.sum()
     assert co.Hessian(lin).to_dense().isfinite().all()
+    signs = torch.ones(N, dtype=x.dtype).index_fill(0, torch.tensor(1), -1.0)
+    at_one_point = co.linearize(model, (x, signs), lambda f, y: y * f.square().sum(-1))
+    with pytest.raises(ValueError, match="has an eigenvalue of -2 at a training point"):
+        co.GGN(at_one_point).to_dense()
     with pytest.warns(co.NoCurvature, match="linear in the outputs"):
         co.linearize(model, (x, reals(C)), nn.L1Loss())
     lin = co.linearize(model, (x, LABELS), nn.MultiMarginLoss())
