@@ -113,6 +113,8 @@ def test_gamma_is_counted_in_the_space_of_smaller_variance(scale):
     best = min((2 * p.square().sum() / 32) ** 0.5, (2 * (1 - p).square().sum() / 32) ** 0.5)
     assert abs(float(step.effective_parameters) - float(p.sum())) < 4 * best
     assert 0.5 * best < float(step.stderr) < 2 * best  # of a χ² spread with 31 degrees of freedom
+    of_draws = post.deviations(32, generator=seed()).matvecs
+    assert step.matvecs == of_draws + (32 if scale < 1 else 0)  # function space takes G z of each draw
 
 
 class Sides(nn.Module):

@@ -74,3 +74,23 @@ def test_a_curvature_that_is_not_known_to_be_symmetric_is_refused(lin):
     skewed = co.linalg.Dense(torch.eye(D, dtype=torch.float64) + torch.ones(D, D, dtype=torch.float64).triu(1))
     with pytest.raises(ValueError, match="symmetric"):
         co.laplace(lin, skewed, prior_precision=1.0, check_mode=False)
+
+
+class Untrue(co.linalg.Operator):
+    """A matrix of one's own that is said to be symmetric, and is not."""
+
+    symmetric = True
+
+    def _size(self):
+        return self._args[0].shape
+
+    def _product(self, block):
+        return self._args[0] @ block
+
+
+@pytest.mark.parametrize(("corner", "message"), [(3.0, "not symmetric"), (float("nan"), "NaN")])
+def test_a_curvature_that_is_not_symmetric_or_not_finite_is_refused_at_the_door(lin, corner, message):
+    matrix = co.GGN(lin).to_dense().clone()
+    matrix[0, -1] = corner
+    with pytest.raises(ValueError, match=f"Untrue: .*{message}"):
+        co.laplace(lin, Untrue(matrix), prior_precision=1.0, check_mode=False)
