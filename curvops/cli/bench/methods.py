@@ -5,35 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvops import linalg
 from curvops.cli.bench.measure import Trail
 from curvops.cli.bench.problem import EIGENVALUES, BenchError, NotApplicable, Problem
 from curvops.cli.bench.problems import import_module_here
-from curvops.linalg import (
-    Estimate,
-    FactoredPreconditioner,
-    Solution,
-    as_preconditioner,
-    block_jacobi,
-    cg,
-    cholesky,
-    diagonal,
-    diagonal_preconditioner,
-    dual_descent,
-    effective_dimension,
-    eigsh,
-    frobenius_norm,
-    logdet,
-    lsmr,
-    minres,
-    nystrom,
-    trace,
-)
+from curvops.linalg import Estimate, FactoredPreconditioner, Solution
 from curvops.linalg.estimators.diagonal import METHODS as DIAGONALS
 from curvops.linalg.estimators.trace import METHODS as TRACES
 from curvops.linalg.solvers.dual_descent import EPOCHS
@@ -104,7 +85,7 @@ def _solve(
 
 
 def _lsmr(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
-    return _solve(lsmr, problem, P, settings, trail, consistent=problem.square)
+    return _solve(linalg.lsmr, problem, P, settings, trail, consistent=problem.square)
 
 
 def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, trail: Trail) -> Solution:
@@ -112,15 +93,9 @@ def _dual_descent(problem: Problem, P: MaybePreconditioner, settings: Settings, 
     if problem.tensor is None:
         raise NotApplicable("it reads rows, which only a tensor has for nothing")
     counter, before = trail.counter, trail.counter.count
-    solution = dual_descent(
-        problem.tensor,
-        problem.B,
-        noise=problem.shift,
-        rtol=settings.rtol,
-        maxiter=min(settings.maxiter, EPOCHS),
-        generator=torch.Generator(problem.B.device).manual_seed(settings.seed),
-        callback=trail,
-    )
+    generator, epochs = torch.Generator(problem.B.device).manual_seed(settings.seed), min(settings.maxiter, EPOCHS)
+    options: dict[str, Any] = {"rtol": settings.rtol, "maxiter": epochs, "generator": generator, "callback": trail}
+    solution = linalg.dual_descent(problem.tensor, problem.B, noise=problem.shift, **options)
     counter.count = before + solution.matvecs
     share = solution.matvecs / max(len(trail.products) - 1, 1)
     trail.products = [before + round(i * share) for i in range(len(trail.products))]
@@ -132,13 +107,13 @@ def _estimate(function: Any, problem: Problem, P: Any, budget: int, generator: A
 
 
 def _effective(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
-    return effective_dimension(problem.G, problem.shift, rtol=1e-12, max_matvecs=budget, generator=generator)
+    return linalg.effective_dimension(problem.G, problem.shift, rtol=1e-12, max_matvecs=budget, generator=generator)
 
 
 def _eigsh(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     """Estimate the largest eigenvalues; the error bounds are the residuals, and rounding."""
     k, eps = min(EIGENVALUES, len(problem.B)), torch.finfo(problem.B.dtype).eps
-    pairs = eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
+    pairs = linalg.eigsh(problem.A, k, rtol=1e-12, max_matvecs=budget, generator=generator)
     bound = pairs.residuals + 10 * eps * pairs.values.abs().max()
     return Estimate.exact(pairs.values, pairs.matvecs, bound)
 
@@ -146,10 +121,10 @@ def _eigsh(problem: Problem, P: Any, budget: int, generator: torch.Generator) ->
 def _logdet(problem: Problem, P: Any, budget: int, generator: torch.Generator) -> Estimate:
     options: dict[str, Any] = {"max_matvecs": budget, "rtol": 1e-12, "generator": generator, "preconditioner": P}
     if problem.shift and problem.shift >= problem.lower:
-        return logdet(problem.G, shift=problem.shift, **options)
+        return linalg.logdet(problem.G, shift=problem.shift, **options)
     if not problem.lower and budget < len(problem.B):
         raise NotApplicable("it needs a positive lower bound of the spectrum, which operator.add_diagonal(shift) gives")
-    return logdet(problem.A, lower_bound=problem.lower or None, **options)
+    return linalg.logdet(problem.A, lower_bound=problem.lower or None, **options)
 
 
 def _probing(function: Any, quantity: str, methods: Any) -> dict[str, BenchSolver | BenchEstimator]:
@@ -164,16 +139,16 @@ def _probing(function: Any, quantity: str, methods: Any) -> dict[str, BenchSolve
 
 
 METHODS: dict[str, BenchSolver | BenchEstimator] = {
-    "cg": BenchSolver(partial(_solve, cg, block=False)),
-    "block-cg": BenchSolver(partial(_solve, cg)),
-    "cg-refine": BenchSolver(partial(_solve, cg, refine=True)),
-    "cg-refine32": BenchSolver(partial(_solve, cg, refine=torch.float32)),
-    "minres": BenchSolver(partial(_solve, minres)),
+    "cg": BenchSolver(partial(_solve, linalg.cg, block=False)),
+    "block-cg": BenchSolver(partial(_solve, linalg.cg)),
+    "cg-refine": BenchSolver(partial(_solve, linalg.cg, refine=True)),
+    "cg-refine32": BenchSolver(partial(_solve, linalg.cg, refine=torch.float32)),
+    "minres": BenchSolver(partial(_solve, linalg.minres)),
     "lsmr": BenchSolver(_lsmr, needs="any", preconditioned=False),
     "dual-descent": BenchSolver(_dual_descent, needs="psd", preconditioned=False),
-    **_probing(trace, "trace", TRACES),
-    **_probing(diagonal, "diagonal", DIAGONALS),
-    "frobenius": BenchEstimator(partial(_estimate, frobenius_norm), "Frobenius norm", needs="any"),
+    **_probing(linalg.trace, "trace", TRACES),
+    **_probing(linalg.diagonal, "diagonal", DIAGONALS),
+    "frobenius": BenchEstimator(partial(_estimate, linalg.frobenius_norm), "Frobenius norm", needs="any"),
     "logdet": BenchEstimator(_logdet, "logdet", needs="psd", preconditioned=True),
     "effective-dimension": BenchEstimator(_effective, "effective dimension", needs="damped"),
     "eigsh": BenchEstimator(_eigsh, "largest eigenvalues", needs="symmetric"),
@@ -199,31 +174,26 @@ def load_peers() -> dict[str, BenchSolver | BenchEstimator]:
     return peers
 
 
-def is_installed(module: str | None) -> bool:
-    """Say whether the library of a method can be imported; None is curvops."""
-    return module is None or find_spec(module) is not None
-
-
 def _nystrom(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
     shift, most = problem.shift or problem.lower, len(problem.B) // 2
     options: dict[str, Any] = {"rhs": problem.B.shape[1], "max_rank": most, "generator": generator}
-    return nystrom(problem.G, settings.rank, shift=shift, **options).preconditioner(problem.shift)
+    return linalg.nystrom(problem.G, settings.rank, shift=shift, **options).preconditioner(problem.shift)
 
 
 def _cholesky(pivoting: Any, problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
     rank = max(1, len(problem.B) // 10) if settings.rank is None else settings.rank
     options: dict[str, Any] = {"shift": problem.shift, "diagonal": problem.diagonal, "generator": generator}
-    return cholesky(problem.G, rank, pivoting=pivoting, **options).preconditioner()
+    return linalg.cholesky(problem.G, rank, pivoting=pivoting, **options).preconditioner()
 
 
 def _jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
-    return diagonal_preconditioner(problem.G if problem.diagonal is None else problem.diagonal, problem.shift)
+    return linalg.diagonal_preconditioner(problem.G if problem.diagonal is None else problem.diagonal, problem.shift)
 
 
 def _block_jacobi(problem: Problem, settings: Settings, generator: torch.Generator) -> MaybePreconditioner:
     if problem.layers is not None:
-        return as_preconditioner(problem.layers.add_diagonal(problem.shift))
-    return block_jacobi(problem.G, max(1, len(problem.B) // 10), problem.shift)
+        return linalg.as_preconditioner(problem.layers.add_diagonal(problem.shift))
+    return linalg.block_jacobi(problem.G, max(1, len(problem.B) // 10), problem.shift)
 
 
 PRECONDITIONERS: dict[str, Callable[[Problem, Settings, torch.Generator], MaybePreconditioner]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,7 @@ from tqdm import tqdm
 from curvops import plots
 from curvops.cli.bench import tables
 from curvops.cli.bench.measure import MEMORY
-from curvops.cli.bench.methods import (
-    METHODS,
-    PRECONDITIONERS,
-    BenchEstimator,
-    BenchSolver,
-    Settings,
-    is_installed,
-    load_peers,
-)
+from curvops.cli.bench.methods import METHODS, PRECONDITIONERS, BenchEstimator, BenchSolver, Settings, load_peers
 from curvops.cli.bench.problem import STRENGTH, BenchError, NotApplicable, Problem
 from curvops.cli.bench.problems import NAMES, build
 from curvops.cli.bench.rows import BudgetSpent, EstimateRow, SolveRow, estimate, solve
@@ -127,7 +120,7 @@ def _methods(choice: Choice, results: Results, say: Callable[[str], None]) -> di
         note = f"skipped: {peer.module} is not installed"
         if getattr(peer, "quantity", "solve") not in tasks or note in results.notes:
             continue
-        if is_installed(peer.module):
+        if peer.module is None or find_spec(peer.module) is not None:
             methods[name] = peer
         else:
             results.notes.append(note)

@@ -50,17 +50,9 @@ class CorrectedLayer(nn.Module):
 
 def convolutional_network(width: int = 184) -> nn.Sequential:
     """Make two convolutions and two linear layers, 101 042 weights at width 184; smooth, so that it has a mode."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(512, width),
-        nn.Tanh(),
-        nn.Linear(width, 10),
-    )
+    first, second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+    features = first, nn.Tanh(), nn.MaxPool2d(2), second, nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*features, *linear_layers(512, width, 10))
 
 
 def add_corrections(network: nn.Sequential) -> nn.Sequential:
