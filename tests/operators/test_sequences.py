@@ -300,3 +300,14 @@ def test_the_empirical_fisher_per_token(name: str) -> None:
     torch.testing.assert_close(co.EmpiricalFisher(lin, per_token=True).to_dense(), g.mT @ g, **TIGHT)
     summed = g.unflatten(0, (N, T)).sum(1)
     torch.testing.assert_close(co.EmpiricalFisher(lin).to_dense(), summed.mT @ summed, **TIGHT)
+
+
+def test_inputs_at_positions_that_do_not_count_are_no_part_of_kfac() -> None:
+    """Of layers that act on each position by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    x, y = torch.randn(5, 3, 4, dtype=torch.float64), torch.randint(3, (5, 3))
+    y[0, 1:] = y[2, 0] = y[3] = -100
+    other = torch.where((y == -100).unsqueeze(2), 7.0, x)
+    found = [co.KFAC(co.linearize(model, (z, y), "classification")).to_dense() for z in (x, other)]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
