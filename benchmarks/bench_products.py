@@ -1,4 +1,4 @@
-"""The same products for pytest-benchmark (`make bench`): seconds, one group a network, the gradient among its rows.
+"""GGN products for pytest-benchmark (`make bench`): seconds, one group a network, the gradient among its rows.
 
 Rows run one after another here, so a drifting machine shows; `python -m benchmarks.products` alternates them.
 """
@@ -84,7 +84,7 @@ def test_block(timed: Any, benchmark: Any, problem: Problem) -> None:
 
 
 def test_curvlinops(timed: Any, benchmark: Any, problem: Problem, vector: Any) -> None:
-    """The same product by another package, where it is installed."""
+    """A product by another package, where it is installed."""
     other = peer_operators.ggn(problem)
     if other is None:
         pytest.skip("curvlinops is not installed here")

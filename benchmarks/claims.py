@@ -13,7 +13,7 @@ from benchmarks.tables import table
 LEVEL = 0.95
 
 Claim = tuple[str, Sequence[float] | Tensor]
-"""What is claimed, and by seed the difference that is positive where it holds."""
+"""A claim in words, and by seed the difference that is positive where it holds."""
 
 
 def interval(values: Sequence[float] | Tensor, level: float = LEVEL) -> tuple[float, float, float]:

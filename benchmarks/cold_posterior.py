@@ -123,7 +123,7 @@ def loss(probabilities: Callable[[Tensor], Tensor], parts: Sequence[Data]) -> Te
 
 
 def of_gaussian(post: Any, name: str, parts: Sequence[Data], seed: int) -> dict[str, Tensor]:
-    """The same draws of the weights through the network and through its linearisation."""
+    """Compare draws of the weights through the network and through its linearisation."""
     draws = post.sample(DRAWS, generator=torch.Generator().manual_seed(seed))
     links = {"sampled": "network", "linearised": "mc"}
     return {

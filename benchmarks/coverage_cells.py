@@ -126,7 +126,7 @@ def estimators(matrix: str) -> dict[str, tuple[Tensor, Run]]:
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """What is counted together."""
+    """The runs that are counted together."""
 
     matrix: str
     estimator: str
@@ -177,7 +177,7 @@ class Count:
         return bool(t.sf(self._distance, self.runs - 1) <= level)
 
     def below(self, level: float) -> bool:
-        """The same of this count, or a smaller one."""
+        """Whether a share of 90 % would give this count, or a smaller one, with at most this probability."""
         if self.squares == self.held:
             return bool(binom.cdf(self.held, self.runs, LEAST) <= level)
         return bool(t.cdf(self._distance, self.runs - 1) <= level)

@@ -60,12 +60,12 @@ class Found:
 
     @property
     def shares(self) -> Tensor:
-        """Of the draws in each mode; a quarter is right."""
+        """The shares of the draws in each mode; a quarter is right."""
         return self.modes.bincount(minlength=MODES) / len(self.draws)
 
     @property
     def variance(self) -> float:
-        """Of a coordinate within a mode, averaged over the modes found."""
+        """The variance of a coordinate within a mode, averaged over the modes found."""
         found = [self.draws[self.modes == mode] for mode in range(MODES)]
         return float(torch.stack([each.var(0) for each in found if len(each) > 1]).mean())
 

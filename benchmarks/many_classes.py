@@ -64,7 +64,7 @@ def child(names: list[str], classes: int, threads: int) -> None:
 
 
 def rows(names: Sequence[str], classes: int = 5000, threads: int = 1) -> list[dict[str, Any]]:
-    """What a process of its own measured."""
+    """Measure in a process of its own, and return its rows."""
     arguments = ["--classes", classes, "--threads", threads]
     return run_apart("benchmarks.many_classes", "--child", *names, *arguments, prompt=True)
 

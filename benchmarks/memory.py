@@ -22,7 +22,7 @@ from benchmarks.tables import MIB
 
 
 def run(network: str, outputs: int, options: argparse.Namespace, budget: int | None) -> dict[str, Any]:
-    """What one process of `benchmarks.peak` printed: its peak in bytes and what served the products."""
+    """Run one process of `benchmarks.peak`; return its peak in bytes and the engine of its products."""
     arguments: list[object] = [network, "--outputs", outputs]
     for name in ("batches", "columns", "products", "threads", "engine"):
         arguments += [f"--{name}", getattr(options, name)]

@@ -45,7 +45,7 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Of the words after each token."""
+        """Compute the logits of the words after each token."""
         return self.model(input_ids=tokens).logits
 
 
@@ -133,7 +133,7 @@ def adapted(base: nn.Module, seed: int) -> nn.Module:
 
 
 def posterior(post: co.Laplace | None, lin: co.Linearization, additive: bool) -> co.Laplace:
-    """What is carried on: the diagonal Fishers of all episodes, each where it was, or the last one's alone."""
+    """Make the next posterior from the diagonal Fishers of all episodes, each where it was, or of the last alone."""
     if post is None or not additive:
         return co.laplace(lin, co.DiagonalGGN(lin, fisher="empirical"), PRIOR, check_mode=False)
     return post.update(lin, co.DiagonalGGN(lin, fisher="empirical"), check_mode=False)
@@ -255,7 +255,7 @@ def results_table(found: dict[str, Tensor]) -> str:
 
 
 def claims(found: dict[str, Tensor]) -> str:
-    """What an additive penalty should do."""
+    """The claims of an additive penalty."""
     end = {name: losses[:, -1] for name, losses in relative(found).items()}
     each = []
     for strength in STRENGTHS:

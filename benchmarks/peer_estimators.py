@@ -1,4 +1,4 @@
-"""The same quantities estimated by other libraries.
+"""Estimators of other libraries for the benchmark's quantities.
 
 linear_operator and CoLA say nothing of their errors; matfree (0.6 and later) gives a standard error.
 """

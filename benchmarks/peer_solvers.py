@@ -1,4 +1,4 @@
-"""The same problems solved by other libraries, their products counted by wrapping the matrix."""
+"""Solvers of other libraries on the benchmark's problems, their products counted by wrapping the matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a GGN product cost, in gradients?   python -m benchmarks.products mlp cnn resnet --json products.json
+"""The cost of a GGN product, in gradients:   python -m benchmarks.products mlp cnn resnet --json products.json
 
 Every figure is the median ratio of alternating runs, with the least and the greatest. Rows that compare two routes
 ("against") alternate those two instead of the unit.
@@ -26,7 +26,7 @@ from benchmarks.timing import Comparison, Run, Spread, alternate, alternate_fres
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured: pairs of runs, products that count as settled, blocks (on which networks), the budget."""
+    """The extent of measuring: pairs of runs, products that count as settled, blocks and their networks, the budget."""
 
     pairs: int
     settle: int
@@ -108,7 +108,7 @@ def measure_cached(m: Measurement, v: Tensor, reference: Tensor, streaming: Any)
 
 
 def measure_first(m: Measurement, v: Tensor) -> None:
-    """What a fresh linearisation costs: making it, then its first product with all that this triggers."""
+    """Measure the cost of a fresh linearisation, and of its first product with all that this triggers."""
 
     def make() -> Any:
         return routes.ggn(m.problem, m.settings.memory_budget)
@@ -157,7 +157,7 @@ def measure_block(m: Measurement, other: Any | None, cached: Any) -> None:
 
 
 def measure_peer(m: Measurement, other: Any, cached: Any, v: Tensor, reference: Tensor) -> None:
-    """The same product by another package: beside the unit, then this library beside it."""
+    """Measure the product of another package beside the unit, then this library beside it."""
     name = peer_operators.label()
     m.measure(name, lambda: other @ v, difference=routes.difference(other @ v, reference))
     m.add("cached", alternate(lambda: other @ v, lambda: cached @ v, m.settings.pairs), against=name)

@@ -1,4 +1,4 @@
-"""How is a product with this library, or with another, set up for a measurement?"""
+"""The set-up of a product for a measurement: its engine, warm-up and build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ggn(problem: Problem, memory_budget: int | None = None, engine: EngineChoice
 
 
 def engines(operator: Any) -> str:
-    """What serves the products now, such as "layerwise"."""
+    """Name the engines that serve the products now, such as "layerwise"."""
     return "+".join(sorted(operator.plan.in_use)) or "streamed"
 
 

@@ -34,7 +34,7 @@ Found = Any
 
 @dataclass(frozen=True)
 class Study:
-    """What `python -m benchmarks.{name}` measures, and the pages and figures made of it."""
+    """The measurements of `python -m benchmarks.{name}`, and the pages and figures made of them."""
 
     name: str
     """Of the module and of its file of raw results."""
@@ -52,7 +52,7 @@ class Study:
     """Options by which a process measures some rows alone and prints them as JSON, a line each."""
 
     def run(self) -> None:
-        """Do what the command line says."""
+        """Run the study as the command line asks: measure or report."""
         parser = argparse.ArgumentParser(f"python -m benchmarks.{self.name}", description=self.description)
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.add_argument("--page", type=Path, default=Path(self.page), help="page with the sections")

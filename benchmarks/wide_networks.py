@@ -307,7 +307,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _key(cell: dict[str, Any]) -> tuple[int, int, int]:
-    """What two cells that are compared share."""
+    """The key that two cells share when they are compared."""
     return cell["width"], cell["points"], cell["seed"]
 
 
@@ -388,7 +388,7 @@ def curves_table(result: dict[str, Any]) -> str:
 
 
 def gaps_table(result: dict[str, Any]) -> str:
-    """What the theory says of each cell, without a chain."""
+    """Tabulate the theory's prediction for each cell, without a chain."""
     cells = [c for c in result["cells"] if c["change"] == "readout" and c["network"] != "curve"]
     rows = [
         [

@@ -20,7 +20,7 @@ from benchmarks.tables import MIB, table, within
 
 WIDTHS, POINTS = (1000, 1400, 400, 10), 12
 SLACK = 24 * MIB
-"""What the allocator and lazily loaded code may add."""
+"""Bytes that the allocator and lazily loaded code may add."""
 ALGORITHMS = (
     """
 predict, joint, diagonal predict, kfac predict, ekfac predict, low rank predict, sample, diagonal sample, cg, minres,
@@ -137,7 +137,7 @@ def capped(result: Any) -> str:
 
 
 def rows(budget: int, names: list[str], threads: int = 1) -> list[dict[str, Any]]:
-    """What a process of its own measured."""
+    """Measure in a process of its own, and return its rows."""
     arguments = ["--child", budget, "--threads", threads, "--algorithms", *names]
     return run_apart("benchmarks.working_memory", *arguments, prompt=True)
 

@@ -16,7 +16,7 @@ from benchmarks.timing import alternate, alternate_fresh
 
 TARGETS = {"mlp": 5.0, "cnn": 30.0, "resnet": 30.0}  # 5, else 3·C
 BACKENDS = ("BackPackGGN", "AsdlGGN")
-"""Of laplace-torch. Its default, CurvlinopsGGN, forms the Jacobian of a batch: minutes and tens of gigabytes here."""
+"""Backends of laplace-torch. The default, CurvlinopsGGN, takes minutes and tens of gigabytes for a batch's Jacobian."""
 
 
 def measure(figures: Figures) -> None:

@@ -55,7 +55,7 @@ class Solved:
 
 
 def _ours(lin: co.Linearization, prior: float, B: Tensor) -> Solved:
-    """What `solve` does: a Nyström sketch of the rank that pays, then block CG."""
+    """Solve as `curvops.linalg.solve` does: a Nyström sketch of the rank that pays, then block CG."""
     G = co.GGN(lin)
     P = Damped(G, torch.tensor(prior, dtype=B.dtype))
     sketch = nystrom(G, shift=prior, rhs=COLUMNS, generator=torch.Generator().manual_seed(SEED))

@@ -106,11 +106,11 @@ def _hessian_root(logits: Tensor) -> Tensor:
     return root
 
 
-Rows = list[tuple[Tensor, Tensor]]
+LayerRows = list[tuple[Tensor, Tensor]]
 """Rows of a Jacobian, a pair (δ, a) for each layer: the kernel is the sum of (δ δ'ᵀ) ∘ (a a'ᵀ)."""
 
 
-def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> Rows:
+def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> LayerRows:
     """Compute the rows of J, or of Lᵀ J given the root L (N, C, R), by layer."""
     modules: list[nn.Module] = []
     inputs: list[Tensor] = []
@@ -145,7 +145,7 @@ def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> Rows:
     return rows
 
 
-def _kernel(left: Rows, right: Rows) -> Tensor:
+def _kernel(left: LayerRows, right: JacobianRows) -> Tensor:
     """Sum J J'ᵀ over layers, in row tiles; of a symmetric kernel (left is right) only the lower triangle is filled."""
     n, m = len(left[0][0]), len(right[0][0])
     kernel = torch.zeros(n, m, dtype=torch.float64)
