@@ -44,7 +44,7 @@ def study(seed: int) -> Found:
     torch.manual_seed(seed)
     model = fit(perceptron(64, 32, 10).double(), train, prior_precision=PRIOR, steps=1500, rate=1e-2, cosine=True)
     lin = co.linearize(model, (train.x, train.y), "classification")
-    parts = {"upright": test, "turned": test.rotated(ANGLE)}
+    parts = {"upright": test, "turned": test.turn(ANGLE)}
     full = _posterior(lin).predict(test.x).stddev
     generator = torch.Generator().manual_seed(seed)
     plain = {name: [metrics.nll(lin.predict(part.x).softmax(-1), part.y)] for name, part in parts.items()}

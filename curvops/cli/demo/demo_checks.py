@@ -145,7 +145,7 @@ def _rows(model: nn.Module, x: Tensor, root: Tensor | None = None) -> LayerRows:
     return rows
 
 
-def _kernel(left: LayerRows, right: JacobianRows) -> Tensor:
+def _kernel(left: LayerRows, right: LayerRows) -> Tensor:
     """Sum J J'ᵀ over layers, in row tiles; of a symmetric kernel (left is right) only the lower triangle is filled."""
     n, m = len(left[0][0]), len(right[0][0])
     kernel = torch.zeros(n, m, dtype=torch.float64)

@@ -54,7 +54,7 @@ class Images:
         """Leave out the digits that a rotation turns into another one."""
         return Images(self.x[self.is_unambiguous], self.y[self.is_unambiguous])
 
-    def rotated(self, degrees: float | int) -> Images:
+    def turn(self, degrees: float | int) -> Images:
         """Turn the images counter-clockwise, in degrees."""
         return Images(rotate(self.x, degrees), self.y)
 

@@ -163,7 +163,7 @@ def _by_angle(
     test: digits.Images, predict: Callable[[digits.Images], dict[str, Predictions]]
 ) -> dict[str, dict[int, Predictions]]:
     """Predict by method and angle: all digits upright, the unambiguous ones turned."""
-    turned = {angle: test.unambiguous().rotated(angle) for angle in digits.ANGLES}
+    turned = {angle: test.unambiguous().turn(angle) for angle in digits.ANGLES}
     by_angle = {angle: predict(images) for angle, images in {0: test, **turned}.items()}
     return {name: {angle: p[name] for angle, p in by_angle.items()} for name in by_angle[0]}
 
