@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from benchmarks import study_page
 from benchmarks.machine import run_apart
 from benchmarks.peak import load_code, peak_bytes
 from benchmarks.tables import MIB, table
