@@ -21,7 +21,7 @@ from curvops.linalg.core.summary import summary
 from curvops.network.data.batches import Batch
 from curvops.network.walks.passes import BatchMap
 from curvops.operators import EmpiricalFisher
-from curvops.operators.reading import OfLinearization
+from curvops.operators.linearized.reading import OfLinearization
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.tuning import Tuning

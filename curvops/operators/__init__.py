@@ -1,18 +1,17 @@
 """The network's operators, one file each, built from a linearisation."""
 
-from curvops.operators.diagonal_ggn import DiagonalGGN
-from curvops.operators.fisher import EmpiricalFisher
-from curvops.operators.ggn import GGN
-from curvops.operators.gradients import Gradients
-from curvops.operators.hessian import Hessian
-from curvops.operators.jacobian import Jacobian
-from curvops.operators.kfac import EKFAC, KFAC
-from curvops.operators.kfac_factors import NoFactors
-from curvops.operators.linearization import Linearization
-from curvops.operators.linearize import NoCurvature, linearize
-from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
+from curvops.operators.curvatures.fisher import EmpiricalFisher
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN
+from curvops.operators.curvatures.hessian import Hessian
+from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
+from curvops.operators.function_space.tangent_kernel import TangentKernel
+from curvops.operators.kfac.kfac import EKFAC, KFAC
+from curvops.operators.kfac.kfac_factors import NoFactors
+from curvops.operators.linearized.gradients import Gradients
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.linearize import NoCurvature, linearize
 from curvops.operators.subsample import subsample
-from curvops.operators.tangent_kernel import TangentKernel
 
 __all__ = [
     "EKFAC",

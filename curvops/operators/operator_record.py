@@ -26,15 +26,14 @@ from curvops.linalg.operators.kronecker import Details
 from curvops.network.data.absent_batches import AbsentBatches
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.walks.source import Source
-from curvops.operators.diagonal_ggn import DiagonalGGN
-from curvops.operators.fisher import EmpiricalFisher
-from curvops.operators.ggn import GGN
-from curvops.operators.hessian import Hessian
-from curvops.operators.kfac import EKFAC, KFAC, LayerBlocks
-from curvops.operators.linearization import Linearization
-from curvops.operators.network_operator import NetworkOperator
-from curvops.operators.reading import OfLinearization, ScaledByNoise
-from curvops.operators.subnetwork import BlockDiagonal, Subnetwork
+from curvops.operators.curvatures.fisher import EmpiricalFisher
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN
+from curvops.operators.curvatures.hessian import Hessian
+from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
+from curvops.operators.kfac.kfac import EKFAC, KFAC, LayerBlocks
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import NetworkOperator
+from curvops.operators.linearized.reading import OfLinearization, ScaledByNoise
 
 MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
     kind.__name__: kind

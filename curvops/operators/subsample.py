@@ -9,8 +9,8 @@ from torch import Tensor
 from curvops.checks import check_generator, checked_whole
 from curvops.network.data.batches import as_batches
 from curvops.network.data.inputs import take
-from curvops.operators.linearization import Linearization
-from curvops.operators.subnetwork import checked_indices
+from curvops.operators.curvatures.subnetwork import checked_indices
+from curvops.operators.linearized.linearization import Linearization
 
 
 def subsample(

@@ -16,8 +16,8 @@ from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
-from curvops.operators.kfac_sum import has_kronecker_blocks
-from curvops.operators.reading import OfLinearization
+from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
+from curvops.operators.linearized.reading import OfLinearization
 
 FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
 """In which an earlier posterior may be kept."""

@@ -20,8 +20,8 @@ from curvops.linalg.operators.algebra import Product
 from curvops.network.data.inputs import Inputs
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.input_graphs import GraphRows, through_inputs
-from curvops.operators.jacobian import Jacobian, selected_rows
-from curvops.operators.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.linearized.jacobian import Jacobian, selected_rows
 
 # Rows of J solved for at a time, where memory has room for them.
 BLOCK = 128

@@ -26,7 +26,7 @@ from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
-from curvops.operators.curvature_root import CurvatureRoot, root_of
+from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.noise import Noise
 from curvops.posterior.priors import Prior

@@ -28,9 +28,9 @@ from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Exact
 from curvops.network.walks.passes import Passes
 from curvops.operators import GGN, Linearization
-from curvops.operators.curvature_root import CurvatureRoot
-from curvops.operators.displaced_ggn import pushed
-from curvops.operators.gram_matrix import gram_cost, gram_matrix
+from curvops.operators.curvatures.curvature_root import CurvatureRoot
+from curvops.operators.curvatures.displaced_ggn import pushed
+from curvops.operators.function_space.gram_matrix import gram_cost, gram_matrix
 
 MOST_OUTPUTS = 6144
 """So many outputs in all are decomposed in minutes, in five matrices of 300 MB."""

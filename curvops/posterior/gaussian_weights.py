@@ -19,7 +19,7 @@ from curvops.linalg import Dense, Estimate
 from curvops.linalg.core.cache import recorded
 from curvops.network.walks.passes import accumulate
 from curvops.operators import Linearization
-from curvops.operators.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_accuracy, check_operator, checked_draws
 from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance

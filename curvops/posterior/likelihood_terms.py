@@ -16,8 +16,8 @@ from torch import Tensor
 from curvops.linalg.core.cache import recorded
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.displaced_ggn import DisplacedGGN, pushed
-from curvops.operators.reading import require_no_gradient
+from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
+from curvops.operators.linearized.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms, power_of
 
 

@@ -23,7 +23,7 @@ from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
-from curvops.operators.displaced_ggn import DisplacedGGN, pushed
+from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
 from curvops.posterior.priors import Prior
 
 MOST_HALVINGS = 30

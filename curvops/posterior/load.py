@@ -10,7 +10,7 @@ from linear_operator.operators import LinearOperator
 
 from curvops import storage
 from curvops.operators import Linearization
-from curvops.operators.linearization_record import record_of_linearization, recorded_linearization
+from curvops.operators.linearized.linearization_record import record_of_linearization, recorded_linearization
 from curvops.operators.operator_record import record_of_operator, recorded_operator
 from curvops.posterior.arguments import check_operator
 from curvops.posterior.gaussian_posterior import GaussianPosterior

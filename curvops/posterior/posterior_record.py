@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.linalg import Estimate, Inverse
 from curvops.operators import Linearization
-from curvops.operators.linearization_record import record_of_linearization
+from curvops.operators.linearized.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
 from curvops.posterior.arguments import check_operator
 from curvops.posterior.likelihood_terms import LikelihoodTerms

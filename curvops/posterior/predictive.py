@@ -23,7 +23,7 @@ from curvops.network.data.inputs import as_inputs, num_points
 from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Gaussian, Sequences
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior import held_out, links, uncertainty
 from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.covariance import SampledCovariance

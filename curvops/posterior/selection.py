@@ -22,8 +22,8 @@ from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
-from curvops.operators.row_squares import squared_columns
-from curvops.operators.subnetwork import checked_indices, principal_block
+from curvops.operators.curvatures.row_squares import squared_columns
+from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.priors import read_prior

@@ -19,7 +19,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
-from curvops.operators.formed import Formed
+from curvops.operators.curvatures.formed import Formed
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel
 from curvops.posterior.spectrum import Spectrum
 from curvops.records import from_record

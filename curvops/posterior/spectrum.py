@@ -32,7 +32,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
-from curvops.operators.formed import Formed
+from curvops.operators.curvatures.formed import Formed
 from curvops.posterior.formed_kernel import MOST_GRADIENTS, FormedKernel, fits
 from curvops.posterior.likelihood_terms import LikelihoodTerms
 from curvops.posterior.priors import Prior

@@ -21,7 +21,7 @@ from curvops.checkpoint import Checkpoint, named_part
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
 from curvops.linalg.core.vectors import norm
-from curvops.operators.curvature_root import CurvatureRoot
+from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.posterior.noise import Noise
 from curvops.posterior.priors import Prior
 from curvops.progress import as_step, at_work, remark

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-import curvops.operators.gram_matrix as gram_matrix
+import curvops.operators.function_space.gram_matrix as gram_matrix
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 

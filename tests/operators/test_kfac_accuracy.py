@@ -21,7 +21,7 @@ from curvops.linalg.core.results import NotPositiveSemidefinite, PrecisionLimit,
 from curvops.linalg.operators import kronecker
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.walks import layer_roots as roots
-from curvops.operators import moments
+from curvops.operators.layers import moments
 
 PRIORS = (1e-6, 1e-4, 1e-2)
 CURVATURES: dict[str, Callable[[Any], Any]] = {
@@ -231,7 +231,7 @@ def test_biases_in_blocks_of_their_own(kind: Any, sharing: str) -> None:
     rows = J.to_dense()
     expected = (rows @ torch.linalg.solve(P.to_dense(), rows.mT)).unflatten(0, (-1, 3)).unflatten(2, (-1, 3))
     post = co.laplace(lin, apart, prior, check_mode=False)
-    with patch("curvops.operators.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
+    with patch("curvops.operators.linearized.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
         found = post.predict(x).covariance_matrix
     torch.testing.assert_close(found, expected.diagonal(dim1=0, dim2=2).permute(2, 0, 1), rtol=1e-9, atol=1e-12)
     P = joint.add_diagonal(prior)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops.network.walks.passes import Passes
-from curvops.operators import moments
+from curvops.operators.layers import moments
 from tests.zoo import ZOO, dense_jacobian
 
 NETWORKS = ["mlp", "cnn_1d", "embedding_padding", "bag_mean", "own_parameters", "linear_twice", "weight_norm"]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.operators import point_covariance
-from curvops.operators.jacobian import selected_rows
-from curvops.operators.point_covariance import point_covariances
+from curvops.operators.function_space import point_covariance
+from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.linearized.jacobian import selected_rows
 from curvops.posterior.covariance import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
@@ -275,7 +275,7 @@ def test_a_posterior_uses_it_and_solves_for_no_row_of_the_jacobian():
     lin, inputs = linearized("cnn")
     post = co.laplace(lin, co.KFAC, 0.9, check_mode=False)
     expected = by_solves(lin.jacobian(inputs), post.precision.inverse(), lin.num_outputs)
-    with patch("curvops.operators.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
+    with patch("curvops.operators.linearized.jacobian.Jacobian._t_matmul", side_effect=AssertionError):
         predicted = post.predict(inputs)
         torch.testing.assert_close(predicted.covariance_matrix, expected, **TIGHT)
 

@@ -196,7 +196,7 @@ def test_kronecker_posteriors_stay_kronecker_and_are_their_own_dense_definition(
 @pytest.mark.parametrize("largest", [1024, 0])
 def test_the_error_of_a_kronecker_posterior_counts_blocks_that_add_up_exactly(largest, monkeypatch):
     """A PReLU has no factors: its block, or diagonal, is a part of what the error is relative to, not of the error."""
-    monkeypatch.setattr("curvops.operators.kfac_factors.MOST_DENSE", largest)
+    monkeypatch.setattr("curvops.operators.kfac.kfac_factors.MOST_DENSE", largest)
     model, x = nn.Sequential(nn.Linear(4, 3), nn.PReLU(3), nn.Linear(3, 2)).double(), normal(12, 4)
     lins = [co.linearize(model, (x + t, (x[:, t] > 0).long()), "classification") for t in range(2)]
     with pytest.warns(co.NoFactors) if largest == 0 else nullcontext():

@@ -15,7 +15,7 @@ from tests.posterior.trained import problem
 DOUBLE = torch.float64
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 X = torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-FORMED = "curvops.operators.formed.principal_block"
+FORMED = "curvops.operators.curvatures.formed.principal_block"
 
 
 def generator():
@@ -97,7 +97,7 @@ def test_draws_have_the_covariance_of_the_dense_matrix(lin, prior):
 
 def test_it_is_formed_once_for_all_priors_and_answers(lin):
     post = co.laplace(lin, co.GGN, 1.3, check_mode=False)
-    block = import_module("curvops.operators.subnetwork").principal_block
+    block = import_module("curvops.operators.curvatures.subnetwork").principal_block
     with patch(FORMED, wraps=block) as formed:
         assert post.predict(X).mean.shape == (7, 3)
         assert formed.call_count == 0  # nothing before an entry is asked for

@@ -12,7 +12,7 @@ import curvops as co
 from curvops.checkpoint import Checkpoint, begin, resumable
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
-from curvops.operators.gram_matrix import gram_matrix
+from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.posterior import formed_kernel
 from curvops.posterior.formed_kernel import FormedKernel
 from tests.linalg.interrupted import Killed

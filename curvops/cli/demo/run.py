@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import curvops as co
-from curvops.cli.demo import checks, digits, figures, network, report
+from curvops.cli.demo import demo_checks, digits, figures, network, report
 from curvops.cli.demo.report import Predictions, Stages
 from curvops.posterior import metrics
 
@@ -188,22 +188,24 @@ def _of_posterior(post: co.Laplace, draws: Tensor, of: digits.Images) -> Predict
 
 def _run_checks(
     settings: DemoSize, outcomes: list[Outcome], data: digits.Digits, test: digits.Images, stages: Stages
-) -> list[checks.Check]:
+) -> list[demo_checks.Check]:
     first, x = outcomes[0], test.x[: settings.checked]
     with stages.stage(f"check: {settings.checked} points exactly"):
         solved = first.post.predict(x, rtol=1e-5).variance
     with stages.stage("check: dense, function space"):
         prior = float(first.post.prior_precision)
-        reference = checks.compute_variances(first.model, data.train.parts(settings.pretrained_share)[1].x, x, prior)
+        reference = demo_checks.compute_variances(
+            first.model, data.train.parts(settings.pretrained_share)[1].x, x, prior
+        )
     drawn = first.post.predict(x, samples=first.draws).variance
     by_method = [
         torch.stack([metrics.nll(o.predicted[name][0].probabilities, test.y, reduction="none") for o in outcomes])
         for name in (LAPLACE, MAP)
     ]
     return [
-        checks.check_exact(solved, reference),
-        checks.check_samples(drawn, solved, reference, settings.samples),
-        checks.check_nll(*by_method),
+        demo_checks.check_exact(solved, reference),
+        demo_checks.check_samples(drawn, solved, reference, settings.samples),
+        demo_checks.check_nll(*by_method),
     ]
 
 

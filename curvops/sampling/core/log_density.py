@@ -23,7 +23,7 @@ from curvops.network.likelihoods.torch_losses import reading_of
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
-from curvops.operators.linearize import at_positions, checked_layout, output_shape
+from curvops.operators.linearized.linearize import at_positions, checked_layout, output_shape
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.laplace import as_prior
 from curvops.posterior.priors import Prior, read_prior

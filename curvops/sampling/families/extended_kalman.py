@@ -15,8 +15,8 @@ from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network.data.randomness import own_randomness
 from curvops.network.likelihoods.output_fisher import Empirical, Exact
 from curvops.operators import GGN, EmpiricalFisher, Linearization
-from curvops.operators.curvature_root import root_of
-from curvops.operators.row_squares import curvature_diagonal, score_and_diagonal
+from curvops.operators.curvatures.curvature_root import root_of
+from curvops.operators.curvatures.row_squares import curvature_diagonal, score_and_diagonal
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.gaussian_posterior import GaussianPosterior

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.checks import check_choice
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.jacobian import Jacobian
+from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior import uncertainty
 from curvops.posterior.arguments import check_accuracy, check_linearization, checked_count
 from curvops.posterior.held_out import ErrorOfMean

@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 import curvops as co
 from curvops.linalg import Kronecker
 from curvops.operators import DiagonalGGN, EmpiricalFisher
-from curvops.operators.kfac_factors import NoFactors
-from curvops.operators.point_covariance import point_covariances
+from curvops.operators.function_space.point_covariance import point_covariances
+from curvops.operators.kfac.kfac_factors import NoFactors
 from tests.network.products import agree, columns
 from tests.zoo import dense_jacobian
 

@@ -19,10 +19,9 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_at
 from curvops.network.walks.passes import chunk_bytes_within
-from curvops.operators.jacobian import Jacobian
-from curvops.operators.layer_matrix import as_tensors, width_of
-from curvops.operators.linearization import Linearization
-from curvops.operators.moments import second_moments, sum_of_squares
+from curvops.operators.layers.moments import as_tensors, second_moments, sum_of_squares, width_of
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.linearization import Linearization
 
 
 @torch.no_grad()

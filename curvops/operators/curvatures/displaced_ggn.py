@@ -11,8 +11,8 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Exact
 from curvops.network.walks.passes import BatchMap
-from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.linearized.linearization import Linearization
 
 
 @dataclass(frozen=True, eq=False)

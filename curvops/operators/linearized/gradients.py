@@ -15,7 +15,7 @@ from curvops.network.engines.reduced import Reduced
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import Empirical, Root
 from curvops.network.walks.passes import accumulate
-from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.linearized.network_operator import NetworkOperator
 
 
 class Gradients(NetworkOperator):

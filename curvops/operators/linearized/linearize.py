@@ -24,7 +24,7 @@ from curvops.network.likelihoods.torch_losses import reading_of, require_same_lo
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget, default_budget
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearized.linearization import Linearization
 from curvops.progress import Progress, check_progress
 
 

@@ -19,8 +19,8 @@ from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.walks.input_graphs import outputs_at, pull_at, push_at
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.network.walks.passes import Passes, accumulate
-from curvops.operators.layer_matrix import as_matrix
-from curvops.operators.network_operator import NetworkOperator
+from curvops.operators.layers.moments import as_matrix
+from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
 
 

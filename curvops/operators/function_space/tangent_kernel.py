@@ -12,10 +12,10 @@ from torch import Tensor
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
 from curvops.network.model.weight_vectors import read_precision
-from curvops.operators.gram_matrix import gram_matrix
-from curvops.operators.jacobian import Jacobian
-from curvops.operators.linearization import Linearization
-from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.reading import OfLinearization, Stored
 
 
 class TangentKernel(OfLinearization, Operator):

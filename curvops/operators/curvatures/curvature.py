@@ -14,10 +14,10 @@ from curvops.network.engines.plan import Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.walks.passes import BatchMap, Passes
-from curvops.operators.linearization import Linearization
-from curvops.operators.network_operator import NetworkOperator
-from curvops.operators.reading import OfLinearization, Stored
-from curvops.operators.row_squares import curvature_diagonal
+from curvops.operators.curvatures.row_squares import curvature_diagonal
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import NetworkOperator
+from curvops.operators.linearized.reading import OfLinearization, Stored
 
 
 class Curvature(OfLinearization, NetworkOperator):

@@ -16,7 +16,7 @@ from curvops.linalg.operators.algebra import Scaled
 from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.sequences import single_noise
-from curvops.operators.linearization import Linearization
+from curvops.operators.linearized.linearization import Linearization
 
 Stored = tuple[tuple[Any, ...], dict[str, Any]]
 """Tensors and operators by position, and keywords: what the next class in line stores."""

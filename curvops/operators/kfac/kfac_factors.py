@@ -19,10 +19,9 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
-from curvops.operators.fisher import DrawnInPassing
-from curvops.operators.layer_matrix import as_matrix
-from curvops.operators.linearization import Linearization
-from curvops.operators.moments import OuterSum, rounding_of_rows, second_moments
+from curvops.operators.curvatures.fisher import DrawnInPassing
+from curvops.operators.layers.moments import OuterSum, as_matrix, rounding_of_rows, second_moments
+from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 
 Sharing = Literal["expand", "reduce"]

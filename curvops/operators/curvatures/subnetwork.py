@@ -18,10 +18,10 @@ from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import in_parts
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.network.model.parameters import matching
-from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization
-from curvops.operators.moments import mirrored
-from curvops.operators.reading import OfLinearization, Stored, made_of
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.layers.moments import mirrored
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.reading import OfLinearization, Stored, made_of
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""

@@ -27,8 +27,8 @@ from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.source import likelihood_state
-from curvops.operators.linearization import Linearization
-from curvops.operators.linearize import at_positions, checked_layout, first_points, output_shape
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.linearize import at_positions, checked_layout, first_points, output_shape
 from curvops.progress import Progress, check_progress
 
 

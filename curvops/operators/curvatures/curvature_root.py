@@ -16,8 +16,8 @@ from curvops.linalg.operators.base import Operator
 from curvops.network.data.inputs import num_points, take
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
 from curvops.network.walks.passes import Passes, accumulate
-from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.linearized.linearization import Linearization
 from curvops.progress import Progress
 
 

@@ -1,6 +1,6 @@
 """A trained network, linearised at its weights: the one object that every network operator is built from.
 
-`curvops.operators.linearize` makes it, and checks what it is made of.
+`curvops.operators.linearized.linearize` makes it, and checks what it is made of.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from curvops.network.walks.input_graphs import outputs_at, require_input_gradien
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes
 from curvops.network.walks.source import Source, source_of
-from curvops.operators.gradients import Gradients
-from curvops.operators.jacobian import Jacobian
+from curvops.operators.linearized.gradients import Gradients
+from curvops.operators.linearized.jacobian import Jacobian
 from curvops.progress import Progress
 
 

@@ -19,8 +19,8 @@ from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.sources import merged
 from curvops.linalg.core.spaces import common
 from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
-from curvops.operators.kfac import LayerBlocks
-from curvops.operators.kfac_factors import exact_block
+from curvops.operators.kfac.kfac import LayerBlocks
+from curvops.operators.kfac.kfac_factors import exact_block
 
 Names = tuple[str, ...]
 

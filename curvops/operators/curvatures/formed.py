@@ -14,7 +14,7 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.operators.algebra import OfOne
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import OfDense
-from curvops.operators.subnetwork import principal_block
+from curvops.operators.curvatures.subnetwork import principal_block
 
 COPIES = 4
 """Matrices of n² numbers in float64 that one formed operator may take: itself, plus a shift, its factor, and work."""

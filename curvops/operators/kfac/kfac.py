@@ -19,11 +19,17 @@ from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import OfDirectSum
 from curvops.linalg.operators.kronecker import OfKronecker, decompose
 from curvops.network.likelihoods.output_fisher import OutputFisher
-from curvops.operators.fisher import output_fisher
-from curvops.operators.kfac_factors import KroneckerBlock, check_bias, check_sharing, eigenvalue_corrected, kfac_blocks
-from curvops.operators.linearization import Linearization
-from curvops.operators.linearization_record import problem_of_linearization
-from curvops.operators.reading import OfLinearization, Stored, made_of
+from curvops.operators.curvatures.fisher import output_fisher
+from curvops.operators.kfac.kfac_factors import (
+    KroneckerBlock,
+    check_bias,
+    check_sharing,
+    eigenvalue_corrected,
+    kfac_blocks,
+)
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.linearization_record import problem_of_linearization
+from curvops.operators.linearized.reading import OfLinearization, Stored, made_of
 from curvops.progress import Progress
 
 

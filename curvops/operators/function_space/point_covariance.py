@@ -34,11 +34,10 @@ from curvops.network.engines.layerwise import Features
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.operators.jacobian import Jacobian, selected_rows
-from curvops.operators.kfac import LayerBlocks
-from curvops.operators.kfac_factors import PARTS, Sides, members, rotate
-from curvops.operators.layer_matrix import as_matrix
-from curvops.operators.moments import block_bytes, row_blocks
+from curvops.operators.kfac.kfac import LayerBlocks
+from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
+from curvops.operators.layers.moments import as_matrix, block_bytes, row_blocks
+from curvops.operators.linearized.jacobian import Jacobian, selected_rows
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The share of a variance under D alone that Woodbury's difference must leave: of its digits so many are lost."""

@@ -20,9 +20,8 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import Plan
 from curvops.network.walks.layer_roots import Group, joined
 from curvops.network.walks.passes import Passes
-from curvops.operators.jacobian import Jacobian
-from curvops.operators.layer_matrix import height_of
-from curvops.operators.moments import mirrored
+from curvops.operators.layers.moments import height_of, mirrored
+from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
 """On a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""

@@ -1,4 +1,4 @@
-"""The generalised Gauss–Newton matrix, and its Monte-Carlo estimate."""
+"""The generalised Gauss–Newton matrix, its Monte-Carlo estimate and its diagonal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg import Diagonal
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher, Sampled
 from curvops.network.walks.passes import Passes
-from curvops.operators.curvature import Curvature
-from curvops.operators.fisher import sampled_residuals
-from curvops.operators.linearization import Linearization
-from curvops.operators.reading import Stored, require_no_gradient
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.curvatures.fisher import output_fisher, sampled_residuals
+from curvops.operators.curvatures.row_squares import curvature_diagonal
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.reading import OfLinearization, Stored, made_of, require_no_gradient
 
 
 class GGN(Curvature):
@@ -61,3 +63,31 @@ class GGN(Curvature):
         draws = options["draws"]
         rows = None if draws is None else lin.passes.reduced(Sampled(lin.likelihood, draws))
         return cls(lin.theta, *hyperparameters, lin=lin, draws=draws, rows=rows)
+
+
+class DiagonalGGN(OfLinearization, Diagonal):
+    """diag(G) as an operator (D, D): the squares of all rows of LᵀJ, added up (Dangel, Kunstner & Hennig 2020).
+
+    `co.DiagonalGGN(lin, fisher="exact" | "mc" | "empirical", mc_samples=1, generator=None)`. Every operation on it,
+    and on it plus a prior, is elementwise: a product is D multiplications. It ignores correlations: choose it for
+    ranking weights and as the cheapest posterior, not where weights act together.
+
+    Cost to build, here and once, without a gradient graph: a forward pass and a backward pass for each of C columns
+    (mc: `mc_samples`, empirical: one), and one more matrix product a layer for each; where a layer is applied at one
+    position that product is shared by all columns. Memory: a chunk of sensitivities within the budget, never a
+    Jacobian. Parameters without a layer rule take a backward pass for each point and column. Raises ValueError for
+    another `fisher`.
+    """
+
+    STORED = "space"
+
+    @classmethod
+    def _read(
+        cls,
+        lin: Linearization,
+        fisher: str = "exact",
+        mc_samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Stored:
+        entries = curvature_diagonal(lin, output_fisher(lin, fisher, mc_samples, generator))
+        return (entries,), made_of(lin)

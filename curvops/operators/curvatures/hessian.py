@@ -12,9 +12,9 @@ from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import take
 from curvops.network.engines.routes import tolerance
 from curvops.network.model.parameters import Blocks
-from curvops.operators.linearization import Linearization
-from curvops.operators.network_operator import NetworkOperator
-from curvops.operators.reading import OfLinearization, Stored
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.network_operator import NetworkOperator
+from curvops.operators.linearized.reading import OfLinearization, Stored
 
 
 class Hessian(OfLinearization, NetworkOperator):

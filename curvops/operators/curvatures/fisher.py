@@ -10,9 +10,9 @@ from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
 from curvops.network.walks.passes import Passes
-from curvops.operators.curvature import Curvature
-from curvops.operators.linearization import Linearization
-from curvops.operators.reading import Stored
+from curvops.operators.curvatures.curvature import Curvature
+from curvops.operators.linearized.linearization import Linearization
+from curvops.operators.linearized.reading import Stored
 
 
 class EmpiricalFisher(Curvature):

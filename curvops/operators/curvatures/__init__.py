@@ -1,0 +1,1 @@
+"""Curvatures of the likelihood: GGN, Fishers, Hessian, their diagonals, roots and blocks."""

@@ -1,0 +1,1 @@
+"""Function space: tangent kernels, J Jᵀ, and covariances of outputs."""

@@ -1,0 +1,1 @@
+"""Kronecker-factored curvatures: KFAC, EKFAC, and sums of such."""

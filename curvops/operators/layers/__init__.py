@@ -1,0 +1,1 @@
+"""Rows of a curvature by layer: as matrices, their sums and squares."""
