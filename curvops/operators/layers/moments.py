@@ -1,4 +1,4 @@
-"""Rows of a curvature by layer, Σ_t left ⊗ right: as matrices of weight and bias, their squares, their outer products."""
+"""Rows of a curvature by layer, Σ_t left ⊗ right, as matrices of weight and bias: squares and outer products."""
 
 from __future__ import annotations
 
