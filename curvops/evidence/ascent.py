@@ -20,6 +20,7 @@ from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.linear_mode import REMEDIES
+from curvops.posterior.precision import preconditioner
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 
 # Precisions of single weights stay within this one: beyond, a weight is known, or free, for all that it matters.
@@ -111,7 +112,7 @@ class Ascent:
             self.vectors = random_block(describe(P), self.probes, generator=self.generator)
         assert self.vectors is not None
         guess = None if self.over == "weights" else self.solutions
-        sketch, spent = post.shared.solving.preconditioner(P, self.probes, generator=self.generator)
+        sketch, spent = preconditioner(post.cache, P, self.probes, generator=self.generator)
         solved = cg(P, self.vectors, preconditioner=sketch, rtol=SOLVE_RTOL, x0=guess)
         solved.raise_if_failed(SOLVE_RTOL, REMEDIES)
         self.solutions = solved.x

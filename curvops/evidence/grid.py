@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from curvops.posterior.arguments import check_accuracy
-from curvops.posterior.evidence_parts import Evidence
+from curvops.posterior.determinants import prepare
+from curvops.posterior.evidence_parts import Evidence, find_evidence
 from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 
 
@@ -46,11 +47,11 @@ def grid(
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
     smallest = min(float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values)
-    post.shared.spectrum.prepare(smallest, rtol, generator)
+    prepare(post.cache, smallest, rtol, generator)
     found: list[Evidence] = []
     for value in values:
         start = found[-1].theta if found else None
-        found.append(post.with_prior(value).evidence_from(start, rtol, generator, at))
+        found.append(find_evidence(post.with_prior(value), start, rtol, generator, at))
     return found
 
 

@@ -22,6 +22,7 @@ from curvops.network.data.batches import Batch
 from curvops.network.walks.passes import BatchMap
 from curvops.operators import EmpiricalFisher
 from curvops.operators.linearized.reading import OfLinearization
+from curvops.posterior.determinants import normal_mode, prepare, shares_of_weights
 from curvops.posterior.laplace import Laplace
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.tuning import Tuning
@@ -68,7 +69,7 @@ class Hyperparameters:
 
         Its relative error, and half that of the scatter, is at most about rtol.
         """
-        at_once = self.posterior.shared.spectrum.normal_mode(self.posterior.prior)
+        at_once = normal_mode(self.posterior.cache, self.posterior.prior)
         if at_once is not None:
             return at_once, 0
         found = self.posterior.linear_mode(start, rtol)
@@ -91,8 +92,8 @@ class Hyperparameters:
         A = post.prior.diagonal
         assert A is not None
         if A.ndim == 0 and post.precision._closed_form() is None:  # the products reach on for some steps
-            post.shared.spectrum.prepare(float(A) / WINDOW, rtol, generator)
-        exact = post.shared.spectrum.shares(post.prior, rtol, generator)
+            prepare(post.cache, float(A) / WINDOW, rtol, generator)
+        exact = shares_of_weights(post.cache, post.prior, rtol, generator)
         if exact is None:
             return None
         counts = groups.counts
@@ -100,7 +101,7 @@ class Hyperparameters:
             gamma, spread = groups.totals(exact.value), groups.totals(exact.stderr)
         else:  # a sum over as many directions at most as there are outputs
             gamma, spread = exact.value.reshape(1).to(counts), exact.stderr.reshape(1).to(counts)
-            lins = post.shared.terms.known_data("the log evidence")
+            lins = post.cache.known_data("the log evidence")
             counts = counts.clamp_max(sum(lin.num_data * lin.num_outputs for lin in lins))
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
         return torch.where(gamma > rounding, gamma, 0.0), spread
@@ -136,7 +137,7 @@ def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
 def check_noise_scales(post: Laplace) -> None:
     """ValueError unless the likelihood has one noise, and the curvature is proportional to its inverse."""
     _ = post.observation_noise
-    if post.shared.terms.power != 1:
+    if post.cache.power != 1:
         raise ValueError(
             "the noise of a tempered likelihood is not tuned: give the curvature once, not a multiple of it."
         )

@@ -18,10 +18,11 @@ from curvops.evidence.precision_groups import precision_groups
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.arguments import check_accuracy, checked_count
+from curvops.posterior.cache import Cache
 from curvops.posterior.deviations import Deviations
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.noise import Noise
-from curvops.posterior.shared import Shared
+from curvops.posterior.precision import formed_kernel
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Ending, Tuning, TuningStep
 from curvops.records import restore, state_of
@@ -127,7 +128,7 @@ def mackay(
         raise ValueError("samples=None counts exactly, without draws: leave noise and method out.")
     if tune_noise:
         check_noise_scales(post)
-    post.shared.terms.known_data("the log evidence")
+    post.cache.known_data("the log evidence")
 
     def problem() -> dict[str, Any]:
         given = {"the points": str(post.lin.source), "the prior's mean": digest([post.prior_mean])}
@@ -139,15 +140,15 @@ def mackay(
         if kept:  # the same whatever was asked of this posterior before
             sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
             sketches = sketches and kept.source("sketches", sketches, post.mean.device)
-            post = replace(post, shared=Shared.of(post.lin, post.curvature, sketches))
-            for lin in post.shared.terms.known_data("the log evidence"):
+            post = replace(post, cache=Cache(post.lin, post.curvature, sketches))
+            for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
         if kept and not kept.done:
             first = start.posterior
-            first.shared.spectrum.formed_kernel(first.prior.diagonal)
+            formed_kernel(first.cache, first.prior)
         keep_no_steps()  # what one sketches serves the next: they are made again as a whole
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
         return run.finished() if kept.done else run.run(int(steps))
@@ -187,12 +188,12 @@ class _FixedPoint:
             return
         restore(self, STATE, state)
         self.now = self.now.moved(state["alpha"], state["observation noise"])
-        self.now.origin.shared.recall(state["spectrum"])
+        self.now.origin.cache.recall(state["known"])
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on."""
         at = {"alpha": self.now.alpha, "observation noise": self.now.noise}
-        return state_of(self, STATE) | at | {"spectrum": self.now.origin.shared.state()}
+        return state_of(self, STATE) | at | {"known": self.now.origin.cache.state()}
 
     def finished(self) -> Laplace:
         """The posterior where the steps ended."""

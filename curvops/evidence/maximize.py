@@ -13,6 +13,8 @@ from curvops.evidence.ascent import Ascent
 from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
 from curvops.evidence.precision_groups import OVER, precision_groups
 from curvops.posterior.arguments import check_accuracy
+from curvops.posterior.determinants import prepare
+from curvops.posterior.evidence_parts import find_evidence
 from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
 
 
@@ -85,7 +87,7 @@ def maximize(
         return _searched(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
-    post.shared.terms.log_likelihood()  # refuses data that are not known
+    post.cache.log_likelihood()  # refuses data that are not known
     with torch.no_grad():
         base = present.detach() if present.ndim and groups is None else None  # the whole of it is held
         chosen = precision_groups(post.lin, groups or "scalar", base)
@@ -116,13 +118,13 @@ def _searched(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            found = post.with_prior(math.exp(log_precision)).evidence_from(theta, rtol, generator, mode)
+            found = find_evidence(post.with_prior(math.exp(log_precision)), theta, rtol, generator, mode)
         theta = found.theta
         return -float(found.value)
 
     low, high = start / WINDOW, start * WINDOW
     while start / FURTHEST < low and high < start * FURTHEST:
-        post.shared.spectrum.prepare(low, rtol, generator)
+        prepare(post.cache, low, rtol, generator)
         span = math.log(low), math.log(high)
         found = float(minimize_scalar(loss, bounds=span, method="bounded", options={"xatol": xtol}).x)
         if found - span[0] < 2 * xtol:

@@ -7,7 +7,7 @@ points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,19 +22,22 @@ from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
+from curvops.linalg.core.routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
+from curvops.posterior.cache import Cache, LaplaceParts
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.noise import Noise
+from curvops.posterior.precision import for_columns, preconditioner, route_of
 from curvops.posterior.priors import Prior
 from curvops.posterior.stochastic_descent import StochasticDescent
 
-FEWER_ROWS = 4
-"""Where memory is short, so many times fewer outputs than weights make up for function space's tighter tolerance."""
 METHODS = ("closed form", "cg", "dual", "sgd")
+BY_ROUTE = {"dense": "cg", SKETCHED: "cg", "formed matrix": "closed form", "formed kernel": "dual"}
+"""The methods that draws by these routes have; others are called alike."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,24 +67,30 @@ class Deviations(Summarised, Reasoned):
 
 @dataclass(frozen=True, eq=False)
 class Systems:
-    """P = G + A with the right-hand sides of some draws: what every method starts from."""
+    """P = G + A with the right-hand sides of some draws: where every method starts."""
 
-    precision: Any
-    curvature: LinearOperator
+    cache: Cache
     prior: Prior
     noise: Noise
     columns: range
     """Which of the noise's draws these are."""
-    preconditioner: Callable[..., tuple[Any, int]]
-    memories: Memories
-    """The budgets that the draws come out of, which a structured P does not know."""
-    formed: bool
-    """Whether the matrix of function space is worth forming for so many draws."""
+    route: str
+    precision: Any
+
+    @property
+    def curvature(self) -> LinearOperator:
+        """G."""
+        return self.cache.curvature
 
     @property
     def count(self) -> int:
         """k."""
         return len(self.columns)
+
+    @property
+    def memories(self) -> Memories:
+        """The budgets that the draws come out of, which a structured P does not know."""
+        return frozenset((self.cache.lin.memory,))
 
     @property
     def at_a_time(self) -> tuple[int, int]:
@@ -120,44 +129,37 @@ class Systems:
         return self.curvature.representation()[0]
 
 
-def chosen_method(given: Any, systems: Systems) -> str | StochasticDescent:
-    """The method: as named, else the cheapest. Raises ValueError for one that does not fit, TypeError for no method."""
-    if isinstance(given, StochasticDescent):
-        method: Any = "sgd"
-    elif given is None or isinstance(given, str):
-        method = given
-    else:
-        raise TypeError(f"method must be one of {METHODS}, a co.StochasticDescent or None, got {given!r}.")
-    exact = systems.precision._closed_form() is not None
-    root = systems.root
+def draw_deviations(
+    post: LaplaceParts, k: int, noise: Noise, method: Any, x0: Float[Tensor, "D k"] | None, rtol: float
+) -> Deviations:
+    """The draws; NotSolved where one failed. "cg" and closed forms have gradients in P.
+
+    Raises ValueError for a method that does not fit, TypeError for no method.
+    """
+    cache, prior, root = post.cache, post.prior, math.sqrt(post.temperature)
+    asked = "sgd" if isinstance(method, StochasticDescent) else method
+    if not (asked is None or isinstance(asked, str)):
+        raise TypeError(f"method must be one of {METHODS}, a co.StochasticDescent or None, got {method!r}.")
+    if asked is not None:
+        check_choice("method", asked, METHODS)
+    route, why_not = route_of(cache, prior, k, asked)
+    if route is None:
+        kind = type(post.curvature).__name__
+        raise ValueError(f"method={asked!r} with {kind} + prior: {why_not}; use method='cg'.")
+    P = for_columns(cache, prior, k) if route.name == "formed matrix" else prior.plus(cache.curvature)
+    systems = Systems(cache, prior, noise, range(k), route.name, P)
+    named = asked or BY_ROUTE.get(route.name, route.name)
+    chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
+    found = _drawn(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
+    if not found.accepted:
+        raise NotSolved(found, rtol)
+    return replace(found, draws=found.draws if root == 1 else found.draws * root)
+
+
+def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
+    """The draws at temperature 1, as many together as memory has room for; failures come back as reasons."""
     carried = recorded(systems.precision.representation())
-    if method is None:
-        if exact:
-            return "closed form"
-        if carried or systems.precision.promises().small:
-            return "cg"
-        few = root is not None and FEWER_ROWS * root.shape[-1] <= root.shape[-2] and systems.prior.diagonal is not None
-        return "dual" if systems.formed or (few and systems.at_a_time[0] < systems.count) else "cg"
-    check_choice("method", method, METHODS)
-    kind = type(systems.curvature).__name__
-    if method == "closed form" and not exact:
-        raise ValueError(f"{kind} + prior has no closed form; use method='cg'.")
-    if method in ("dual", "sgd") and root is None:
-        raise ValueError(
-            f"method={method!r} needs the curvature's square root by points, which co.GGN and co.EmpiricalFisher have "
-            f"and {kind} has not; use method='cg'."
-        )
-    if method in ("dual", "sgd") and carried:
-        raise ValueError(f"method={method!r} gives no gradient for the prior precision or the noise; use method='cg'.")
-    if method == "dual" and systems.prior.diagonal is None:
-        raise ValueError("method='dual' needs a prior precision that is a number or a vector; use method='cg'.")
-    return given if isinstance(given, StochasticDescent) else StochasticDescent() if method == "sgd" else method
-
-
-def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float) -> Deviations:
-    """The draws, at temperature 1; failures come back as reasons. "cg" and closed forms have gradients in P."""
-    chosen = chosen_method(method, systems)
-    if current() and recorded(systems.precision.representation()):
+    if current() and carried:
         raise ValueError(
             "a checkpoint keeps no gradient, and the prior precision or the noise requires one: detach it, or leave "
             "checkpoint out."
@@ -165,7 +167,7 @@ def deviations(systems: Systems, method: Any, x0: Tensor | None, rtol: float) ->
     if chosen == "closed form":
         return _exact(systems, x0, rtol)
     width, beside = systems.at_a_time
-    if current() or width >= systems.count or recorded(systems.precision.representation()):
+    if current() or width >= systems.count or carried:
         return _together(systems, chosen, x0, rtol)
     draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
@@ -221,8 +223,8 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
 
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
-    if not recorded(P.representation()) and not P.promises().small and P._closed_form() is None:
-        M, spent = systems.preconditioner(P, systems.count)
+    if systems.route in (SKETCHED, "cg") and not recorded(P.representation()):
+        M, spent = preconditioner(systems.cache, P, systems.count)
         found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
         return replace(found, matvecs=found.matvecs + spent)
     z = P.solve_to(right, rtol)  # exactly where P is small or has a closed form; with its gradient
@@ -249,7 +251,7 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
     guess = None if x0 is None else points - S._t_matmul(x0)  # at the solution α = ε − Sᵀz
     right = start / inverse.unsqueeze(-1) + S._matmul(points)
     spent, goal = systems.count * (2 if guess is None else 3), rtol
-    M, sketched = systems.preconditioner(dual, systems.count, A)
+    M, sketched = preconditioner(systems.cache, dual, systems.count, systems.prior)
     spent += sketched
     while True:
         found = cg(dual, wanted, preconditioner=M, rtol=goal, x0=guess)
@@ -282,13 +284,6 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     return mean_of(samples, len(samples))
 
 
-def raise_if_failed(found: Deviations, rtol: float) -> Deviations:
-    """The draws where each was solved for, else NotConverged with the remedies."""
-    if found.accepted:
-        return found
-    raise NotSolved(found, rtol)
-
-
 class NotSolved(NotConverged):
     """Some draws of a posterior were not solved for; ``deviations`` holds what was reached."""
 
@@ -296,8 +291,3 @@ class NotSolved(NotConverged):
         self.deviations, self.rtol = found, rtol
         measure = f"true relative residual {{}} after {found.matvecs} products, asked for {rtol:.2e}"
         RuntimeError.__init__(self, found.failures("draws", measure, found.relative_residuals, REMEDIES))
-
-
-def tempered(draws: Tensor, temperature: float) -> Tensor:
-    """Draws at temperature T."""
-    return draws if temperature == 1 else draws * math.sqrt(temperature)

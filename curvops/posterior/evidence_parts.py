@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
+from curvops.posterior.cache import LaplaceParts
+from curvops.posterior.determinants import count_parameters, log_ratio
+from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,30 +40,6 @@ class Evidence(Estimate):
     """Which these are: "map", the network's own θ*, or "linear", the mode of its linear model."""
     power: float = field(default=1.0, kw_only=True)
     """1/T of a tempered likelihood, by which `log_likelihood` is multiplied."""
-
-    @classmethod
-    def of(
-        cls,
-        theta: Tensor,
-        log_likelihood: Tensor,
-        scatter: Tensor,
-        log_ratio: Estimate,
-        count: Callable[[], Estimate],
-        mode: str = "map",
-        power: float = 1.0,
-    ) -> Evidence:
-        """The sum of the parts."""
-        whole = log_ratio * -0.5 + (log_likelihood - 0.5 * scatter)
-        return cls(
-            **_numbers(whole),
-            log_likelihood=log_likelihood,
-            scatter=scatter,
-            log_determinant_ratio=log_ratio,
-            count=count,
-            theta=theta,
-            mode=mode,
-            power=power,
-        )
 
     @cached_property
     def effective_parameters(self) -> Estimate:
@@ -91,3 +71,36 @@ class Evidence(Estimate):
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
     return {each.name: getattr(estimate, each.name) for each in fields(Estimate)}
+
+
+def find_evidence(
+    post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
+) -> Evidence:
+    """The log evidence with its parts; `start` is where the search for the linear model's mode begins."""
+    cache, prior, theta = post.cache, post.prior, post.lin.theta
+    cache.require_gradients()
+    if mode == "map":  # refuses data that are not known, before products are spent
+        log_likelihood, reason = cache.log_likelihood(), None
+    else:
+        found = find_mode(post, start)
+        theta, log_likelihood = found.theta, linear_log_likelihood(post, found.theta)
+        reason = None if found.converged else found.reason
+    ratio = log_ratio(cache, prior, rtol, generator)
+    ratio = ratio if reason is None else replace(ratio, reason=reason)
+    scatter = prior.quadratic(theta)
+    return Evidence(
+        **_numbers(ratio * -0.5 + (log_likelihood - 0.5 * scatter)),
+        log_likelihood=log_likelihood,
+        scatter=scatter,
+        log_determinant_ratio=ratio,
+        count=partial(count_of, post, rtol, generator),
+        theta=theta,
+        mode=mode,
+        power=cache.power,
+    )
+
+
+def count_of(post: LaplaceParts, rtol: float, generator: torch.Generator | None) -> Estimate:
+    """γ = tr(P⁻¹G) at the present hyperparameters."""
+    post.cache.require_gradients()
+    return count_parameters(post.cache, post.prior, rtol, generator)

@@ -8,9 +8,8 @@ solves in function space; and the linear model's mode is m + Jᵀu/α, u of as m
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,47 +20,22 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, current, named_part
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
+from curvops.linalg.core.routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.output_fisher import Exact
-from curvops.network.walks.passes import Passes
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.operators.curvatures.displaced_ggn import pushed
-from curvops.operators.function_space.gram_matrix import gram_cost, gram_matrix
+from curvops.operators.function_space.gram_matrix import gram_matrix
+from curvops.posterior.newton import Point, minimise
 
-MOST_OUTPUTS = 6144
-"""So many outputs in all are decomposed in minutes, in five matrices of 300 MB."""
-FEWER = 4
-"""So many times fewer outputs than weights: else neither space is the smaller one."""
-COPIES = 5
-"""Matrices (N·C, N·C) in float64: K, SᵀS, its eigenvectors and the two that LAPACK works in; later K and these vectors,
-and two in a step of Newton's method."""
-MOST_GRADIENTS = 200.0
-"""What K may cost: a log-determinant by probes takes 300 to 500 products, for one prior precision."""
-GRADIENTS_A_SOLVE = 16.0
-"""What solving for one draw takes at least."""
-RESOLVED = 1000
-"""Units of K's rounding that a prior precision must be for what is solved for to be right to three digits."""
+NAME = "J Jᵀ"
 BESIDE = OF_PRODUCT + 2
 """Vectors of the size of the weights that a mode is found with: a product's, θ and θ − θ*."""
-FORMED: weakref.WeakKeyDictionary[Passes, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
-"""The K that posteriors now hold, by the walk over their data."""
-MOST_STEPS, MOST_HALVINGS, SUFFICIENT, ROUNDINGS = 50, 30, 1e-4, 10
-
-
-def fits(curvature: Any, lin: Linearization, most_gradients: float) -> bool:
-    """Whether the curvature is the GGN of these data, and K of few enough outputs and cheap enough beside products."""
-    if not isinstance(curvature, GGN) or curvature.asked != {} or curvature.lin is not lin:
-        return False
-    outputs = lin.num_data * lin.num_outputs
-    if outputs > MOST_OUTPUTS or FEWER * outputs > lin.num_parameters:
-        return False
-    if COPIES * 8 * outputs**2 > lin.memory_budget // 2:
-        return False
-    return gram_cost(lin.plan, lin.num_data) <= most_gradients
+MOST_STEPS = 50
 
 
 @dataclass(eq=False)
@@ -70,10 +44,14 @@ class FormedKernel:
 
     lin: Linearization
 
-    @cached_property
+    of_data: dict[str, Any] = field(default_factory=dict)
+    """Where K is kept, for all likelihoods of these data."""
+
+    @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
         """K = J Jᵀ, formed once."""
-        return self._formed(NOTHING)
+        known = self.of_data.get(NAME)
+        return self._formed(NOTHING) if known is None else known
 
     def keep(self) -> None:
         """In a run with a checkpoint: take K from that, or form it now and keep it there, as far as it came."""
@@ -81,35 +59,25 @@ class FormedKernel:
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
-        kept, known = named_part("kernel", self.lin.theta.device), self.__dict__.get("kernel")
+        kept, known = named_part("kernel", self.lin.theta.device), self.of_data.get(NAME)
         if not kept.done:
-            self.kernel = self._formed(kept) if known is None else known
-            kept.finish(self.kernel.to(self.lin.theta))
+            kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
         elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):
             # The bits that the run began with, whatever was formed in another one.
-            self.kernel = self._checked(kept.outcome)
+            self._take(kept.outcome)
             self.__dict__.pop("spectrum", None)
 
-    def under_another_likelihood(self) -> FormedKernel:
-        """The same K, if it is formed, and nothing of what followed from it."""
-        new = FormedKernel(self.lin)
-        if "kernel" in self.__dict__:
-            new.kernel = self.kernel
-        return new
-
     def _formed(self, kept: Checkpoint) -> Float[Tensor, "NC NC"]:
-        """K, or that of another posterior of these data, whatever its prior and likelihood."""
         J = self.lin.jacobian()
-        known = FORMED[J.passes]() if J.passes in FORMED else None
-        return self._checked(gram_matrix(J, J, J.theta.new_ones(()), kept)) if known is None else known
+        return self._take(gram_matrix(J, J, J.theta.new_ones(()), kept))
 
-    def _checked(self, found: Tensor) -> Float[Tensor, "NC NC"]:
-        """In float64, counted by the budget, and for other posteriors to find."""
-        K, J = found.double(), self.lin.jacobian()
+    def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
+        """K in float64, counted by the budget, and for other posteriors to find."""
+        K = found.double()
         if not bool(K.isfinite().all()):
             raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
-        keep(J, K, K.nbytes)
-        FORMED[J.passes] = weakref.ref(K)
+        keep(self.lin.jacobian(), K, K.nbytes)
+        self.of_data[NAME] = K
         return K
 
     @cached_property
@@ -146,7 +114,7 @@ class FormedKernel:
     @cached_property
     def spectrum(self) -> DenseSpectrum:
         """Eigenvalues and eigenvectors of SᵀS."""
-        J, beside = self.lin.jacobian(), (COPIES - 1) * self.kernel.nbytes
+        J, beside = self.lin.jacobian(), (KERNEL_COPIES - 1) * self.kernel.nbytes
         with torch.no_grad(), holding(J, beside):
             values, vectors = torch.linalg.eigh(self._dual(self._root(self.outputs)))
         keep(J, vectors, beside)
@@ -208,47 +176,15 @@ class FormedKernel:
 
         with holding(J, BESIDE * vector_bytes(describe(J))):
             for outputs in (by_kernel, by_passes):
-                u = self._newton(u, start, outputs, prior, rtol)
+                point = _DualPoint(self, prior, start, outputs, u)
+                u = minimise(point, lambda at, _: self._step(at.outputs, at.gap, prior), rtol, MOST_STEPS)[0].u
             return weights(u), products
 
     def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """The linear model's outputs."""
         return self.outputs + pushed(self.lin, theta - self.lin.theta).double()
 
-    def _newton(
-        self,
-        u: Float[Tensor, " NC"],
-        start: Float[Tensor, "N C"],
-        outputs: Callable[[Tensor], Tensor],
-        prior: float,
-        rtol: float,
-    ) -> Float[Tensor, " NC"]:
-        """The minimiser of −log p(y | f(u)) + ½uᵀ(f(u) − f(0)), to rtol or to the rounding of the outputs."""
-
-        def at(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            f = outputs(u)
-            loss, residual = self._loss(f)
-            return f, loss + 0.5 * u @ (f - start).flatten(), u + residual
-
-        f, loss, gap = at(u)
-        for _ in range(MOST_STEPS):
-            if float(gap.norm()) <= rtol * float((gap - u).norm()):
-                break
-            step = self._step(f, gap, prior)
-            slope, length = float(gap @ (self.kernel @ step)) / prior, 1.0
-            rounding = ROUNDINGS * torch.finfo(self.lin.theta.dtype).eps * abs(float(loss))
-            for _ in range(MOST_HALVINGS):
-                moved = at(u + length * step)
-                if float(moved[1] - loss) <= SUFFICIENT * length * slope + rounding:
-                    break
-                length /= 2
-            if float(moved[2].norm()) > 0.5 * float(gap.norm()) and slope > -rounding:
-                break
-            u = u + length * step
-            f, loss, gap = moved
-        return u
-
-    def _loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
+    def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """−log p(y | f) and its gradient, float64."""
         likelihood = self.lin.likelihood
         logs = self._by_batch(f, lambda at, b: likelihood.log_prob(at, b.targets, b.weights).sum())
@@ -264,3 +200,41 @@ class FormedKernel:
         image = torch.einsum("ncr,nc->nr", L, (self.kernel @ gap / prior).view(n, -1)).reshape(-1, 1)
         solved = torch.cholesky_solve(image, torch.linalg.cholesky(inner, out=inner)).view(n, r)
         return torch.einsum("ncr,nr->nc", L, solved).flatten() - gap
+
+
+class _DualPoint(Point):
+    """−log p(y | f(u)) + ½uᵀ(f(u) − f(0)) at one u, with its gradient in the metric of K/α."""
+
+    def __init__(
+        self,
+        kernel: FormedKernel,
+        prior: float,
+        start: Float[Tensor, "N C"],
+        outputs_of: Callable[[Tensor], Tensor],
+        u: Float[Tensor, " NC"],
+    ) -> None:
+        self._given, self.u, self.outputs = (kernel, prior, start, outputs_of), u, outputs_of(u)
+        loss, residual = kernel.loss(self.outputs)
+        self.gap, self.eps = u + residual, torch.finfo(kernel.lin.theta.dtype).eps
+        self._value = float(loss + 0.5 * u @ (self.outputs - start).flatten())
+        self._tried: dict[float, _DualPoint] = {}
+        scale = float(residual.norm())
+        self.relative = float(self.gap.norm()) / scale if scale else math.inf if bool(self.gap.any()) else 0.0
+
+    @property
+    def loss(self) -> float:
+        return self._value
+
+    def slope(self, step: Tensor) -> float:
+        kernel, prior, *_ = self._given
+        return float(self.gap @ (kernel.kernel @ step)) / prior
+
+    def losses(self, step: Tensor) -> Callable[[float], float]:
+        def after(share: float) -> float:
+            self._tried = {share: _DualPoint(*self._given, self.u + share * step)}
+            return self._tried[share].loss
+
+        return after
+
+    def moved(self, step: Tensor, share: float) -> _DualPoint:
+        return self._tried[share]

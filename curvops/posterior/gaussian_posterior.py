@@ -11,13 +11,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
+from curvops.linalg.core import routes
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.operators.draws import draw
 from curvops.operators import Linearization
 from curvops.posterior.arguments import check_accuracy, check_linearization, check_operator, checked_count
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.posterior_record import OF_GAUSSIANS, record_of_gaussian
-from curvops.posterior.spectrum import WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class GaussianPosterior(GaussianWeights):
         form = known._closed_form() if isinstance(known, Operator) else None
         if form is not None:
             return form.logdet_estimate(rtol) * sign
-        if len(self.mean) <= WHOLE or isinstance(known, Dense):
+        if len(self.mean) <= routes.WHOLE or isinstance(known, Dense):
             return Estimate.exact(definite_logdet(known.to_dense().double())) * sign
         return logdet(known, rtol=rtol, generator=generator) * sign
 

@@ -18,10 +18,10 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_choice, check_flag, checked_number
+from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.linalg import Estimate
+from curvops.linalg.core.routes import SolvePlan
 from curvops.linalg.core.same_matrix import problem_of
-from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
 from curvops.posterior import continual
@@ -32,21 +32,16 @@ from curvops.posterior.arguments import (
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.deviations import (
-    Deviations,
-    Systems,
-    deviations,
-    raise_if_failed,
-    tempered,
-)
-from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.formed_kernel import GRADIENTS_A_SOLVE, MOST_GRADIENTS
+from curvops.posterior.cache import Cache
+from curvops.posterior.determinants import log_determinant
+from curvops.posterior.deviations import Deviations, draw_deviations
+from curvops.posterior.evidence_parts import Evidence, count_of, find_evidence
 from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.linear_mode import LinearMode, linear_mode, problem_of_mode
+from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
+from curvops.posterior.precision import for_columns, plan, require_usable
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
-from curvops.posterior.shared import Shared
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
 from curvops.records import from_record
@@ -66,7 +61,7 @@ class Laplace(GaussianWeights):
     lin: Linearization
     curvature: LinearOperator
     prior: Prior
-    shared: Shared = field(repr=False)
+    cache: Cache = field(repr=False)
     temperature: float = 1.0
     prior_error: Estimate | None = field(default=None, repr=False)
     tuning: Tuning | Validation | None = field(default=None, repr=False)
@@ -103,7 +98,7 @@ class Laplace(GaussianWeights):
 
         NaN where it is not known which data the curvature is of (see `log_evidence`).
         """
-        prior, data = self.prior.gradient(self.mean), self.shared.terms.gradient()
+        prior, data = self.prior.gradient(self.mean), self.cache.gradient()
         if data is None:
             return math.nan
         gradient = (data + prior).norm()
@@ -119,7 +114,7 @@ class Laplace(GaussianWeights):
         prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, self.lin)
         if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
             prior = dataclasses.replace(prior, mean=self.prior_mean)
-        self.shared.spectrum.require_usable(prior)
+        require_usable(self.cache, prior)
         return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
@@ -139,7 +134,7 @@ class Laplace(GaussianWeights):
         likelihood = self.lin.likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))])
         lin = self.lin.with_likelihood(likelihood)
         curvature = continual.made_alike(self.curvature, lin, generator)
-        changed = {"lin": lin, "curvature": curvature, "shared": Shared.of(lin, curvature), "tuning": None}
+        changed = {"lin": lin, "curvature": curvature, "cache": Cache(lin, curvature), "tuning": None}
         return dataclasses.replace(self, **changed)
 
     @property
@@ -203,7 +198,7 @@ class Laplace(GaussianWeights):
         """
         k = checked_count(k)
         check_accuracy(rtol, generator)
-        self.shared.terms.require_gradients()
+        self.cache.require_gradients()
         start = None if x0 is None else checked_draws(x0, self.mean, "x0", k).mT
         if isinstance(noise, Noise):
             noise.require_of(self.lin, k)
@@ -220,18 +215,7 @@ class Laplace(GaussianWeights):
         known = kept.also("noise", lambda: noise)
         noise = noise if known is None else from_record(Noise, known)
         kept.save(dict, now=True)
-        if start is not None and self.temperature != 1:
-            start = start / math.sqrt(self.temperature)
-        solving = self.shared.solving
-        precision = solving.for_columns(self.precision, k)  # whatever was asked before: equal seeds, equal draws
-        memories = frozenset((self.lin.memory,))
-        most = GRADIENTS_A_SOLVE * k if method is None else MOST_GRADIENTS if method == "dual" else 0.0
-        formed = solving.solving_kernel(self.prior.diagonal, most) is not None
-        systems = Systems(
-            precision, self.curvature, self.prior, noise, range(k), solving.preconditioner, memories, formed
-        )
-        found = raise_if_failed(deviations(systems, method, start, float(rtol)), float(rtol))
-        return kept.finish(dataclasses.replace(found, draws=tempered(found.draws, self.temperature)))
+        return kept.finish(draw_deviations(self, k, noise, method, start, float(rtol)))
 
     @resumable
     def linear_mode(
@@ -266,47 +250,41 @@ class Laplace(GaussianWeights):
         Cost: the products that are reported, and a pass over the data for each Newton step.
         """
         check_accuracy(rtol)
-        lins = self.shared.terms.known_data("the mode of the linear model")
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
-        ours = is_psd(self.curvature) and self.precision._closed_form() is None
-        power, most = self.shared.terms.power, checked_count(maxiter)
-        problem = partial(problem_of_mode, lins, self.prior, power)
-        kept = begin("linear_mode", checkpoint, problem, self.mean.device, parts=True)
+        most = checked_count(maxiter)
+        self.cache.known_data("the mode of the linear model")
+        kept = begin("linear_mode", checkpoint, partial(problem_of_mode, self), self.mean.device, parts=True)
         if kept.done:
             return kept.result(LinearMode)
-        formed = partial(self.shared.solving.solving_kernel, self.prior.diagonal)
+        return kept.finish(find_mode(self, start, float(rtol), most))
 
-        def begun() -> tuple[Tensor, int] | None:
-            kernel = formed()
-            if kernel is None:
-                return None
-            return kernel.mode(float(self.prior.precision.detach()), self.prior_mean, 0.01 * rtol)
+    def plan(self, columns: int = 1) -> SolvePlan:
+        """How so many draws are found, so many rows of J solved for in predictions, and the evidence, and why.
 
-        def sketch(columns: int) -> tuple[Any, int]:
-            kernel = formed()
-            if kernel is None:
-                return self.shared.solving.preconditioner(self.precision, columns)
-            return kernel.inverse_of_weights(float(self.prior.precision.detach())), 0
-
-        made = sketch if ours else None
-        return kept.finish(linear_mode(lins, self.prior, start, float(rtol), most, made, begun, power))
+        `print(post.plan(8))` shows a table for each: the routes with the products that they take at least (of a formed
+        kernel J Jᵀ, gradients), their bytes, and which is taken, which others are possible and what speaks against the
+        rest. Draws by another route are had by `deviations(method=...)`. Structured curvatures need no solve: their
+        predictions come from the layers. Raises TypeError or ValueError for columns that are no whole number, at least
+        1. Nothing is solved; that a prior precision lies within the rounding of J Jᵀ is known once that is formed.
+        """
+        return plan(self.cache, self.prior, checked_whole("columns", columns, 1))
 
     def _require_gradients(self) -> None:
-        self.shared.terms.require_gradients()
+        self.cache.require_gradients()
 
     def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        inverse: LinearOperator = self.shared.solving.for_columns(self.precision, rows, further=True).inverse(rtol)
+        inverse: LinearOperator = for_columns(self.cache, self.prior, rows, further=True).inverse(rtol)
         return inverse
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
-        return self.shared.spectrum.log_determinant(self.prior, rtol, generator)
+        return log_determinant(self.cache, self.prior, rtol, generator)
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
         record = record_of_posterior(
-            self.lin, self.curvature, self.prior, self.shared.terms, self.temperature, self.prior_error, inputs
+            self.lin, self.curvature, self.prior, self.cache, self.temperature, self.prior_error, inputs
         )
         return OF_LAPLACE, record
 
@@ -354,25 +332,7 @@ class Laplace(GaussianWeights):
                 (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
-        return self.evidence_from(None, rtol, generator, checked_mode(mode, self.lin))
-
-    def evidence_from(
-        self, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
-    ) -> Evidence:
-        """The log evidence, unchecked; `start` is where the search for the linear model's mode begins."""
-        self.shared.terms.require_gradients()
-        log_ratio = self.shared.spectrum.logdet(self.prior, rtol, generator)
-        count = partial(self.effective_parameters, rtol, generator)
-        if mode == "map":
-            log_likelihood = self.shared.terms.log_likelihood()
-            scatter = self.prior.quadratic(self.mean)
-            return Evidence.of(self.mean, log_likelihood, scatter, log_ratio, count, "map", self.shared.terms.power)
-        found = self.linear_mode(start)
-        log_likelihood = self.shared.terms.linear_log_likelihood(found.theta)
-        if not found.converged:
-            log_ratio = dataclasses.replace(log_ratio, reason=found.reason)
-        scatter = self.prior.quadratic(found.theta)
-        return Evidence.of(found.theta, log_likelihood, scatter, log_ratio, count, "linear", self.shared.terms.power)
+        return find_evidence(self, None, rtol, generator, checked_mode(mode, self.lin))
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -389,8 +349,7 @@ class Laplace(GaussianWeights):
             ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
-        self.shared.terms.require_gradients()
-        return self.shared.spectrum.effective_dimension(self.prior, rtol, generator)
+        return count_of(self, rtol, generator)
 
     def update(
         self,
@@ -493,9 +452,9 @@ def _posterior(
     """What `laplace` and `update` return, checked."""
     check_flag("check_mode", check_mode)
     operator = checked_curvature(curvature, lin)
-    posterior = Laplace(lin, operator, prior, Shared.of(lin, operator), temperature, prior_error)
-    posterior.shared.spectrum.require_usable(prior)
-    gradient = posterior.shared.terms.gradient() if check_mode else None
+    posterior = Laplace(lin, operator, prior, Cache(lin, operator), temperature, prior_error)
+    require_usable(posterior.cache, prior)
+    gradient = posterior.cache.gradient() if check_mode else None
     if gradient is not None and not bool(gradient.isfinite().all()):
         raise ValueError(
             "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,16 +21,14 @@ from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
+from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
+from curvops.posterior.cache import LaplaceParts
+from curvops.posterior.newton import ROUNDINGS, Point, minimise
+from curvops.posterior.precision import preconditioner, solving_kernel
 from curvops.posterior.priors import Prior
-
-MOST_HALVINGS = 30
-ROUNDINGS = 10
-"""Units of rounding by which a loss is off."""
-SUFFICIENT = 1e-4
-"""Share of the decrease that a Newton step promises which a step must give (Armijo)."""
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (
@@ -70,12 +68,13 @@ class LinearMode(Summarised):
         return self.reason in (Reason.CONVERGED, Reason.PRECISION_LIMIT)
 
 
-class _LinearModel:
+class _LinearModel(Point):
     """−power · log p(y | f* + Jδ) + ½‖θ* + δ − m‖²_A at one δ."""
 
     def __init__(self, lins: Sequence[Linearization], prior: Prior, power: float, delta: Tensor) -> None:
-        self.power = power
+        self.lins, self.power = lins, power
         self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
+        self.eps = torch.finfo(delta.dtype).eps
         self.parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in lins]
         of_data = power * sum((part.gradient() for part in self.parts[1:]), self.parts[0].gradient())
         of_prior = prior.gradient(self.theta)
@@ -95,108 +94,103 @@ class _LinearModel:
         return self.power * sum(float(part.log_likelihood(step)) for part, step in zip(self.parts, given))
 
     @cached_property
-    def present(self) -> float:
+    def loss(self) -> float:
         """The loss here. One pass over the data."""
-        return self.loss()
+        return self._loss()
 
     @property
     def rounding(self) -> float:
         """Of the loss: each log-likelihood in it is rounded in units of one, however small it is itself."""
         terms = sum(part.lin.num_data * part.lin.num_outputs for part in self.parts)
-        return ROUNDINGS * torch.finfo(self.theta.dtype).eps * (abs(self.present) + math.sqrt(terms))
+        return ROUNDINGS * self.eps * (abs(self.loss) + math.sqrt(terms))
 
-    def loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
-        """With J times the step already known."""
+    def slope(self, step: Tensor) -> float:
+        return float(self.gradient.double() @ step.double())
+
+    def losses(self, step: Tensor) -> Callable[[float], float]:
+        pushes = [pushed(lin, step) for lin in self.lins]
+        return lambda share: self._loss([share * each for each in pushes], share * step)
+
+    def moved(self, step: Tensor, share: float) -> _LinearModel:
+        return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
+
+    def _loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
+        """The loss after a step, with J times it already known."""
         theta = self.theta if direction is None else self.theta + direction
         return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
 
 
 @torch.no_grad()
-def linear_mode(
-    lins: Sequence[Linearization],
-    prior: Prior,
-    start: Float[Tensor, " D"] | None,
-    rtol: float,
-    maxiter: int,
-    preconditioner: Callable[..., tuple[Any, int]] | None = None,
-    begun: Callable[[], tuple[Tensor, int] | None] = lambda: None,
-    power: float = 1.0,
+def find_mode(
+    post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
 ) -> LinearMode:
     """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one.
 
-    `begun` may find weights nearer to it, with the products that it took; it is asked once in a run. `power` is that of
-    a tempered likelihood. The run in force keeps the steps.
+    Where J Jᵀ is formed, Newton's method begins at the mode of function space. The run in force keeps the steps.
     """
-    kept, theta = current(), lins[0].theta
+    cache, prior, kept = post.cache, post.prior, current()
+    lins, theta = cache.known_data("the mode of the linear model"), post.lin.theta
     for lin in lins if kept else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
-    at = partial(_LinearModel, lins, prior, power)
+    at = partial(_LinearModel, lins, prior, cache.power)
     model = at(torch.zeros_like(theta) if start is None else start - theta)
-    matvecs, steps, reason = 2, 0, Reason.CONVERGED
+    matvecs, steps = 2, 0
     if kept.state is None:
-        if (near := begun()) is not None:
-            model, matvecs = at(near[0] - theta), matvecs + near[1] + 2
+        if (kernel := solving_kernel(cache, prior)) is not None:
+            near, products = kernel.mode(float(prior.precision), prior.mean, 0.01 * rtol)
+            model, matvecs = at(near - theta), matvecs + products + 2
         kept.save(lambda: {"delta": model.delta, "steps": 0, "matvecs": matvecs}, now=True)
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = at(delta)
-    made = None if preconditioner is None else cache(preconditioner) if kept else preconditioner  # of all steps
-    while model.relative > rtol:
-        if steps == maxiter:
-            reason = Reason.ITERATION_LIMIT
-            break
+    ours = is_psd(post.curvature) and prior.plus(post.curvature)._closed_form() is None
+    sketch = None
+
+    def step_at(model: _LinearModel, steps: int) -> Tensor:
+        nonlocal matvecs, sketch
         precision = model.precision()
         # A Gaussian's first step is its last, and solved to the end; any other as far as it pays.
-        worth = 0.0 if _quadratic(lins) else math.sqrt(model.relative)
+        worth = 0.0 if all(isinstance(lin.likelihood, Gaussian) for lin in lins) else math.sqrt(model.relative)
         goal = min(0.1, max(0.1 * rtol / model.relative, worth))
-        if made is None:
+        if not ours:
             M, spent = precision.preconditioner(1), 0
         else:
-            with kept.naming("preconditioner"):
-                M, spent = made(1)
+            if sketch is None or not kept:  # one for all steps of a run that is kept
+                with kept.naming("preconditioner"):
+                    sketch = _preconditioner(post)
+            M, spent = sketch
             spent = 0 if kept and steps else spent
         found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
         found.raise_if_failed(goal, REMEDIES)
-        moved, length = _searched(lins, model, found.x)
-        matvecs, steps = matvecs + found.matvecs + spent + 2, steps + 1
-        # What a Newton step promises is what the loss has left; less than its rounding cannot be had.
-        promised = -0.5 * float(model.gradient.double() @ found.x.double())
-        eps = torch.finfo(theta.dtype).eps
-        if not length:
-            limited = model.relative < math.sqrt(eps) or promised <= model.rounding
-            reason = Reason.PRECISION_LIMIT if limited else Reason.STAGNATION
-            break
-        rounding, nothing = model.rounding, promised <= ROUNDINGS * eps * abs(model.present)
-        before, model = model.relative, at(moved)
-        stuck = model.relative > 0.5 * before and (model.relative < math.sqrt(eps) or promised <= rounding)
-        if stuck or nothing:
-            reason = Reason.CONVERGED if model.relative <= rtol else Reason.PRECISION_LIMIT
-            break
-        kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})  # noqa: B023
+        matvecs += found.matvecs + spent + 2
+        return found.x
+
+    def save(model: _LinearModel, steps: int) -> None:
+        kept.save(lambda: {"delta": model.delta, "steps": steps, "matvecs": matvecs})
+
+    model, reason, steps = minimise(model, step_at, rtol, maxiter, steps, save)
     log_likelihood = torch.tensor(model.log_likelihood(), dtype=torch.float64, device=theta.device)
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
 
 
-def problem_of_mode(lins: Sequence[Linearization], prior: Prior, power: float) -> dict[str, Any]:
-    """What a checkpoint keeps of it, by name."""
+def _preconditioner(post: LaplaceParts) -> tuple[Any, int]:
+    """M ≈ P⁻¹ at θ*, and the products that it took."""
+    if (kernel := solving_kernel(post.cache, post.prior)) is not None:
+        return kernel.inverse_of_weights(float(post.prior.precision)), 0
+    return preconditioner(post.cache, post.prior.plus(post.curvature), 1)
+
+
+def problem_of_mode(post: LaplaceParts) -> dict[str, Any]:
+    """The problem as checkpoints tell it from others, by name."""
+    lins, prior, power = post.cache.data, post.prior, post.cache.power
     total: LinearOperator = GGN(lins[0])
     for lin in lins[1:]:
         total = total + GGN(lin)
     return problem_of(prior.plus(total)) | {"the prior's mean": digest([prior.mean]), "the power": power}
 
 
-def _quadratic(lins: Sequence[Linearization]) -> bool:
-    return all(isinstance(lin.likelihood, Gaussian) for lin in lins)
-
-
-def _searched(lins: Sequence[Linearization], model: _LinearModel, p: Tensor) -> tuple[Tensor, float]:
-    """δ after a step along p that lowers the loss enough, and its length as a share of p; 0 where none does."""
-    steps = [pushed(lin, p) for lin in lins]
-    slope, loss = float(model.gradient.double() @ p.double()), model.present
-    length = 1.0
-    for _ in range(MOST_HALVINGS):
-        there = model.loss([length * step for step in steps], length * p)
-        if there <= loss + SUFFICIENT * length * slope + model.rounding:
-            return model.delta + length * p, length
-        length /= 2
-    return model.delta, 0.0
+def linear_log_likelihood(post: LaplaceParts, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+    """The log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
+    delta = theta - post.lin.theta
+    parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in post.cache.known_data("the log evidence")]
+    return post.cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()

@@ -15,9 +15,8 @@ from curvops.operators import Linearization
 from curvops.operators.linearized.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
 from curvops.posterior.arguments import check_operator
-from curvops.posterior.likelihood_terms import LikelihoodTerms
+from curvops.posterior.cache import Cache
 from curvops.posterior.priors import KroneckerPrior, Prior
-from curvops.posterior.shared import Shared
 
 KIND = "posterior"
 """What the saved folder says that it holds."""
@@ -32,17 +31,17 @@ def record_of_posterior(
     lin: Linearization,
     curvature: LinearOperator,
     prior: Prior,
-    terms: LikelihoodTerms,
+    cache: Cache,
     temperature: float,
     prior_error: Estimate | None,
     inputs: Any = None,
 ) -> dict[str, Any]:
     """The record. Raises ValueError for an operator that cannot be saved."""
-    likelihood, gradient = terms.known()
-    if likelihood is None and not isinstance(terms.data, str):
+    likelihood = cache.known("log likelihood")
+    if likelihood is None and not isinstance(cache.data, str):
         # A file without it is better than none, where the data cannot be read any more.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            likelihood = terms.log_likelihood().detach()
+            likelihood = cache.log_likelihood().detach()
     return {
         "linearization": record_of_linearization(lin, inputs),
         "curvature": record_of_operator(curvature, lin),
@@ -54,7 +53,7 @@ def record_of_posterior(
         "prior_error": record_of_value(prior_error, lin),
         "temperature": temperature,
         "log_likelihood": likelihood,
-        "gradient": gradient,
+        "gradient": cache.known("gradient"),
     }
 
 
@@ -91,12 +90,14 @@ def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, A
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
-    shared = Shared.of(lin, curvature)
-    shared.terms.take(*(None if t is None else t.to(device) for t in (record["log_likelihood"], record["gradient"])))
+    cache = Cache(lin, curvature)
+    for name, tensor in (("log likelihood", record["log_likelihood"]), ("gradient", record["gradient"])):
+        if tensor is not None:
+            cache.put(name, tensor.to(device))
     return {
         "curvature": curvature,
         "prior": PRIORS[known["class"]](precision, known["mean"].to(device)),
         "prior_error": recorded_value(record["prior_error"], lin),
-        "shared": shared,
+        "cache": cache,
         "temperature": record["temperature"],
     }

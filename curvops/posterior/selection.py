@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
+from curvops.linalg.core import routes
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
@@ -26,8 +27,8 @@ from curvops.operators.curvatures.row_squares import squared_columns
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
 from curvops.posterior.arguments import check_linearization
 from curvops.posterior.laplace import Laplace, check_posterior
+from curvops.posterior.precision import for_columns
 from curvops.posterior.priors import read_prior
-from curvops.posterior.spectrum import WHOLE
 
 
 class InertWeights(UserWarning):
@@ -255,14 +256,14 @@ def _parts_of_inverse(
     """The trace of P⁻¹ over the weights left out, and the block of P⁻¹ over the others, in float64."""
     P = post.precision
     form = P._closed_form()
-    if form is None and len(rest) <= WHOLE:
+    if form is None and len(rest) <= routes.WHOLE:
         whole = principal_block(P, torch.arange(len(rest), device=P.device)).double()
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(whole))
         # P⁻¹EP⁻¹ for an error E of P, its products' rounding.
         delta = ROUNDING_UNITS * torch.finfo(P.dtype).eps * torch.linalg.matrix_norm(whole, torch.inf)
         error = delta * inverse[rest].square().sum()
         return Estimate.rounded(inverse.diagonal()[rest].sum(), error, rtol), inverse[chosen][:, chosen]
-    P = post.shared.solving.for_columns(P, len(chosen))
+    P = for_columns(post.cache, post.prior, len(chosen))
     block = principal_block(P.inverse(), chosen).double()
     if form is not None:
         variances, errors = (

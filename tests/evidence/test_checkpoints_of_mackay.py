@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import spectrum
+from curvops.linalg.core import routes
 from curvops.records import record_of
 from tests.linalg.interrupted import Killed, equal
 
@@ -40,7 +40,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, saved_at_each_step, monkeypatch):
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     run = RUNS[name]
     whole = run(tmp_path / "whole")
     work = after["made"]

@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.evidence import ascent
-from curvops.posterior import spectrum
+from curvops.linalg.core import routes
 from tests.posterior.trained import problem
 
 linear_mode = importlib.import_module("curvops.posterior.linear_mode")
@@ -95,7 +95,7 @@ def test_a_scalar_found_by_gradient_is_that_of_the_search(network):
 def test_by_probes_it_comes_near_the_exact_one(network, over, monkeypatch, annotations_unchecked):
     """64 probes, fixed seed. Layers: within 4 standard errors of γ, a false alarm once in 8,000 seeds."""
     exact = co.evidence.maximize(posterior(network), over, xtol=1e-6)
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     generator = torch.Generator().manual_seed(0)
     found = co.evidence.maximize(posterior(network), over, generator=generator, probes=64, steps=60)
     distance = (found.prior_precision / exact.prior_precision).log().abs()
@@ -111,7 +111,7 @@ def test_by_probes_it_comes_near_the_exact_one(network, over, monkeypatch, annot
 
 def test_steps_share_a_sketch(network, monkeypatch, annotations_unchecked):
     """The precisions of a step are neighbours of the last ones."""
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     made, plain = [], co.linalg.Damped._build_preconditioner
     monkeypatch.setattr(co.linalg.Damped, "_build_preconditioner", lambda *a: made.append(1) or plain(*a))
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def test_steps_share_a_sketch(network, monkeypatch, annotations_unchecked):
 @pytest.mark.parametrize("use", ["probes", "linear mode"])
 def test_solves_that_fail_inside_name_no_option_of_a_solver(network, use, monkeypatch, annotations_unchecked):
     """Where the message says what to do, the public call can do it."""
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     for place in (ascent, linear_mode):
         monkeypatch.setattr(place, "cg", lambda *a, **options: co.linalg.cg(*a, **{**options, "maxiter": 1}))
     post = posterior(network, prior=1e-3)

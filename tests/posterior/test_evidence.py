@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.linalg.core import routes
 from curvops.linalg.core.results import Reason
-from curvops.posterior import spectrum
 
 
 def network(hidden):
@@ -80,7 +80,7 @@ def test_the_eigenvalues_serve_every_further_prior_precision(lin, dense, monkeyp
 @pytest.mark.parametrize("prior", [1e-2, 1.0])
 def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(lin, dense, prior, monkeypatch):
     """Intervals of level 0.9999: a false alarm once in 2,500, both priors and forms together."""
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     post = co.laplace(lin, prior_precision=prior, check_mode=False)
     found = post.log_evidence(rtol=1e-3, generator=seed())
     assert found.reason is Reason.CONVERGED and found.matvecs <= lin.num_parameters
@@ -91,7 +91,7 @@ def test_by_probes_it_reaches_its_tolerance_or_becomes_exact(lin, dense, prior, 
 
 
 def test_a_range_is_prepared_for_once(lin, dense, monkeypatch):
-    monkeypatch.setattr(spectrum, "WHOLE", 0)
+    monkeypatch.setattr(routes, "WHOLE", 0)
     post = co.laplace(lin, prior_precision=1.0, check_mode=False)
     curve = co.evidence.grid(post, [3.0, 30.0], rtol=0.05, generator=seed())
     for value, point in zip((3.0, 30.0), curve):

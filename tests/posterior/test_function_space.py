@@ -10,11 +10,12 @@ from torch import nn
 
 import curvops as co
 from curvops.checkpoint import Checkpoint, begin, resumable
+from curvops.linalg.core import routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior import formed_kernel
-from curvops.posterior.formed_kernel import FormedKernel
+from curvops.posterior.formed_kernel import NAME, FormedKernel
+from curvops.posterior.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64
@@ -71,7 +72,7 @@ def formed(request):
     """A posterior that function space serves, its GGN as a matrix, and P."""
     lin = wide(request.param)
     post = co.laplace(lin, prior_precision=ALPHA, prior_mean=0.1, check_mode=False)
-    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is not None
+    assert formed_kernel(post.cache, post.prior) is not None
     G = co.GGN(lin).to_dense()
     return post, G, G + ALPHA * torch.eye(WIDE, dtype=DOUBLE)
 
@@ -103,7 +104,7 @@ def test_the_mode_is_that_of_weight_space(formed, monkeypatch):
     post, *_ = formed
     found = post.linear_mode(rtol=1e-9)
     assert found.converged and found.steps == 0
-    monkeypatch.setattr("curvops.posterior.spectrum.fits", lambda *_: False)
+    monkeypatch.setattr(routes, "MOST_OUTPUTS", 0)
     expected = post.linear_mode(rtol=1e-11)
     assert expected.steps > 0
     torch.testing.assert_close(found.theta, expected.theta, rtol=1e-8, atol=1e-8)
@@ -112,7 +113,9 @@ def test_the_mode_is_that_of_weight_space(formed, monkeypatch):
 def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypatch):
     post, *_ = formed
     found = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
-    monkeypatch.setattr("curvops.posterior.spectrum.fits", lambda *_: pytest.fail("the kernel was asked for"))
+    monkeypatch.setattr(
+        "curvops.posterior.linear_mode.solving_kernel", lambda *_: pytest.fail("the kernel was asked for")
+    )
     again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
     assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
 
@@ -120,7 +123,9 @@ def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypa
 def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
     made = []
-    monkeypatch.setattr(formed_kernel, "gram_matrix", lambda *args: made.append(1) or gram_matrix(*args))
+    monkeypatch.setattr(
+        "curvops.posterior.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
+    )
     lin = wide("gaussian")
     post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
     before = post.effective_parameters()
@@ -214,7 +219,7 @@ def test_the_kept_kernel_comes_before_another(tmp_path):
     lin = wide("classification")
     kernel, other = FormedKernel(lin), FormedKernel(lin)
     kept_in(tmp_path / "run", kernel)
-    other.kernel = 2 * kernel.kernel
+    other.of_data[NAME] = 2 * kernel.kernel
     before = other.spectrum
     kept_in(tmp_path / "run", other)
     assert torch.equal(other.kernel, kernel.kernel)
@@ -231,8 +236,8 @@ def test_its_memory_is_counted(tmp_path):
     other = post.with_noise(0.3)
     other.effective_parameters()
     size = 8 * 60**2
-    assert once == formed_kernel.COPIES * size
-    assert room - lin.memory.room() == (2 * formed_kernel.COPIES - 1) * size
+    assert once == routes.KERNEL_COPIES * size
+    assert room - lin.memory.room() == (2 * routes.KERNEL_COPIES - 1) * size
     del post, other
     gc.collect()
     assert lin.memory.room() == room
@@ -273,27 +278,31 @@ def test_the_noise_may_change():
 def test_other_curvatures_are_not_taken_for_the_ggn(curvature):
     lin = wide("classification")
     post = co.laplace(lin, curvature(lin), prior_precision=ALPHA, check_mode=False)
-    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is None
+    assert formed_kernel(post.cache, post.prior) is None
 
 
 def test_where_it_does_not_pay(monkeypatch):
     """A prior of its own for each weight, many outputs in all, little memory, and one draw of a costly kernel."""
     lin = wide("classification")
     post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)
-    scalar = post.prior.diagonal
-    assert post.shared.spectrum.formed_kernel(scalar.expand(WIDE)) is None
-    assert post.shared.spectrum.formed_kernel(scalar, most_gradients=1.0) is None
-    for name, least in (("MOST_OUTPUTS", 59), ("FEWER", 33), ("COPIES", 2**20)):
+    each = post.with_prior(post.prior.diagonal.expand(WIDE))
+    assert formed_kernel(each.cache, each.prior) is None
+    for name, bound in (
+        ("MOST_GRADIENTS", 1.0),
+        ("MOST_OUTPUTS", 59),
+        ("FEWER_OUTPUTS", 33),
+        ("KERNEL_COPIES", 2**20),
+    ):
         with monkeypatch.context() as changed:
-            changed.setattr(f"curvops.posterior.formed_kernel.{name}", least)
-            assert post.shared.spectrum.formed_kernel(scalar) is None
-    assert post.shared.spectrum.formed_kernel(scalar) is not None
+            changed.setattr(routes, name, bound)
+            assert formed_kernel(post.cache, post.prior) is None
+    assert formed_kernel(post.cache, post.prior) is not None
 
 
 def test_a_prior_within_rounding_is_left_to_weight_space():
     """The evidence is there with its error; draws and mode are not found by an inverse that rounding has made."""
     post = co.laplace(wide("classification"), prior_precision=1e-12, check_mode=False)
-    assert post.shared.spectrum.formed_kernel(post.prior.diagonal) is not None
-    assert post.shared.solving.solving_kernel(post.prior.diagonal) is None
+    assert formed_kernel(post.cache, post.prior) is not None
+    assert solving_kernel(post.cache, post.prior) is None
     found = post.deviations(2, generator=torch.Generator().manual_seed(0))
     assert found.method == "cg" and found.converged

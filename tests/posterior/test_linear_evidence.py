@@ -1,12 +1,13 @@
 """The evidence at the linear model's own mode: exact for that model, and the default with normalisation layers."""
 
-from functools import partialmethod
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import curvops as co
+from curvops.posterior import evidence_parts
 
 DOUBLE = torch.float64
 
@@ -111,7 +112,7 @@ def test_another_mode_is_refused(annotations_unchecked):
 
 
 def test_where_the_mode_was_not_found_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr(co.Laplace, "linear_mode", partialmethod(co.Laplace.linear_mode, maxiter=1))
+    monkeypatch.setattr(evidence_parts, "find_mode", partial(evidence_parts.find_mode, maxiter=1))
     found = co.laplace(early("classes"), check_mode=False).log_evidence(mode="linear")
     assert found.reason is co.linalg.Reason.ITERATION_LIMIT
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.dense_sizes import DENSE_SIZE
-
 Value = TypeVar("Value")
+SHORT = 256
+"""A vector of so many numbers is compared by value, too."""
 
 
 def recorded(tensors: Sequence[Tensor]) -> bool:
@@ -94,7 +94,7 @@ class Cache:
 
 
 def _short(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= DENSE_SIZE]
+    return [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
 
 
 def _version(tensor: Tensor) -> int:

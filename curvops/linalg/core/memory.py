@@ -16,12 +16,11 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
+from curvops.linalg.core.routes import SOLVED
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 
-SOLVED = 16
-"""Vectors a column of what ends in a block solve: the right-hand side, the solution, and the solver's."""
 BESIDE = 3
 """Those of them that are not the solver's."""
 OF_PRODUCT = 4

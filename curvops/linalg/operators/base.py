@@ -17,8 +17,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from curvops.linalg.core import routes
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.dense_sizes import DENSE_SIZE
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.sources import Sources
@@ -290,10 +290,10 @@ class Operator(SolverContract, LinearOperator):
         A small one is kept for further calls, each of which returns a copy, as long as the operator's tensors stay
         what they were.
         """
-        if max(self.matrix_shape) > DENSE_SIZE:
+        if max(self.matrix_shape) > routes.DENSE_SIZE:
             return self._formed()
         tensors = self.representation()
-        watched = [tensor for tensor in tensors if tensor.numel() <= DENSE_SIZE**2]
+        watched = [tensor for tensor in tensors if tensor.numel() <= routes.DENSE_SIZE**2]
         cache: Cache = self.__dict__.setdefault("_dense_cache", Cache())
         return cache.kept("dense", tensors, self._formed, watched).clone()
 

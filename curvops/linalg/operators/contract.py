@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,9 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from curvops.checkpoint import Place
+from curvops.checks import checked_whole
+from curvops.linalg.core import routes
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.dense_sizes import DENSE_SIZE
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import (
     INDEFINITE_REMEDY,
@@ -42,7 +44,7 @@ from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.solvers.cg import cg
-from curvops.linalg.solvers.solve import Promises, default_rtol, solve
+from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
 from curvops.linalg.spectra.lanczos import LanczosResult, lanczos
 from curvops.linalg.spectra.svds import svds
@@ -91,11 +93,20 @@ class SolverContract:
         """The density of eigenvalues with its band, see `co.linalg.spectral_density`."""
         return spectral_density(self, **options)
 
+    def plan(self: Any, columns: int = 1) -> routes.SolvePlan:
+        """How systems with so many right-hand sides are solved and why: `print(P.plan(8))` shows a table.
+
+        For each route its products, at least, its bytes, and what speaks against it. Raises TypeError or ValueError for
+        columns that are no whole number, at least 1. Cost: none; two products where symmetry is not promised.
+        """
+        system = system_of(self, checked_whole("columns", columns, 1), whole=True)
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
+
     # linear_operator's entries
 
     def require_small(self: Any, purpose: str, instead: str = "") -> None:
         """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
-        if self.shape[-1] > DENSE_SIZE:
+        if self.shape[-1] > routes.DENSE_SIZE:
             raise ValueError(
                 f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; {instead}call "
                 ".to_dense() yourself if it fits in memory."
@@ -103,7 +114,12 @@ class SolverContract:
 
     @property
     def _is_small(self: Any) -> bool:
-        return bool(max(self.shape[-2:]) <= DENSE_SIZE)
+        return bool(max(self.shape[-2:]) <= routes.DENSE_SIZE)
+
+    @property
+    def _takes_sketch(self) -> bool:
+        """Whether `preconditioner` tries a sketch."""
+        return False
 
     @property
     def _is_formed(self: Any) -> bool:
@@ -335,7 +351,7 @@ class SolverContract:
 
     def promises(self: Any) -> Promises:
         """What `co.linalg.solve` may rely on."""
-        return Promises(self.symmetric, self.psd, self._is_small)
+        return Promises(self.symmetric, self.psd)
 
     def exact_solver(self) -> Callable[..., Tensor] | None:
         """The function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""

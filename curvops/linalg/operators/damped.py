@@ -14,8 +14,9 @@ from torch import Tensor
 
 from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
-from curvops.linalg.core.memory import SOLVED, keep, room_for, vector_bytes
+from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
+from curvops.linalg.core.routes import SKETCH_SERVES, SOLVED
 from curvops.linalg.core.sources import Sources, merged, scaled
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import describe, require_precision
@@ -172,13 +173,19 @@ class Damped(OfOne):
         torch's generator as it is, and is the same each time.
         """
         cache = self._cache
-        if not is_symmetric(self.base) or self.base.batch_shape or self.shift.ndim > 1:
-            return None
         with cache.lock:
-            if checkpoint is not None or current() or not cache.columns or columns > 4 * cache.columns:
-                cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
+            kept = checkpoint is not None or current()
+            if kept or not cache.columns or columns > SKETCH_SERVES * cache.columns:
+                cache.preconditioner = None
+                if self._takes_sketch:
+                    cache.preconditioner = self._build_preconditioner(columns, generator, memory_budget, checkpoint)
                 cache.columns = columns
             return cache.preconditioner
+
+    @property
+    def _takes_sketch(self) -> bool:
+        unbatched = not self.base.batch_shape and self.shift.ndim <= 1
+        return unbatched and is_symmetric(self.base) and bool((self.shift.detach() > 0).all())
 
     def _build_preconditioner(
         self,
@@ -188,8 +195,6 @@ class Damped(OfOne):
         checkpoint: Place | None = None,
     ) -> Any:
         shift = self.shift.detach()
-        if not bool((shift > 0).all()):
-            return None
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
         base, level, scale = self._whitened(shift)
         if memory_budget is None and (room := room_for(self, None, 0)) is not None:

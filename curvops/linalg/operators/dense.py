@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.dense_sizes import DENSE_BLOCK
+from curvops.linalg.core import routes
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
@@ -30,7 +30,7 @@ class OfDense(ClosedForm):
         """P, (n, n)."""
         dense, n = self.base.to_dense(), self.base.shape[-1]
         rest = self.base.rest if isinstance(self.base, Dense) else None
-        if rest is not None or n <= DENSE_BLOCK:
+        if rest is not None or n <= routes.DENSE_BLOCK:
             dense = dense.double() if rest is None else dense.double() + rest
         return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
 

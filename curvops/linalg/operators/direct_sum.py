@@ -10,8 +10,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.linalg.core import routes
 from curvops.linalg.core.cache import Cache, recorded
-from curvops.linalg.core.dense_sizes import DENSE_BLOCK
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
@@ -117,7 +117,7 @@ def _damped_blocks(base: Any, shift: Tensor) -> list[Any]:
 
 def _form(damped: Any) -> ClosedForm | None:
     form: ClosedForm | None = damped._closed_form()
-    if form is None and damped.shape[-1] <= DENSE_BLOCK and is_symmetric(damped.base):
+    if form is None and damped.shape[-1] <= routes.DENSE_BLOCK and is_symmetric(damped.base):
         return OfDense(damped.base, damped.shift)
     return form
 

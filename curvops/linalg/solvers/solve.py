@@ -6,21 +6,23 @@
 >>> method_for(A), solve(A, torch.tensor([1.0, 2.0, 4.0]))
 ('closed form', tensor([1., 1., 1.]))
 
-| what is known of A                                   | method        |
-|------------------------------------------------------|---------------|
-| rectangular                                          | `lsmr`        |
-| it has a closed form                                 | `closed form` |
-| at most 256 rows, or a tensor of at most 2048        | `dense`       |
-| positive semidefinite, or a curvature plus a prior   | `cg`          |
-| symmetric, by promise, or as far as two products tell | `minres`     |
-| none of these                                        | `lsmr`        |
+| what is known of A                                    | method        |
+|-------------------------------------------------------|---------------|
+| rectangular                                           | `lsmr`        |
+| it has a closed form                                  | `closed form` |
+| at most 256 rows, or a tensor of at most 2048         | `dense`       |
+| positive semidefinite, or a curvature plus a prior    | `cg`          |
+| symmetric, by promise, or as far as two products tell | `minres`      |
+| none of these                                         | `lsmr`        |
+
+The rules stand in `linalg/core/routes.py`; `print(A.plan())` shows them for one operator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import torch
@@ -32,8 +34,9 @@ from torch.autograd.function import once_differentiable
 
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.dense_sizes import DENSE_BLOCK, DENSE_SIZE
+from curvops.linalg.core.memory import longest, room_for
 from curvops.linalg.core.results import accept
+from curvops.linalg.core.routes import MOST_COLUMNS, System, chosen, routes
 from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (
     Matrix,
@@ -55,8 +58,6 @@ from curvops.linalg.solvers.systems import Preconditioner
 from curvops.progress import Progress, at_work, check_progress
 
 Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
-MOST_COLUMNS = 128
-"""Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
 
 
 class Promises(NamedTuple):
@@ -64,7 +65,6 @@ class Promises(NamedTuple):
 
     symmetric: bool
     definite: bool
-    small: bool
 
 
 @runtime_checkable
@@ -91,22 +91,38 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 def method_for(A: Matrix) -> Method:
     """The method that `solve` takes for A, of the table above. A foreign operator's symmetry costs two products."""
-    rows, columns = A.shape[-2:]
-    if rows != columns:
-        return "lsmr"
-    if isinstance(A, Informed):
-        if A.exact_solver() is not None:
-            return "closed form"
+    return _method_for(system_of(A))
+
+
+def _method_for(system: System) -> Method:
+    first = chosen(routes(system))
+    assert first is not None  # lsmr solves with any matrix
+    return cast(Method, first.method)
+
+
+def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
+    """The facts about A that routes follow from: those that decide now, or the `whole`."""
+    square, informed = A.shape[-1] == A.shape[-2], isinstance(A, Informed)
+    form = square and isinstance(A, Informed) and A.exact_solver() is not None
+    known = Promises(False, False)
+    if isinstance(A, Informed) and (whole or not form):  # which may read numbers from a device
         known = A.promises()
-        if known.small:
-            return "dense"
-        if known.definite:
-            return "cg"
-        if known.symmetric:
-            return "minres"
-    elif rows <= (DENSE_BLOCK if isinstance(A, Tensor) else DENSE_SIZE):
-        return "dense"
-    return "minres" if len(A.shape) == 2 and seems_symmetric(A) else "lsmr"
+    found = System(
+        rows=max(A.shape[-2:]),
+        columns=columns,
+        square=square,
+        longest=longest(A),
+        itemsize=A.dtype.itemsize,
+        closed_form=form,
+        at_hand=isinstance(A, Tensor),
+        symmetric=known.symmetric,
+        definite=known.definite,
+        recorded=whole and informed and recorded(to_linear_operator(A).representation()),
+        room=math.inf if (room := room_for(A, None, 0)) is None else room,
+    )
+    if square and len(A.shape) == 2 and _method_for(found) == "lsmr":
+        return replace(found, symmetric=seems_symmetric(A))
+    return found
 
 
 def seems_symmetric(A: Matrix) -> bool:
@@ -224,23 +240,23 @@ def solve(
     if B.shape[-1 if B.ndim == 1 else -2] != A.shape[-2]:
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
-    chosen = method_for(A) if method == "auto" else cast(Method, method)
-    if chosen == "closed form" and isinstance(A, Informed) and _wants_dense(A, operator, B):
+    taken = method_for(A) if method == "auto" else cast(Method, method)
+    if taken == "closed form" and isinstance(A, Informed) and _wants_dense(operator, B):
         A.require_definite()
-        chosen = "dense"
+        taken = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
-    if chosen == "dense":
+    if taken == "dense":
         symmetric = isinstance(A, Informed) and A.promises().symmetric
         promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
         found = solve_dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
-    request = Request(chosen, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
+    request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
     return request.solve(operator, B)
 
 
-def _wants_dense(A: Informed, operator: LinearOperator, B: Tensor) -> bool:
+def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
     """The dense matrix has more gradients than closed forms, those with respect to eigenvectors for one."""
-    return recorded((*operator.representation(), B)) and A.promises().small
+    return recorded((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
 
 
 class _Solve(Function):

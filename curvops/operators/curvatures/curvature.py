@@ -63,8 +63,8 @@ class Curvature(OfLinearization, NetworkOperator):
         return None
 
     @property
-    def plan(self) -> Plan:
-        """What serves the products and why, as `lin.plan`."""
+    def plan(self) -> Plan:  # type: ignore[override]
+        """The engines that serve the products and why, as `lin.plan`; of systems `(G + prior).plan()` says how."""
         return (self.rows or self.lin).plan
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:

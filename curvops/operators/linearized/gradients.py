@@ -61,7 +61,7 @@ class Gradients(NetworkOperator):
 
     @property
     def plan(self) -> Any:
-        """What serves the products and why, as `lin.plan`."""
+        """The engines that serve the products and why, as `lin.plan`."""
         return (self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"]) or self.lin).plan
 
     @property

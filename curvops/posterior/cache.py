@@ -1,0 +1,232 @@
+"""What is known of a posterior's likelihood and curvature, in one place and under one rule of validity.
+
+| name                    | what it is                                                       | depends on              |
+|-------------------------|------------------------------------------------------------------|-------------------------|
+| log likelihood          | Σ log p(y_n given x_n, θ*) of the data of the curvature          | likelihood              |
+| gradient                | of the negative log-likelihood at θ*, (D,)                       | likelihood              |
+| lowest                  | least Ritz value of G with its vector                            | likelihood              |
+| spectrum                | all eigenvalues and eigenvectors of G                            | likelihood              |
+| quadrature              | smallest prior precision, tolerance and the quadrature for them  | likelihood              |
+| formed                  | G, or its undamped part, as a matrix                             | likelihood              |
+| precision               | P, and P with its operand formed                                 | likelihood, prior       |
+| columns                 | right-hand sides that covariances were asked for                 | likelihood              |
+| weights, functions      | a prior's diagonal, columns and the sketch for them, in one of   | likelihood; it serves   |
+|                         | the two spaces                                                   | neighbouring priors     |
+| kernel                  | what follows from J Jᵀ under the likelihood                      | likelihood              |
+| J Jᵀ                    | the matrix, shared by the posteriors of these data and weights   | data and weights        |
+
+What depends on the likelihood is forgotten where a hyperparameter has another value than when it was computed: by
+value, since version counters miss fused optimisers and `.data`. J Jᵀ is forgotten with the last posterior that has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakValueDictionary
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import SpectralQuadrature
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.memory import keep
+from curvops.linalg.operators.damped import ScaledPreconditioner
+from curvops.linalg.preconditioners.factored import LowRankPreconditioner
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.operators import Linearization
+from curvops.operators.linearized.reading import require_no_gradient
+from curvops.posterior.data_terms import data_terms, power_of
+from curvops.posterior.priors import Prior
+from curvops.records import from_record
+
+SKETCHES = ("weights", "functions")
+Value = TypeVar("Value")
+
+
+class OfData(dict[str, Any]):
+    """Values that depend on the data and the weights alone."""
+
+
+_of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
+"""Those of each walk over data that a cache now holds."""
+
+
+class Cache:
+    """The values of the table above for one linearisation and curvature, shared by posteriors of different priors.
+
+    `generator` is the source of sketches that are asked for without one. Pickling and copying keep the values, and drop
+    the lock and the generator.
+    """
+
+    def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
+        self.lin, self.curvature, self.generator = lin, curvature, generator
+        self.lock = threading.RLock()
+        self._hyperparameters, self._values = self._present(), dict[str, Any]()
+        self.of_data = _of_data.setdefault(id(lin.passes), OfData())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"} | {"generator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
+
+    def get(
+        self, name: str, compute: Callable[[], Value], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
+    ) -> Value:
+        """The value of this name, computed where it is not known, or does not fit what is asked; None is not kept.
+
+        So many bytes of the memory budget are in use for as long as it exists.
+        """
+        with self.lock:
+            known: Any = self.known(name)
+            if known is None or (fits is not None and not fits(known)):
+                known = compute()
+                if known is not None:
+                    self.put(name, known, nbytes)
+            found: Value = known
+            return found
+
+    def known(self, name: str) -> Any:
+        """The value of this name, None where it is not known."""
+        with self.lock:
+            now = self._present()
+            if not all(map(torch.equal, now, self._hyperparameters)):
+                self._require_followed()
+                self._hyperparameters = now
+                self._values.clear()
+            return self._values.get(name)
+
+    def put(self, name: str, value: object, nbytes: int = 0) -> None:
+        """Keep this value, at the present hyperparameters."""
+        with self.lock:
+            self.known(name)
+            self._values[name] = value
+            if nbytes:
+                keep(self.curvature, value, nbytes)
+
+    @cached_property
+    def data(self) -> tuple[Linearization, ...] | str:
+        """The linearisations that the curvature is of; a sentence on why where that is not known."""
+        return data_terms(self.lin, self.curvature)
+
+    @cached_property
+    def power(self) -> float:
+        """How often the curvature counts these data: 1/T where their likelihood is tempered."""
+        return power_of(self.lin, self.curvature)
+
+    def known_data(self, what: str) -> tuple[Linearization, ...]:
+        """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
+        if isinstance(self.data, str):
+            raise ValueError(
+                f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
+                "data of each linearisation once, such as co.GGN(lin_a) + co.GGN(lin_b), or a multiple of that, which "
+                "tempers the likelihood."
+            )
+        return self.data
+
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
+
+        Of a tempered likelihood it is times 1/T. Raises ValueError where the data are not known, or counted unevenly.
+        """
+        data = self.known_data("the log evidence")
+
+        def compute() -> Tensor:
+            return self.power * torch.stack([lin.log_likelihood() for lin in data]).sum()
+
+        if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
+            return compute()
+        return self.get("log likelihood", torch.no_grad()(compute))
+
+    @torch.no_grad()
+    def gradient(self) -> Float[Tensor, " D"] | None:
+        """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
+        data = self.data
+        if isinstance(data, str):
+            return None
+        return self.get("gradient", lambda: self.power * torch.stack([lin.gradient() for lin in data]).sum(0))
+
+    def require_gradients(self) -> None:
+        """Raise ValueError where a hyperparameter asks for a gradient that the curvature has not, or has changed."""
+        self.known("")
+        for likelihood, tensor in self._learned():
+            if recorded((tensor,)) and not self._is_held(tensor):
+                require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
+
+    def state(self) -> dict[str, Any]:
+        """What tuning draws at one prior and uses at the next, for checkpoints: sketches, a quadrature."""
+        sketches = {}
+        for space in SKETCHES:
+            if (known := self.known(space)) is not None:
+                of, columns, made = known
+                scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
+                sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": inner}
+        quadrature = self.known("quadrature")
+        return {"sketches": sketches, "quadrature": None if quadrature is None else list(quadrature)}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Take what was drawn for the same curvature."""
+        for space, each in state["sketches"].items():
+            inner: Any = from_record(LowRankPreconditioner, each["inner"])
+            keep(self.curvature, inner, inner.U.nbytes)
+            made = inner if each["scale"] is None else ScaledPreconditioner(each["scale"], inner)
+            self.put(space, (each["of"], each["columns"], made))
+        if state["quadrature"] is not None:
+            smallest, rtol, record = state["quadrature"]
+            self.put("quadrature", (smallest, rtol, from_record(SpectralQuadrature, record)))
+
+    def _present(self) -> list[Tensor]:
+        """The values of all that a learned likelihood may change under a posterior that is kept."""
+        lins = {id(lin): lin for lin in (self.lin, *(() if isinstance(self.data, str) else self.data))}
+        return [tensor.detach().clone() for lin in lins.values() for tensor in lin.likelihood.hyperparameters]
+
+    def _require_followed(self) -> None:
+        """Raise ValueError unless the curvature holds the hyperparameters, which have changed."""
+        for likelihood, tensor in self._learned():
+            if not self._is_held(tensor):
+                raise ValueError(
+                    f"{likelihood!r} has changed since {type(self.curvature).__name__} was made, which does not follow "
+                    "it: make the curvature and the posterior again, co.laplace(lin, ...). co.GGN and "
+                    "co.EmpiricalFisher follow; so does, of the one noise of a Gaussian likelihood that requires a "
+                    "gradient, every curvature of a linearisation made while gradients are on."
+                )
+
+    def _learned(self) -> Iterator[tuple[Likelihood, Tensor]]:
+        """Each hyperparameter of the linearisations, with the likelihood that it is of."""
+        for lin in (self.lin,) if isinstance(self.data, str) else self.data:
+            yield from ((lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters)
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        """Whether the curvature follows a tensor, and has gradients for it."""
+        return any(tensor is other for other in self.curvature.representation())
+
+
+@runtime_checkable
+class LaplaceParts(Protocol):
+    """The parts of a Laplace posterior that functions answer its questions from."""
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearisation."""
+
+    @property
+    def curvature(self) -> LinearOperator:
+        """G."""
+
+    @property
+    def prior(self) -> Prior:
+        """N(m, A⁻¹)."""
+
+    @property
+    def cache(self) -> Cache:
+        """All that is known of the curvature and its likelihood."""
+
+    @property
+    def temperature(self) -> float:
+        """T."""

@@ -1,0 +1,259 @@
+"""Log-determinants of a posterior's precision and the weights that its data determine, for every prior precision.
+
+log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come by the routes of `linalg.core.routes.determinants`: the closed form of
+G + A (as `(G + A).logdet()` has it), all eigenvalues of G, those of function space, a quadrature that was prepared for
+a range of priors, or probes at this A alone. Under an operator A the determinants of G + A and of A are found one by
+one: by their closed forms, exactly where G may be decomposed, else by probes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
+from curvops.linalg.core import routes
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
+from curvops.linalg.core.vectors import describe_square, product
+from curvops.linalg.estimators.brackets import single
+from curvops.linalg.estimators.carried_gradients import carried
+from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
+from curvops.linalg.estimators.sampler import ROUNDING_UNITS
+from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.network.likelihoods import Gaussian
+from curvops.operators import GGN
+from curvops.posterior.cache import Cache
+from curvops.posterior.precision import formed_kernel, naming_the_ggn, system_of, with_closed_form
+from curvops.posterior.priors import Prior
+
+SHARE_ROUNDINGS = 4
+"""Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
+
+
+def log_ratio(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+    """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
+    with naming_the_ggn(cache.curvature):
+        if prior.diagonal is None:
+            return _ratio_beside(cache, prior, rtol, generator)
+        return _ratio_above(cache, prior, prior.diagonal, rtol, generator)
+
+
+def log_determinant(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+    """log det(G + A) in nats, likewise."""
+    if prior.diagonal is not None:
+        return log_ratio(cache, prior, rtol, generator) + _log_diagonal(cache, prior.diagonal)
+    with naming_the_ggn(cache.curvature):
+        return _logdet_of(prior.plus(cache.curvature), rtol, generator)
+
+
+def _ratio_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+    P, reference, (system, taken) = prior.plus(cache.curvature), _log_diagonal(cache, A), _route(cache, prior, rtol)
+    if taken == "spectrum":
+        return _ratio_from(decomposed(cache), A, P, rtol)
+    if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
+        return kernel.log_ratio(float(A), rtol)
+    if taken == "quadrature":
+        return cache.known("quadrature")[2].logdet(float(A))
+    most = routes.products_of_probes(system.rows)
+    found: Estimate = P._logdet_estimate(rtol=rtol, max_matvecs=most, generator=generator)
+    if _failed(found) and routes.decomposes(system):
+        return _ratio_from(decomposed(cache), A, P, rtol)
+    return found + (-reference)
+
+
+def _route(cache: Cache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
+    """The facts under a prior that is a number or a vector, and the route that follows."""
+    system, A, known = system_of(cache, prior), prior.diagonal, cache.known("quadrature")
+    assert system.posterior is not None and A is not None
+    prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
+    system = replace(system, posterior=replace(system.posterior, prepared=prepared))
+    first = routes.chosen(routes.determinants(with_closed_form(system, prior.plus(cache.curvature))))
+    assert first is not None  # probes serve every matrix
+    return system, first.name
+
+
+def _failed(found: Estimate) -> bool:
+    """Whether probes ended before the tolerance, where as many products as rows give the exact value."""
+    return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
+
+
+def _log_diagonal(cache: Cache, A: Tensor) -> Tensor:
+    return A.double().log().expand(len(cache.lin.theta)).sum()
+
+
+def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: float) -> Estimate:
+    """log det(G + A) − log det A with its gradient; P's own shift is more than A where G is damped itself."""
+    unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
+    reference = A.double().log().expand(len(unit)).sum()
+    if A.ndim:
+        found, inverse = spectrum.beside(A.detach(), rtol)
+        found, inverse = found + reference.detach(), inverse.to(unit)
+    else:
+        shift = float(A.detach())
+        found, inverse = single(spectrum.logdet([shift], rtol)), spectrum.inverse(shift, precision.dtype)
+    return carried(found, precision, lambda _: [(inverse, unit)]) + (-reference)
+
+
+def _ratio_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+    """log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
+    try:
+        reference = _logdet_of(prior.precision, rtol, generator)
+    except NotPositiveSemidefinite as error:
+        raise ValueError(
+            "the prior operator is singular, so that the prior is improper and there is no evidence: add a number "
+            "to its diagonal, prior.add_diagonal(1e-3)."
+        ) from error
+    return added(_logdet_of(prior.plus(cache.curvature), rtol, generator), reference * -1.0)
+
+
+def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
+    size = operator.shape[-1]
+    exact = size <= routes.WHOLE
+    options: dict[str, Any] = {"max_matvecs": size if exact else routes.MOST_MATVECS, "generator": generator}
+    if not exact and not (isinstance(operator, Damped) and operator.shifted_form()):
+        options["lower_bound"] = "estimate"
+    found: Estimate = operator._logdet_estimate(rtol=rtol, **options)
+    return found
+
+
+def count_parameters(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+    """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
+    P, A = prior.plus(cache.curvature), prior.diagonal
+    form = P._closed_form()
+    if form is not None and A is not None:
+        shares, error = _shares(form, A)
+        return Estimate.rounded(shares.sum(), error.sum(), rtol)
+    if recorded(P.representation()):
+        raise ValueError(
+            "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
+            "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."
+        )
+    with naming_the_ggn(cache.curvature), torch.no_grad():
+        if A is None:
+            return _count_beside(cache, prior, rtol, generator)
+        return _count_above(cache, prior, A, rtol, generator)
+
+
+def _count_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+    system, taken = _route(cache, prior, rtol)
+    if taken == "spectrum" and A.ndim:
+        found, inverse = decomposed(cache).beside(A.detach(), rtol)
+        shares = 1 - A.detach().double() * inverse.diagonal()
+        # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
+        return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
+    if taken == "spectrum":
+        return decomposed(cache).effective_dimension(float(A.detach()), rtol)
+    if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
+        return kernel.spectrum.effective_dimension(float(A.detach()), rtol)
+    if taken == "quadrature":
+        return cache.known("quadrature")[2].effective_dimension(float(A.detach()))
+    most = routes.products_of_probes(system.rows)
+    found = effective_dimension(cache.curvature, A, rtol=rtol, max_matvecs=most, generator=generator)
+    if _failed(found) and routes.decomposes(system):
+        return decomposed(cache).effective_dimension(float(A.detach()), rtol)
+    return found
+
+
+def _count_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+    """tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
+    if len(cache.lin.theta) <= routes.WHOLE:
+        known = decomposed(cache)
+        G = known.semidefinite()
+        if prior.error_of_sum(cache.curvature) is None:
+            P = G + prior.precision.to_dense().double()
+        else:  # the sum kept is another
+            P = prior.plus(cache.curvature).to_dense().double()
+        definite_logdet(P)  # refuses an indefinite one by name
+        factor = torch.linalg.cholesky(P)
+        error = ROUNDING_UNITS * known.eps * known.values.abs().amax() * torch.cholesky_inverse(factor).trace()
+        return Estimate.rounded(torch.cholesky_solve(G, factor).trace(), error, rtol, 2 * len(G))
+    shares = prior.plus(cache.curvature).inverse() @ cache.curvature
+    return trace(shares, method="hutchinson", rtol=rtol, max_matvecs=routes.MOST_SOLVES, generator=generator)
+
+
+def shares_of_weights(
+    cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None
+) -> Estimate | None:
+    """1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
+
+    None where probes would be needed for this A alone, or A is an operator.
+    """
+    A = prior.diagonal
+    if A is None:
+        return None
+    form = prior.plus(cache.curvature)._closed_form()
+    with naming_the_ggn(cache.curvature), torch.no_grad():
+        if form is not None:
+            return Estimate.rounded(*_shares(form, A), rtol)
+        if A.ndim == 0:
+            prepare(cache, float(A), rtol, generator)
+            return _count_above(cache, prior, A, rtol, generator)
+        if _route(cache, prior, rtol)[1] != "spectrum":
+            return None
+        found, inverse = decomposed(cache).beside(A, rtol)
+        # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
+        delta, A = found.bias_bound / inverse.trace(), A.double()
+        error = (delta * (A / A.min()).sqrt() * inverse.square().sum(0).sqrt()).clamp_max(1)
+        return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, found.matvecs)
+
+
+def normal_mode(cache: Cache, prior: Prior) -> Float[Tensor, " D"] | None:
+    """The linear model's mode from the normal equations; None unless the curvature is known whole and is its own.
+
+    That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
+    """
+    curvature, A = cache.curvature, prior.diagonal
+    if not isinstance(curvature, GGN) or curvature.asked != {} or A is None or isinstance(cache.data, str):
+        return None
+    if not all(isinstance(lin.likelihood, Gaussian) for lin in cache.data):
+        return None
+    with torch.no_grad():
+        theta = cache.lin.theta
+        each = replace(prior, precision=A.expand_as(theta))
+        if _route(cache, each, 1.0)[1] != "spectrum":
+            return None
+        _, inverse = decomposed(cache).beside(A.expand_as(theta), 1.0)
+        gradient = cache.gradient()
+        assert gradient is not None
+        return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
+
+
+def prepare(cache: Cache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
+    """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
+    theta = cache.lin.theta
+    prior = Prior(theta.new_tensor(smallest), theta.new_zeros(()))
+    with cache.lock, naming_the_ggn(cache.curvature):
+        with torch.no_grad():
+            system, taken = _route(cache, prior, rtol)
+        if taken != "probes":
+            return
+        most = routes.products_of_probes(system.rows)
+        found = spectral_quadrature(cache.curvature, shift=smallest, rtol=rtol, max_matvecs=most, generator=generator)
+        if _failed(found.logdet(smallest)) and routes.decomposes(system):
+            decomposed(cache)
+        else:
+            cache.put("quadrature", (smallest, rtol, found))
+
+
+@torch.no_grad()
+def decomposed(cache: Cache) -> DenseSpectrum:
+    """All eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
+    A, formed = cache.curvature, cache.known("formed")
+
+    def compute() -> DenseSpectrum:
+        known = formed.formed() if formed is not None and formed.base is A else None
+        return dense_spectrum(product(A) if known is None else lambda _: known, describe_square(A), 0.0)
+
+    return cache.get("spectrum", compute, nbytes=8 * len(cache.lin.theta) ** 2)
+
+
+def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
+    """1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and the most by which rounding can have changed it."""
+    left = (prior * form.inverse_diagonal()).double()
+    own = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
+    return 1 - left, (prior.detach() * form.inverse_diagonal_error() + own).clamp_max(1)

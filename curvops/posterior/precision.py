@@ -1,0 +1,247 @@
+"""Which matrix a posterior's systems are solved with, and which preconditioner: P = G + A in its cheapest form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.checkpoint import current
+from curvops.linalg import Damped, lanczos
+from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.memory import longest
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.routes import (
+    SKETCH_SERVES,
+    UNEVEN,
+    Posterior,
+    Route,
+    SolvePlan,
+    System,
+    chosen,
+    determinants,
+    routes,
+)
+from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
+from curvops.operators import GGN
+from curvops.operators.curvatures.curvature_root import root_of
+from curvops.operators.curvatures.formed import Formed
+from curvops.operators.function_space.gram_matrix import gram_cost
+from curvops.posterior.cache import Cache
+from curvops.posterior.formed_kernel import FormedKernel
+from curvops.posterior.priors import Prior
+
+LOOKED_AT = 20
+"""Products spent on looking for a negative eigenvalue of a curvature that is not known to have none."""
+USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
+
+
+def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
+    """The facts about P X = B under this prior that its routes follow from; those of a closed form left out."""
+    lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
+    exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is lin
+    root, base = root_of(curvature), P.base if isinstance(P, Damped) else P
+    return System(
+        rows=len(lin.theta),
+        columns=columns,
+        longest=longest(P),
+        itemsize=lin.theta.itemsize,
+        recorded=recorded(P.representation()),
+        room=lin.memory.room(),
+        asked=asked,
+        posterior=Posterior(
+            name=type(curvature).__name__,
+            psd=is_psd(base),
+            scalar=A is not None and A.ndim == 0,
+            diagonal=A is not None,
+            root_columns=0 if root is None else root.shape[-1],
+            outputs=lin.num_data * lin.num_outputs if exact else 0,
+            gram_cost=gram_cost(lin.plan, lin.num_data) if exact else torch.inf,
+            budget=lin.memory_budget,
+            formed=_formed_of(cache, base),
+            decomposed=cache.known("spectrum") is not None,
+        ),
+    )
+
+
+def _formed_of(cache: Cache, base: LinearOperator) -> bool:
+    known = cache.known("formed")
+    return known is not None and known.base is base
+
+
+def with_closed_form(system: System, precision: Any) -> System:
+    """The facts with that of a closed form, which is asked for last: it may be computed for this."""
+    return replace(system, closed_form=precision._closed_form() is not None)
+
+
+def route_of(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
+    """The route of a system; None with the reason where the method asked for is not open.
+
+    J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
+    """
+    system = with_closed_form(system_of(cache, prior, columns, asked), prior.plus(cache.curvature))
+    found = routes(system)
+    first = chosen(found)
+    if first is not None and first.name == "formed kernel" and solving_kernel(cache, prior, system) is None:
+        found = routes(_unresolved(system))
+        first = chosen(found)
+    return first, next((route.why_not for route in found if route.name == asked), "")
+
+
+def _unresolved(system: System) -> System:
+    assert system.posterior is not None
+    return replace(system, posterior=replace(system.posterior, resolved=False))
+
+
+def plan(cache: Cache, prior: Prior, columns: int) -> SolvePlan:
+    """How so many draws are found, so many rows of J solved for, and determinants found; nothing is solved for this."""
+    P = prior.plus(cache.curvature)
+    system = replace(with_closed_form(system_of(cache, prior, columns), P), sketch=P._takes_sketch)
+    kernel, A = cache.known("kernel"), prior.diagonal
+    if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
+        system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
+    rows = replace(system, asked="cg", columns=columns + (cache.known("columns") or 0))
+    found = {"draws": routes(system), "predictions": routes(rows)}
+    return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
+
+
+def for_columns(cache: Cache, prior: Prior, columns: int, further: bool = False) -> Any:
+    """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
+
+    What is formed serves all priors that are numbers or vectors. With `further` the columns are more of those that were
+    asked for before: draws, which equal seeds make equal, count alone.
+    """
+    P = prior.plus(cache.curvature)
+    if not System(rows=len(cache.lin.theta)).may_be_formed:  # the other facts are not free
+        return P
+    with cache.lock:
+        if further:
+            columns += cache.known("columns") or 0
+            cache.put("columns", columns)
+        first = chosen(routes(with_closed_form(system_of(cache, prior, columns, "cg"), P)))
+        if first is None or first.name != "formed matrix":
+            return P
+        base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)
+        formed = cache.get("formed", lambda: Formed(base), lambda known: known.base is base)
+        known = cache.get(
+            "precision",
+            lambda: (P, formed, formed.add_diagonal(shift)),
+            lambda known: known[0] is P and known[1] is formed,
+        )
+        return known[2]
+
+
+def formed_kernel(cache: Cache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+    """J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
+
+    It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a checkpoint
+    keeps J Jᵀ.
+    """
+    if prior.diagonal is None or prior.diagonal.ndim:
+        return None
+    found = determinants(system_of(cache, prior)) if system is None else routes(system)
+    if not any(route.name == "formed kernel" and route.possible for route in found):
+        return None
+    with cache.lock:
+        kernel = cache.get("kernel", lambda: FormedKernel(cache.lin, cache.of_data))
+        kernel.keep()
+        return kernel
+
+
+def solving_kernel(cache: Cache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+    """`formed_kernel` where its rounding leaves it fit to solve under this prior."""
+    found = formed_kernel(cache, prior, system)
+    return found if found is not None and found.resolves(float(prior.precision.detach())) else None
+
+
+def preconditioner(
+    cache: Cache,
+    precision: Any,
+    columns: int,
+    dual: Prior | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Any, int]:
+    """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
+
+    A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to a
+    third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With the prior `dual`, P is
+    I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a run with
+    a checkpoint it is the one of that, whatever was sketched before. A new one is drawn from `generator`.
+    """
+    generator = generator or cache.generator
+    if dual is not None:
+        kernel = solving_kernel(cache, dual, system_of(cache, dual, columns, "dual"))
+        if kernel is not None:
+            return kernel.inverse(float(dual.precision)), 0
+    fresh = current() or not isinstance(precision, Damped) or recorded(precision.representation())
+    if fresh or precision.shift.ndim > 1:
+        return _with_products(precision.preconditioner(columns, generator))
+    space = "weights" if dual is None else "functions"
+    diagonal: Any = precision.shift if dual is None else dual.diagonal
+    with cache.lock:
+        if (kept := cache.known(space)) is not None:
+            of, served, known = kept
+            factors = diagonal.detach() / of
+            low, high = float(factors.min()), float(factors.max())
+            if served * SKETCH_SERVES >= columns and low >= 1 / 3 and high <= UNEVEN * low:
+                scalar = of.ndim == 0 and dual is None  # else the matrix that was sketched is whitened
+                return known.shifted((float(of) if scalar else 1.0) * float(factors.log().mean().exp())), 0
+        made = precision.preconditioner(columns, generator)
+        if made is not None and not isinstance(made, ClosedFormPreconditioner):  # no products for another prior
+            cache.put(space, (diagonal.detach().clone(), columns, made))
+        return _with_products(made)
+
+
+def _with_products(made: Any) -> tuple[Any, int]:
+    return made, 0 if made is None else made.matvecs
+
+
+def require_usable(cache: Cache, prior: Prior) -> None:
+    """Raise ValueError where G and A do not add up, NotPositiveSemidefinite where G + A is seen to be indefinite.
+
+    A G known to be psd costs nothing.
+    Any other costs `LOOKED_AT` products, once for all priors: a Ritz value θ of G with its vector v proves G + A
+    indefinite where θ + vᵀAv ≤ 0. Passing proves nothing; what then solves with an indefinite G + A raises.
+    """
+    prior.plus(cache.curvature)
+    if is_psd(cache.curvature):
+        return
+    lowest, vector = cache.get("lowest", lambda: _least_ritz(cache.curvature))
+    with torch.no_grad():
+        if lowest + float(vector @ prior.product(vector)) > 0:
+            return
+    size = "" if prior.diagonal is None else f", the prior precision is {float(prior.diagonal.detach().min()):.3g}"
+    raise NotPositiveSemidefinite(
+        f"{type(cache.curvature).__name__} + prior is indefinite, so there is no Gaussian with that precision: "
+        f"the curvature has an eigenvalue of {lowest:.3g} or less{size}. Give a prior_precision of "
+        f"{-1.01 * lowest:.3g} or more, or {USE_THE_GGN}"
+    )
+
+
+@torch.no_grad()
+def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
+    """The least Ritz value of G from a short Lanczos run, and its vector."""
+    generator = torch.Generator(device=curvature.device).manual_seed(0)  # the user's stays as it is
+    found = lanczos(curvature, LOOKED_AT, generator=generator)
+    if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
+        raise ValueError(f"{type(curvature).__name__}: {found.reason.value}")
+    values, vectors = torch.linalg.eigh(found.T)
+    return float(values[0]), found.Q @ vectors[:, 0].to(found.Q)
+
+
+@contextmanager
+def naming_the_ggn(curvature: LinearOperator) -> Iterator[None]:
+    """Add to an error of linalg, which knows no networks, the curvature that is not indefinite."""
+    try:
+        yield
+    except NotPositiveSemidefinite as error:
+        if is_psd(curvature):
+            raise
+        raise NotPositiveSemidefinite(f"{type(curvature).__name__}: {error} For a network, {USE_THE_GGN}") from error

@@ -1,0 +1,156 @@
+"""`post.plan` and `P.plan` say what is done: which algorithm runs is seen where it is called."""
+
+from contextlib import ExitStack
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import curvops as co
+from curvops.linalg.core import routes
+from tests.linalg.solvers.test_solve import TABLE
+from tests.posterior.trained import problem
+
+DOUBLE = torch.float64
+METHODS = {"dense": "cg", "cg with a sketch": "cg", "formed matrix": "closed form", "formed kernel": "dual"}
+"""What draws call a route, where it is another name."""
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def network(width, points, outputs="classification"):
+    """A network of 4 inputs and 3 classes, its GGN's kernel wide or narrow beside its weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)).double()
+    x = torch.randn(points, 4, dtype=DOUBLE)
+    return co.linearize(model, (x, torch.arange(points) % 3), outputs)
+
+
+CASES = {  # the posterior, columns, the route
+    "dense": (lambda: co.laplace(network(20, 30), check_mode=False), 3, "dense"),
+    "closed form": (lambda: co.laplace(network(20, 30), co.KFAC, check_mode=False), 3, "closed form"),
+    "formed matrix": (lambda: co.laplace(network(40, 200), check_mode=False), 41, "formed matrix"),
+    "cg with a sketch": (lambda: co.laplace(network(40, 200), check_mode=False), 3, "cg with a sketch"),
+    "a vector": (
+        lambda: co.laplace(network(40, 20), prior_precision=torch.full((323,), 2.0, dtype=DOUBLE), check_mode=False),
+        3,
+        "cg with a sketch",
+    ),
+    "an operator": (
+        lambda: co.laplace(network(40, 20), prior_precision=co.linalg.Dense(2 * torch.eye(323).double(), psd=True)),
+        3,
+        "cg",
+    ),
+    "formed kernel": (lambda: co.laplace(network(200, 10), check_mode=False), 3, "formed kernel"),
+    "within rounding": (
+        lambda: co.laplace(network(200, 10), prior_precision=1e-12, check_mode=False),
+        3,
+        "cg with a sketch",
+    ),
+}
+
+
+@pytest.fixture
+def seen():
+    """The names of the algorithms that ran."""
+    found = set()
+
+    def spy(stack, module, name, label):
+        plain = getattr(module, name)
+
+        def called(*args, **options):
+            found.add(label)
+            return plain(*args, **options)
+
+        stack.enter_context(patch.object(module, name, called))
+
+    with ExitStack() as stack:
+        solving = import_module("curvops.linalg.solvers.solve")
+        spy(stack, solving, "cg", "cg")
+        spy(stack, solving, "solve_dense", "dense")
+        spy(stack, solving, "minres", "minres")
+        spy(stack, solving, "lsmr", "lsmr")
+        spy(stack, import_module("curvops.posterior.deviations"), "cg", "cg")
+        spy(stack, import_module("curvops.operators.curvatures.formed"), "principal_block", "formed matrix")
+        spy(stack, import_module("curvops.posterior.formed_kernel").FormedKernel, "inverse", "formed kernel")
+        yield found
+
+
+def ran(route):
+    """The algorithms that a route is seen by: a closed form by none, function space by CG with its inverse."""
+    seen = {"closed form": set(), "formed kernel": {"formed kernel", "cg"}}
+    return seen.get(route, {route.removesuffix(" with a sketch")})
+
+
+@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
+@pytest.mark.parametrize("name", CASES)
+def test_draws(name, seen):
+    make, columns, route = CASES[name]
+    post = make()
+    if name == "within rounding":  # which only the formed kernel tells
+        assert post.plan(columns).chosen["draws"] == "formed kernel"
+        post.log_evidence()
+        seen.clear()
+    assert post.plan(columns).chosen["draws"] == route and not seen
+    found = post.deviations(columns, generator=generator())
+    assert seen == ran(route)
+    assert found.method == METHODS.get(route, route)
+
+
+@pytest.mark.filterwarnings("ignore::curvops.NotAMode")
+@pytest.mark.parametrize("name", CASES)
+def test_predictions(name, seen):
+    make, columns, _ = CASES[name]
+    post, x = make(), torch.ones(-(-columns // 3), 4, dtype=DOUBLE)
+    route = post.plan(3 * len(x)).chosen["predictions"]
+    assert route != "formed kernel"
+    _ = post.predict(x, joint=True).covariance_matrix
+    assert seen == ran(route)
+    if route == "cg with a sketch":  # further rows count, until the matrix is worth forming
+        assert post.plan(400).chosen["predictions"] == "formed matrix"
+
+
+DETERMINANTS = {"dense": "spectrum", "closed form": "closed form", "formed kernel": "formed kernel"}
+
+
+@pytest.mark.parametrize("name", DETERMINANTS)
+def test_determinants(name):
+    make, columns, _ = CASES[name]
+    post = make()
+    assert post.plan(columns).chosen["determinants"] == DETERMINANTS[name]
+    found = post.log_evidence().log_determinant_ratio
+    assert found.stderr == 0
+
+
+def test_memory_decides_between_the_two_spaces():
+    """Outputs in all a quarter of the weights, whose kernel costs more than the draws."""
+    lin = network(40, 20)
+    post = co.laplace(lin, co.EmpiricalFisher, check_mode=False)
+    assert post.plan(3).chosen["draws"] == "cg with a sketch"
+    with patch.object(type(lin.memory), "room", return_value=16 * 2 * 323 * 8):
+        assert post.plan(2).chosen["draws"] == "cg with a sketch"
+        assert post.plan(3).chosen["draws"] == "dual"
+        assert post.deviations(3, generator=generator()).method == "dual"
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if hasattr(TABLE[name][0], "plan")])
+def test_systems_of_operators(name, seen):
+    A, method = TABLE[name]
+    plan = A.plan(2)
+    assert routes.chosen(plan.tables["solve"]).method == method
+    seen.clear()
+    co.linalg.solve(A, torch.ones(A.shape[-2], 2, dtype=A.dtype))
+    assert seen == ran(method)
+
+
+def test_columns_that_are_no_number(annotations_unchecked):
+    model, x, y = problem()
+    post = co.laplace(co.linearize(model, (x, y), "classification"), check_mode=False)
+    for plan in (post.plan, post.precision.plan):
+        with pytest.raises(ValueError, match="columns must be at least 1"):
+            plan(0)
+        with pytest.raises(TypeError, match="columns must be a whole number"):
+            plan(2.5)
