@@ -17,8 +17,9 @@ from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.inputs import move, move_tensor, normalise, take
 from curvops.operators import KFAC, linearize
-from curvops.posterior.laplace import MODE_TOLERANCE, Laplace, NotAMode, laplace
+from curvops.posterior.laplace import Laplace, laplace
 from curvops.posterior.tuning import StepsSpent, Tuning
+from curvops.posterior.updating import MODE_TOLERANCE, NotAMode
 
 Parameters = Iterable[nn.Parameter]
 

@@ -5,9 +5,6 @@ Immer, Korzepa & Bauer 2021 for the predictive of the linearised network; MacKay
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import warnings
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -18,13 +15,12 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
-from curvops.checks import check_choice, check_flag, checked_number, checked_whole
+from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.routes import SolvePlan
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
-from curvops.posterior import continual
 from curvops.posterior.arguments import (
     check_accuracy,
     check_linearization,
@@ -40,18 +36,12 @@ from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode
 from curvops.posterior.noise import Noise
 from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
-from curvops.posterior.precision import for_columns, plan, require_usable
-from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
+from curvops.posterior.precision import for_columns, plan
+from curvops.posterior.priors import Prior
 from curvops.posterior.stochastic_descent import StochasticDescent
 from curvops.posterior.tuning import Tuning, Validation
+from curvops.posterior.updating import after_data, as_prior, checked_posterior, mode_gap, under_noise, under_prior
 from curvops.records import from_record
-
-# A gradient of the log posterior above this share of the prior's own is not a mode's.
-MODE_TOLERANCE = 0.1
-
-
-class NotAMode(UserWarning):
-    """The weights are not a mode of the posterior."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +88,7 @@ class Laplace(GaussianWeights):
 
         NaN where it is not known which data the curvature is of (see `log_evidence`).
         """
-        prior, data = self.prior.gradient(self.mean), self.cache.gradient()
-        if data is None:
-            return math.nan
-        gradient = (data + prior).norm()
-        return 0.0 if gradient == 0 else float(gradient / prior.norm())
+        return mode_gap(self.cache, self.prior)
 
     def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
         """The posterior under another prior, sharing everything that does not depend on it.
@@ -111,11 +97,7 @@ class Laplace(GaussianWeights):
             prior_precision: as `co.laplace` takes it.
             prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
         """
-        prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, self.lin)
-        if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
-            prior = dataclasses.replace(prior, mean=self.prior_mean)
-        require_usable(self.cache, prior)
-        return dataclasses.replace(self, prior=prior, prior_error=None, tuning=None)
+        return under_prior(self, prior_precision, prior_mean)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
         """The posterior under another observation noise, the variance of a Gaussian likelihood; the prior stays.
@@ -129,13 +111,7 @@ class Laplace(GaussianWeights):
                 not say how it was made of its linearisation.
         """
         _ = self.observation_noise
-        check_accuracy(noise, generator, "noise")
-        (tensor,) = self.lin.likelihood.hyperparameters
-        likelihood = self.lin.likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))])
-        lin = self.lin.with_likelihood(likelihood)
-        curvature = continual.made_alike(self.curvature, lin, generator)
-        changed = {"lin": lin, "curvature": curvature, "cache": Cache(lin, curvature), "tuning": None}
-        return dataclasses.replace(self, **changed)
+        return under_noise(self, noise, generator)
 
     @property
     def observation_noise(self) -> float:
@@ -386,14 +362,7 @@ class Laplace(GaussianWeights):
             ValueError: data that this posterior has seen, other parameters selected, a curvature that does not say how
                 it was made and none given, another form, or one that this posterior does not have.
         """
-        check_linearization(lin)
-        form = continual.check_form(form, rank)
-        chosen = continual.made_alike(self.curvature, lin, generator) if curvature is None else curvature
-        kept, error = self.prior_for(lin, form, rank, generator)
-        prior = read_prior(kept, self.mean, lin.model, posterior=True)
-        if form == "kronecker":
-            prior = KroneckerPrior(prior.precision, prior.mean)
-        return _posterior(lin, chosen, prior, 1.0, check_mode, error)
+        return checked_posterior(after_data(self, lin, curvature, rank, generator, form), check_mode)
 
 
 def laplace(
@@ -438,51 +407,9 @@ def laplace(
     """
     check_linearization(lin)
     prior = as_prior(prior_precision, prior_mean, lin)
-    return _posterior(lin, curvature, prior, checked_number("temperature", temperature), check_mode)
-
-
-def _posterior(
-    lin: Linearization,
-    curvature: Any,
-    prior: Prior,
-    temperature: float,
-    check_mode: bool,
-    prior_error: Estimate | None = None,
-) -> Laplace:
-    """What `laplace` and `update` return, checked."""
-    check_flag("check_mode", check_mode)
+    temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
-    posterior = Laplace(lin, operator, prior, Cache(lin, operator), temperature, prior_error)
-    require_usable(posterior.cache, prior)
-    gradient = posterior.cache.gradient() if check_mode else None
-    if gradient is not None and not bool(gradient.isfinite().all()):
-        raise ValueError(
-            "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
-            "training points do (see lin.outputs()); repair the model, or leave these points out."
-        )
-    if check_mode and posterior.mode_gap > MODE_TOLERANCE:
-        warnings.warn(
-            "these weights are not a mode of the posterior: the gradient of the log posterior is "
-            f"{posterior.mode_gap:.2g} times the prior's own (0 at a mode). Train further, with weight decay = prior "
-            "precision / N on a mean loss, or choose the prior precision that training used (check_mode=False skips "
-            "this).",
-            NotAMode,
-            stacklevel=3,
-        )
-    return posterior
-
-
-def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
-    """As `read_prior`, for an earlier posterior too."""
-    if not isinstance(prior_precision, GaussianWeights):
-        return read_prior(prior_precision, prior_mean, lin.model)
-    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
-        raise ValueError(
-            "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
-            "prior_precision=post.precision.detached_from_weights()."
-        )
-    kept, _ = prior_precision.prior_for(lin)
-    return read_prior(kept, prior_precision.mean, lin.model, posterior=True)
+    return checked_posterior(Laplace(lin, operator, prior, Cache(lin, operator), temperature), check_mode)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

@@ -25,8 +25,8 @@ from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.operators.linearized.linearize import at_positions, checked_layout, output_shape
 from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.laplace import as_prior
 from curvops.posterior.priors import Prior, read_prior
+from curvops.posterior.updating import as_prior
 from curvops.sampling.core.state import State
 
 SUBNETWORK = "subnetwork"

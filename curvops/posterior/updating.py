@@ -1,0 +1,114 @@
+"""A Laplace posterior under another prior, another noise, or after further data, and what is checked of a new one."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from curvops.checks import check_flag
+from curvops.operators import Linearization
+from curvops.posterior import continual
+from curvops.posterior.arguments import check_accuracy, check_linearization, checked_curvature
+from curvops.posterior.cache import Cache
+from curvops.posterior.gaussian_weights import GaussianWeights
+from curvops.posterior.precision import require_usable
+from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
+
+MODE_TOLERANCE = 0.1
+"""A gradient of the log posterior above this share of the prior's own is not a mode's."""
+
+
+class NotAMode(UserWarning):
+    """The weights are not a mode of the posterior."""
+
+
+Posterior = TypeVar("Posterior", bound=Any)
+"""Of `Laplace`, whose class calls these functions."""
+
+
+def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
+    """The prior that a user's arguments mean, an earlier posterior among them; raises as `read_prior` does."""
+    if not isinstance(prior_precision, GaussianWeights):
+        return read_prior(prior_precision, prior_mean, lin.model)
+    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
+        raise ValueError(
+            "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
+            "prior_precision=post.precision.detached_from_weights()."
+        )
+    kept, _ = prior_precision.prior_for(lin)
+    return read_prior(kept, prior_precision.mean, lin.model, posterior=True)
+
+
+def under_prior(post: Posterior, prior_precision: Any, prior_mean: Any) -> Posterior:
+    """The posterior under another prior, with the same cache."""
+    prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin)
+    if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
+        prior = replace(prior, mean=post.prior_mean)
+    require_usable(post.cache, prior)
+    return replace(post, prior=prior, prior_error=None, tuning=None)
+
+
+def under_noise(post: Posterior, noise: float, generator: torch.Generator | None) -> Posterior:
+    """The posterior under another observation noise, its curvature made again."""
+    check_accuracy(noise, generator, "noise")
+    likelihood = post.lin.likelihood
+    (tensor,) = likelihood.hyperparameters
+    lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
+    curvature = continual.made_alike(post.curvature, lin, generator)
+    return replace(post, lin=lin, curvature=curvature, cache=Cache(lin, curvature), tuning=None)
+
+
+def after_data(
+    post: Posterior,
+    lin: Linearization,
+    curvature: Any,
+    rank: int | None,
+    generator: torch.Generator | None,
+    form: str | None,
+) -> Posterior:
+    """The posterior after further data with this one as its prior, kept in this form."""
+    check_linearization(lin)
+    form = continual.check_form(form, rank)
+    chosen = continual.made_alike(post.curvature, lin, generator) if curvature is None else curvature
+    kept, error = post.prior_for(lin, form, rank, generator)
+    prior = read_prior(kept, post.mean, lin.model, posterior=True)
+    if form == "kronecker":
+        prior = KroneckerPrior(prior.precision, prior.mean)
+    operator = checked_curvature(chosen, lin)
+    new = {"lin": lin, "curvature": operator, "prior": prior, "cache": Cache(lin, operator), "prior_error": error}
+    return replace(post, **new, temperature=1.0, tuning=None)
+
+
+def mode_gap(cache: Cache, prior: Prior) -> float:
+    """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
+    of_prior, of_data = prior.gradient(cache.lin.theta), cache.gradient()
+    if of_data is None:
+        return math.nan
+    gradient = (of_data + of_prior).norm()
+    return 0.0 if gradient == 0 else float(gradient / of_prior.norm())
+
+
+def checked_posterior(post: Posterior, check_mode: bool) -> Posterior:
+    """The posterior where it is one. Raises as `laplace` does; warns with `NotAMode` where weights are not a mode."""
+    check_flag("check_mode", check_mode)
+    require_usable(post.cache, post.prior)
+    gradient = post.cache.gradient() if check_mode else None
+    if gradient is not None and not bool(gradient.isfinite().all()):
+        raise ValueError(
+            "the gradient of the log-likelihood holds NaN or Inf: the model's outputs or their derivatives at some "
+            "training points do (see lin.outputs()); repair the model, or leave these points out."
+        )
+    if check_mode and (gap := mode_gap(post.cache, post.prior)) > MODE_TOLERANCE:
+        warnings.warn(
+            "these weights are not a mode of the posterior: the gradient of the log posterior is "
+            f"{gap:.2g} times the prior's own (0 at a mode). Train further, with weight decay = prior "
+            "precision / N on a mean loss, or choose the prior precision that training used (check_mode=False skips "
+            "this).",
+            NotAMode,
+            stacklevel=3,
+        )
+    return post
