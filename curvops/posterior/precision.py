@@ -44,7 +44,7 @@ USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
 def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
-    """The facts about P X = B under this prior that its routes follow from; those of a closed form left out."""
+    """The facts about P X = B under this prior that its routes follow from, but for those that cost something."""
     lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
     exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is lin
     root, base = root_of(curvature), P.base if isinstance(P, Damped) else P
@@ -54,7 +54,6 @@ def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = 
         longest=longest(P),
         itemsize=lin.theta.itemsize,
         recorded=recorded(P.representation()),
-        room=lin.memory.room(),
         asked=asked,
         posterior=Posterior(
             name=type(curvature).__name__,
@@ -77,8 +76,14 @@ def _formed_of(cache: Cache, base: LinearOperator) -> bool:
 
 
 def with_closed_form(system: System, precision: Any) -> System:
-    """The facts with that of a closed form, which is asked for last: it may be computed for this."""
+    """The facts with that of a closed form, which may be computed for this."""
     return replace(system, closed_form=precision._closed_form() is not None)
+
+
+def _to_be_solved(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> System:
+    """All facts about P X = B; the room in memory is found by passes over a few points, unless no route asks for it."""
+    system = with_closed_form(system_of(cache, prior, columns, asked), prior.plus(cache.curvature))
+    return system if system.closed_form else replace(system, room=cache.lin.memory.room())
 
 
 def route_of(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
@@ -86,7 +91,7 @@ def route_of(cache: Cache, prior: Prior, columns: int, asked: str | None = None)
 
     J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
     """
-    system = with_closed_form(system_of(cache, prior, columns, asked), prior.plus(cache.curvature))
+    system = _to_be_solved(cache, prior, columns, asked)
     found = routes(system)
     first = chosen(found)
     if first is not None and first.name == "formed kernel" and solving_kernel(cache, prior, system) is None:
@@ -103,7 +108,7 @@ def _unresolved(system: System) -> System:
 def plan(cache: Cache, prior: Prior, columns: int) -> SolvePlan:
     """How so many draws are found, so many rows of J solved for, and determinants found; nothing is solved for this."""
     P = prior.plus(cache.curvature)
-    system = replace(with_closed_form(system_of(cache, prior, columns), P), sketch=P._takes_sketch)
+    system = replace(_to_be_solved(cache, prior, columns), sketch=P._takes_sketch)
     kernel, A = cache.known("kernel"), prior.diagonal
     if kernel is not None and "spectrum" in vars(kernel) and A is not None and not A.ndim:
         system = system if kernel.resolves(float(A.detach())) else _unresolved(system)
@@ -125,7 +130,7 @@ def for_columns(cache: Cache, prior: Prior, columns: int, further: bool = False)
         if further:
             columns += cache.known("columns") or 0
             cache.put("columns", columns)
-        first = chosen(routes(with_closed_form(system_of(cache, prior, columns, "cg"), P)))
+        first = chosen(routes(_to_be_solved(cache, prior, columns, "cg")))
         if first is None or first.name != "formed matrix":
             return P
         base, shift = (P.base, P.shift) if isinstance(P, Damped) else (P, 0.0)

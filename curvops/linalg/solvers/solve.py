@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.memory import longest, room_for
+from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.routes import MOST_COLUMNS, System, chosen, routes
 from curvops.linalg.core.symmetry import is_known_psd
@@ -118,7 +118,6 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         symmetric=known.symmetric,
         definite=known.definite,
         recorded=whole and informed and recorded(to_linear_operator(A).representation()),
-        room=math.inf if (room := room_for(A, None, 0)) is None else room,
     )
     if square and len(A.shape) == 2 and _method_for(found) == "lsmr":
         return replace(found, symmetric=seems_symmetric(A))
