@@ -46,6 +46,7 @@ USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
     """The facts about P X = B under this prior that its routes follow from, but for those that cost something."""
     lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
+    scalar = A is not None and A.ndim == 0
     exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is lin
     root, base = root_of(curvature), P.base if isinstance(P, Damped) else P
     return System(
@@ -58,11 +59,11 @@ def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = 
         posterior=Posterior(
             name=type(curvature).__name__,
             psd=is_psd(base),
-            scalar=A is not None and A.ndim == 0,
+            scalar=scalar,
             diagonal=A is not None,
             root_columns=0 if root is None else root.shape[-1],
             outputs=lin.num_data * lin.num_outputs if exact else 0,
-            gram_cost=gram_cost(lin.plan, lin.num_data) if exact else torch.inf,
+            gram_cost=gram_cost(lin.plan, lin.num_data) if exact and scalar else torch.inf,
             budget=lin.memory_budget,
             formed=_formed_of(cache, base),
             decomposed=cache.known("spectrum") is not None,

@@ -20,6 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, named_part
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
+from curvops.linalg.core.routes import EPOCHS
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.posterior.noise import Noise
@@ -59,7 +60,7 @@ class StochasticDescent:
 
     loss: str = "low_variance"
     batch_size: int = 256
-    epochs: int = 100
+    epochs: int = EPOCHS
     step_size: float | None = None
     momentum: float = 0.9
     final: float = 1 / 330

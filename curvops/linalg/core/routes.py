@@ -115,6 +115,7 @@ class System:
     room: float | int = math.inf
     """Bytes that are left for vectors and for what is formed."""
     asked: str | None = None
+    """The method that draws of a posterior are asked for by."""
     posterior: Posterior | None = None
 
     @property
@@ -153,10 +154,11 @@ class Route:
 
 
 def routes(system: System) -> tuple[Route, ...]:
-    """All routes in order of preference, those of its methods alone where one is asked for."""
-    found = _of_operators(system) if system.posterior is None else _of_posteriors(system, system.posterior)
-    among = METHODS.get(system.asked or "", ()) if system.posterior is not None else (system.asked,)
-    return tuple(route for route in found if system.asked is None or route.name in among)
+    """All routes in order of preference; of a posterior those of its method alone, where one is asked for."""
+    if system.posterior is None:
+        return tuple(_of_operators(system))
+    found, asked = _of_posteriors(system, system.posterior), system.asked
+    return tuple(route for route in found if asked is None or route.name in METHODS[asked])
 
 
 def chosen(found: tuple[Route, ...]) -> Route | None:
@@ -179,10 +181,9 @@ def _of_posteriors(s: System, p: Posterior) -> Iterator[Route]:
     by_rounding = "the prior precision lies within the rounding of J Jᵀ"
     narrow = bool(p.root_columns) and FEWER_OUTPUTS * p.root_columns <= s.rows and p.diagonal
     short = narrow and s.vectors() > s.room and s.columns > 1
-    forms = _formed_matrix(s, p)
     yield _closed_form(s)
     yield _dense(s)
-    yield forms
+    yield _formed_matrix(s, p)
     most = MOST_GRADIENTS if s.asked == "dual" or short else GRADIENTS_A_SOLVE * s.columns
     yield _formed_kernel(s, p, most, "" if p.resolved else by_rounding)
     no_root = "" if p.root_columns else f"needs the curvature's square root by points, which {p.name} has not"

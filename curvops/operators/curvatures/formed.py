@@ -11,13 +11,11 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.memory import keep
+from curvops.linalg.core.routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import OfOne
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import OfDense
 from curvops.operators.curvatures.subnetwork import principal_block
-
-COPIES = 4
-"""Matrices of n² numbers in float64 that one formed operator may take: itself, plus a shift, its factor, and work."""
 
 
 class OfFormed(OfDense):
@@ -53,11 +51,6 @@ class Formed(OfOne):
         product: Tensor = self.base._matmul(block)
         return product
 
-    @staticmethod
-    def bytes_for(size: int) -> int:
-        """What an operator of so many rows takes at most, once it is formed and factorised."""
-        return COPIES * 8 * size**2
-
     def formed(self) -> Tensor:
         """A, (n, n), in float64, formed once for these tensors."""
         cache: Cache = self._kwargs["cache"]
@@ -66,5 +59,5 @@ class Formed(OfOne):
     def _formed_now(self) -> Tensor:
         dense = principal_block(self.base, torch.arange(self.shape[-1], device=self.device)).double()
         dense = (dense + dense.mT) / 2
-        keep(self, dense, self.bytes_for(len(dense)))
+        keep(self, dense, FORMED_COPIES * 8 * len(dense) ** 2)
         return dense
