@@ -21,6 +21,7 @@ value, since version counters miss fused optimisers and `.data`. J Jᵀ is forgo
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -38,7 +39,8 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.operators import Linearization
+from curvops.operators import GGN, Linearization
+from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms, power_of
 from curvops.posterior.priors import Prior
@@ -119,6 +121,13 @@ class Cache:
     def power(self) -> float:
         """How often the curvature counts these data: 1/T where their likelihood is tempered."""
         return power_of(self.lin, self.curvature)
+
+    @cached_property
+    def gram_cost(self) -> float:
+        """Gradients that J Jᵀ takes; ∞ where the curvature is not the exact GGN of these data alone."""
+        curvature = self.curvature
+        exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is self.lin
+        return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
         """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""

@@ -92,11 +92,10 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
         found, inverse = spectrum.beside(A.detach(), rtol)
-        found, inverse = found + reference.detach(), inverse.to(unit)
-    else:
-        shift = float(A.detach())
-        found, inverse = single(spectrum.logdet([shift], rtol)), spectrum.inverse(shift, precision.dtype)
-    return carried(found, precision, lambda _: [(inverse, unit)]) + (-reference)
+        return carried(found + reference.detach(), precision, lambda _: [(inverse.to(unit), unit)]) + (-reference)
+    shift = float(A.detach())
+    found = single(spectrum.logdet([shift], rtol))
+    return carried(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
 def _ratio_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:

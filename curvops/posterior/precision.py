@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,10 +31,8 @@ from curvops.linalg.core.routes import (
 )
 from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
-from curvops.operators import GGN
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.posterior.cache import Cache
 from curvops.posterior.formed_kernel import FormedKernel
 from curvops.posterior.priors import Prior
@@ -47,12 +46,10 @@ def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = 
     """The facts about P X = B under this prior that its routes follow from, but for those that cost something."""
     lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
     scalar = A is not None and A.ndim == 0
-    exact = isinstance(curvature, GGN) and curvature.asked == {} and curvature.lin is lin
-    root, base = root_of(curvature), P.base if isinstance(P, Damped) else P
+    base = P.base if isinstance(P, Damped) else P
     return System(
         rows=len(lin.theta),
         columns=columns,
-        longest=longest(P),
         itemsize=lin.theta.itemsize,
         recorded=recorded(P.representation()),
         asked=asked,
@@ -61,9 +58,8 @@ def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = 
             psd=is_psd(base),
             scalar=scalar,
             diagonal=A is not None,
-            root_columns=0 if root is None else root.shape[-1],
-            outputs=lin.num_data * lin.num_outputs if exact else 0,
-            gram_cost=gram_cost(lin.plan, lin.num_data) if exact and scalar else torch.inf,
+            outputs=lin.num_data * lin.num_outputs,
+            gram_cost=cache.gram_cost if scalar else math.inf,
             budget=lin.memory_budget,
             formed=_formed_of(cache, base),
             decomposed=cache.known("spectrum") is not None,
@@ -83,7 +79,11 @@ def with_closed_form(system: System, precision: Any) -> System:
 
 def _to_be_solved(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> System:
     """All facts about P X = B; the room in memory is found by passes over a few points, unless no route asks for it."""
-    system = with_closed_form(system_of(cache, prior, columns, asked), prior.plus(cache.curvature))
+    P, root = prior.plus(cache.curvature), root_of(cache.curvature)
+    system = replace(with_closed_form(system_of(cache, prior, columns, asked), P), longest=longest(P))
+    assert system.posterior is not None
+    if root is not None:
+        system = replace(system, posterior=replace(system.posterior, root_columns=root.shape[-1]))
     return system if system.closed_form else replace(system, room=cache.lin.memory.room())
 
 

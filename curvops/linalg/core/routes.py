@@ -77,9 +77,9 @@ class Posterior:
     root_columns: int = 0
     """Columns N·R of the curvature's square root by points; 0 where it has none."""
     outputs: int = 0
-    """N·C where the curvature is the exact GGN of these data alone; else 0."""
+    """N·C."""
     gram_cost: float | int = math.inf
-    """Gradients that forming J Jᵀ takes."""
+    """Gradients that forming J Jᵀ takes; ∞ where the curvature is not the exact GGN of these data alone."""
     resolved: bool = True
     """False where the prior precision is known to lie within the rounding of J Jᵀ."""
     budget: float | int = math.inf
@@ -235,7 +235,7 @@ def _formed_kernel(s: System, p: Posterior, most_gradients: float | int, why_not
     nbytes = KERNEL_COPIES * 8 * p.outputs**2
     reasons = (
         (not p.scalar, "the prior precision is not one number"),
-        (not p.outputs, "the curvature is not the exact GGN of these data alone"),
+        (p.gram_cost == math.inf, "it is formed layer by layer, for the exact GGN of these data alone"),
         (s.recorded, "a gradient is recorded, which it has not"),
         (p.outputs > MOST_OUTPUTS, f"more than {MOST_OUTPUTS:,} outputs in all"),
         (FEWER_OUTPUTS * p.outputs > s.rows, f"fewer than {FEWER_OUTPUTS} weights an output"),

@@ -1,5 +1,6 @@
 """The table of routes, by numbers alone: what is taken, what else is open, and why the rest is not."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -47,9 +48,9 @@ TAKEN = {
     "within rounding": (posterior(replace(FEW, resolved=False)), "cg with a sketch"),
     "no room for the kernel": (posterior(replace(FEW, budget=79_999_999)), "cg with a sketch"),
     "room for the kernel": (posterior(replace(FEW, budget=80_000_000)), "formed kernel"),
-    "little memory": (posterior(replace(FEW, outputs=0), room=102_399_999), "dual"),
-    "just enough": (posterior(replace(FEW, outputs=0), room=102_400_000), "cg with a sketch"),
-    "one column in little memory": (posterior(replace(FEW, outputs=0), room=0, columns=1), "cg with a sketch"),
+    "little memory": (posterior(replace(FEW, gram_cost=math.inf), room=102_399_999), "dual"),
+    "just enough": (posterior(replace(FEW, gram_cost=math.inf), room=102_400_000), "cg with a sketch"),
+    "one column in little memory": (posterior(replace(FEW, gram_cost=math.inf), room=0, columns=1), "cg with a sketch"),
     "many outputs in little memory": (posterior(room=0), "cg with a sketch"),
     "a costly kernel in little memory": (posterior(replace(FEW, gram_cost=200.0), room=0), "formed kernel"),
     "asked for the dual": (posterior(asked="dual"), "dual"),
