@@ -18,7 +18,7 @@ from curvops.evidence.precision_groups import precision_groups
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.arguments import check_accuracy, checked_count
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.deviations import Deviations
 from curvops.posterior.laplace import Laplace, check_posterior
 from curvops.posterior.noise import Noise
@@ -140,7 +140,7 @@ def mackay(
         if kept:  # the same whatever was asked of this posterior before
             sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
             sketches = sketches and kept.source("sketches", sketches, post.mean.device)
-            post = replace(post, cache=Cache(post.lin, post.curvature, sketches))
+            post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None

@@ -1,6 +1,6 @@
 """Log-determinants of a posterior's precision and the weights that its data determine, for every prior precision.
 
-log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come by the routes of `linalg.core.routes.determinants`: the closed form of
+log det(I + A^-½ G A^-½) and tr G(G + A)⁻¹ come by one of the routes of `solve_routes.determinants`: the closed form of
 G + A (as `(G + A).logdet()` has it), all eigenvalues of G, those of function space, a quadrature that was prepared for
 a range of priors, or probes at this A alone. Under an operator A the determinants of G + A and of A are found one by
 one: by their closed forms, exactly where G may be decomposed, else by probes.
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
 from curvops.linalg.core.vectors import describe_square, product
@@ -27,7 +27,7 @@ from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.precision import formed_kernel, naming_the_ggn, system_of, with_closed_form
 from curvops.posterior.priors import Prior
 
@@ -35,7 +35,7 @@ SHARE_ROUNDINGS = 4
 """Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""
 
 
-def log_ratio(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+def log_ratio(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
     """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
     with naming_the_ggn(cache.curvature):
         if prior.diagonal is None:
@@ -43,7 +43,9 @@ def log_ratio(cache: Cache, prior: Prior, rtol: float, generator: torch.Generato
         return _ratio_above(cache, prior, prior.diagonal, rtol, generator)
 
 
-def log_determinant(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+def log_determinant(
+    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
+) -> Estimate:
     """log det(G + A) in nats, likewise."""
     if prior.diagonal is not None:
         return log_ratio(cache, prior, rtol, generator) + _log_diagonal(cache, prior.diagonal)
@@ -51,7 +53,9 @@ def log_determinant(cache: Cache, prior: Prior, rtol: float, generator: torch.Ge
         return _logdet_of(prior.plus(cache.curvature), rtol, generator)
 
 
-def _ratio_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _ratio_above(
+    cache: CurvatureCache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None
+) -> Estimate:
     P, reference, (system, taken) = prior.plus(cache.curvature), _log_diagonal(cache, A), _route(cache, prior, rtol)
     if taken == "spectrum":
         return _ratio_from(decomposed(cache), A, P, rtol)
@@ -66,7 +70,7 @@ def _ratio_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: 
     return found + (-reference)
 
 
-def _route(cache: Cache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
+def _route(cache: CurvatureCache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
     """The facts under a prior that is a number or a vector, and the route that follows."""
     system, A, known = system_of(cache, prior), prior.diagonal, cache.known("quadrature")
     assert system.posterior is not None and A is not None
@@ -82,7 +86,7 @@ def _failed(found: Estimate) -> bool:
     return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
 
 
-def _log_diagonal(cache: Cache, A: Tensor) -> Tensor:
+def _log_diagonal(cache: CurvatureCache, A: Tensor) -> Tensor:
     return A.double().log().expand(len(cache.lin.theta)).sum()
 
 
@@ -98,7 +102,7 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     return carried(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
-def _ratio_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _ratio_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
     """log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
     try:
         reference = _logdet_of(prior.precision, rtol, generator)
@@ -120,7 +124,9 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
     return found
 
 
-def count_parameters(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
+def count_parameters(
+    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
+) -> Estimate:
     """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
     P, A = prior.plus(cache.curvature), prior.diagonal
     form = P._closed_form()
@@ -138,7 +144,9 @@ def count_parameters(cache: Cache, prior: Prior, rtol: float, generator: torch.G
         return _count_above(cache, prior, A, rtol, generator)
 
 
-def _count_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _count_above(
+    cache: CurvatureCache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None
+) -> Estimate:
     system, taken = _route(cache, prior, rtol)
     if taken == "spectrum" and A.ndim:
         found, inverse = decomposed(cache).beside(A.detach(), rtol)
@@ -158,7 +166,7 @@ def _count_above(cache: Cache, prior: Prior, A: Tensor, rtol: float, generator: 
     return found
 
 
-def _count_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
+def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
     """tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
     if len(cache.lin.theta) <= routes.WHOLE:
         known = decomposed(cache)
@@ -176,7 +184,7 @@ def _count_beside(cache: Cache, prior: Prior, rtol: float, generator: torch.Gene
 
 
 def shares_of_weights(
-    cache: Cache, prior: Prior, rtol: float, generator: torch.Generator | None = None
+    cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
 ) -> Estimate | None:
     """1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
 
@@ -201,7 +209,7 @@ def shares_of_weights(
         return Estimate.rounded(1 - A * inverse.diagonal(), error, rtol, found.matvecs)
 
 
-def normal_mode(cache: Cache, prior: Prior) -> Float[Tensor, " D"] | None:
+def normal_mode(cache: CurvatureCache, prior: Prior) -> Float[Tensor, " D"] | None:
     """The linear model's mode from the normal equations; None unless the curvature is known whole and is its own.
 
     That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
@@ -222,7 +230,7 @@ def normal_mode(cache: Cache, prior: Prior) -> Float[Tensor, " D"] | None:
         return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)
 
 
-def prepare(cache: Cache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
+def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torch.Generator | None = None) -> None:
     """Spend the products that serve every scalar prior precision from `smallest` on; none for a closed form."""
     theta = cache.lin.theta
     prior = Prior(theta.new_tensor(smallest), theta.new_zeros(()))
@@ -240,7 +248,7 @@ def prepare(cache: Cache, smallest: float, rtol: float, generator: torch.Generat
 
 
 @torch.no_grad()
-def decomposed(cache: Cache) -> DenseSpectrum:
+def decomposed(cache: CurvatureCache) -> DenseSpectrum:
     """All eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
     A, formed = cache.curvature, cache.known("formed")
 

@@ -22,13 +22,13 @@ from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
-from curvops.linalg.core.routes import SKETCHED
+from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
-from curvops.posterior.cache import Cache, LaplaceParts
+from curvops.posterior.curvature_cache import CurvatureCache, LaplaceParts
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.noise import Noise
 from curvops.posterior.precision import for_columns, preconditioner, route_of
@@ -69,7 +69,7 @@ class Deviations(Summarised, Reasoned):
 class Systems:
     """P = G + A with the right-hand sides of some draws: where every method starts."""
 
-    cache: Cache
+    cache: CurvatureCache
     prior: Prior
     noise: Noise
     columns: range

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.posterior.cache import LaplaceParts
+from curvops.posterior.curvature_cache import LaplaceParts
 from curvops.posterior.determinants import count_parameters, log_ratio
 from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
 

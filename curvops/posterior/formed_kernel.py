@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import NOTHING, Checkpoint, current, named_part
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
-from curvops.linalg.core.routes import KERNEL_COPIES, RESOLVED
+from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.operators.draws import draw
 from curvops.operators import Linearization

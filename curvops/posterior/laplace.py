@@ -17,8 +17,8 @@ from torch import Tensor
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.linalg.core.routes import SolvePlan
 from curvops.linalg.core.same_matrix import problem_of
+from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
 from curvops.posterior.arguments import (
@@ -28,7 +28,7 @@ from curvops.posterior.arguments import (
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.determinants import log_determinant
 from curvops.posterior.deviations import Deviations, draw_deviations
 from curvops.posterior.evidence_parts import Evidence, count_of, find_evidence
@@ -51,7 +51,7 @@ class Laplace(GaussianWeights):
     lin: Linearization
     curvature: LinearOperator
     prior: Prior
-    cache: Cache = field(repr=False)
+    cache: CurvatureCache = field(repr=False)
     temperature: float = 1.0
     prior_error: Estimate | None = field(default=None, repr=False)
     tuning: Tuning | Validation | None = field(default=None, repr=False)
@@ -409,7 +409,7 @@ def laplace(
     prior = as_prior(prior_precision, prior_mean, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
-    return checked_posterior(Laplace(lin, operator, prior, Cache(lin, operator), temperature), check_mode)
+    return checked_posterior(Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature), check_mode)
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:

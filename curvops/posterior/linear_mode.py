@@ -25,7 +25,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
-from curvops.posterior.cache import LaplaceParts
+from curvops.posterior.curvature_cache import LaplaceParts
 from curvops.posterior.newton import ROUNDINGS, Point, minimise
 from curvops.posterior.precision import preconditioner, solving_kernel
 from curvops.posterior.priors import Prior

@@ -15,7 +15,7 @@ from curvops.operators import Linearization
 from curvops.operators.linearized.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
 from curvops.posterior.arguments import check_operator
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.priors import KroneckerPrior, Prior
 
 KIND = "posterior"
@@ -31,7 +31,7 @@ def record_of_posterior(
     lin: Linearization,
     curvature: LinearOperator,
     prior: Prior,
-    cache: Cache,
+    cache: CurvatureCache,
     temperature: float,
     prior_error: Estimate | None,
     inputs: Any = None,
@@ -90,7 +90,7 @@ def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, A
     check_operator("the saved curvature", curvature, lin.model)
     if not isinstance(precision, Tensor):
         check_operator("the saved prior precision", precision, lin.model)
-    cache = Cache(lin, curvature)
+    cache = CurvatureCache(lin, curvature)
     for name, tensor in (("log likelihood", record["log_likelihood"]), ("gradient", record["gradient"])):
         if tensor is not None:
             cache.put(name, tensor.to(device))

@@ -18,7 +18,7 @@ from curvops.linalg import Damped, lanczos
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
-from curvops.linalg.core.routes import (
+from curvops.linalg.core.solve_routes import (
     SKETCH_SERVES,
     UNEVEN,
     Posterior,
@@ -33,7 +33,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.formed_kernel import FormedKernel
 from curvops.posterior.priors import Prior
 
@@ -42,7 +42,7 @@ LOOKED_AT = 20
 USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
-def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
+def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
     """The facts about P X = B under this prior that its routes follow from, but for those that cost something."""
     lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
     scalar = A is not None and A.ndim == 0
@@ -67,7 +67,7 @@ def system_of(cache: Cache, prior: Prior, columns: int = 1, asked: str | None = 
     )
 
 
-def _formed_of(cache: Cache, base: LinearOperator) -> bool:
+def _formed_of(cache: CurvatureCache, base: LinearOperator) -> bool:
     known = cache.known("formed")
     return known is not None and known.base is base
 
@@ -77,7 +77,7 @@ def with_closed_form(system: System, precision: Any) -> System:
     return replace(system, closed_form=precision._closed_form() is not None)
 
 
-def _to_be_solved(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> System:
+def _to_be_solved(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> System:
     """All facts about P X = B; the room in memory is found by passes over a few points, unless no route asks for it."""
     P, root = prior.plus(cache.curvature), root_of(cache.curvature)
     system = replace(with_closed_form(system_of(cache, prior, columns, asked), P), longest=longest(P))
@@ -87,7 +87,7 @@ def _to_be_solved(cache: Cache, prior: Prior, columns: int, asked: str | None = 
     return system if system.closed_form else replace(system, room=cache.lin.memory.room())
 
 
-def route_of(cache: Cache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
+def route_of(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
     """The route of a system; None with the reason where the method asked for is not open.
 
     J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
@@ -106,7 +106,7 @@ def _unresolved(system: System) -> System:
     return replace(system, posterior=replace(system.posterior, resolved=False))
 
 
-def plan(cache: Cache, prior: Prior, columns: int) -> SolvePlan:
+def plan(cache: CurvatureCache, prior: Prior, columns: int) -> SolvePlan:
     """How so many draws are found, so many rows of J solved for, and determinants found; nothing is solved for this."""
     P = prior.plus(cache.curvature)
     system = replace(_to_be_solved(cache, prior, columns), sketch=P._takes_sketch)
@@ -118,7 +118,7 @@ def plan(cache: Cache, prior: Prior, columns: int) -> SolvePlan:
     return SolvePlan(found if A is None else found | {"determinants": determinants(system)})
 
 
-def for_columns(cache: Cache, prior: Prior, columns: int, further: bool = False) -> Any:
+def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool = False) -> Any:
     """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
     What is formed serves all priors that are numbers or vectors. With `further` the columns are more of those that were
@@ -144,7 +144,7 @@ def for_columns(cache: Cache, prior: Prior, columns: int, further: bool = False)
         return known[2]
 
 
-def formed_kernel(cache: Cache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
     """J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
 
     It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a checkpoint
@@ -161,14 +161,14 @@ def formed_kernel(cache: Cache, prior: Prior, system: System | None = None) -> F
         return kernel
 
 
-def solving_kernel(cache: Cache, prior: Prior, system: System | None = None) -> FormedKernel | None:
+def solving_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
     """`formed_kernel` where its rounding leaves it fit to solve under this prior."""
     found = formed_kernel(cache, prior, system)
     return found if found is not None and found.resolves(float(prior.precision.detach())) else None
 
 
 def preconditioner(
-    cache: Cache,
+    cache: CurvatureCache,
     precision: Any,
     columns: int,
     dual: Prior | None = None,
@@ -209,7 +209,7 @@ def _with_products(made: Any) -> tuple[Any, int]:
     return made, 0 if made is None else made.matvecs
 
 
-def require_usable(cache: Cache, prior: Prior) -> None:
+def require_usable(cache: CurvatureCache, prior: Prior) -> None:
     """Raise ValueError where G and A do not add up, NotPositiveSemidefinite where G + A is seen to be indefinite.
 
     A G known to be psd costs nothing.

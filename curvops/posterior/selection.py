@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization

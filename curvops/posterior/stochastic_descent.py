@@ -20,7 +20,7 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, named_part
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
-from curvops.linalg.core.routes import EPOCHS
+from curvops.linalg.core.solve_routes import EPOCHS
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.posterior.noise import Noise

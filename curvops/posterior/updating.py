@@ -13,7 +13,7 @@ from curvops.checks import check_flag
 from curvops.operators import Linearization
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_accuracy, check_linearization, checked_curvature
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.gaussian_weights import GaussianWeights
 from curvops.posterior.precision import require_usable
 from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
@@ -26,7 +26,7 @@ class NotAMode(UserWarning):
     """The weights are not a mode of the posterior."""
 
 
-Posterior = TypeVar("Posterior", bound=Any)
+Updated = TypeVar("Updated", bound=Any)
 """Of `Laplace`, whose class calls these functions."""
 
 
@@ -43,7 +43,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior
     return read_prior(kept, prior_precision.mean, lin.model, posterior=True)
 
 
-def under_prior(post: Posterior, prior_precision: Any, prior_mean: Any) -> Posterior:
+def under_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
     """The posterior under another prior, with the same cache."""
     prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin)
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
@@ -52,24 +52,24 @@ def under_prior(post: Posterior, prior_precision: Any, prior_mean: Any) -> Poste
     return replace(post, prior=prior, prior_error=None, tuning=None)
 
 
-def under_noise(post: Posterior, noise: float, generator: torch.Generator | None) -> Posterior:
+def under_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
     """The posterior under another observation noise, its curvature made again."""
     check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
     (tensor,) = likelihood.hyperparameters
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
     curvature = continual.made_alike(post.curvature, lin, generator)
-    return replace(post, lin=lin, curvature=curvature, cache=Cache(lin, curvature), tuning=None)
+    return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
 
 
 def after_data(
-    post: Posterior,
+    post: Updated,
     lin: Linearization,
     curvature: Any,
     rank: int | None,
     generator: torch.Generator | None,
     form: str | None,
-) -> Posterior:
+) -> Updated:
     """The posterior after further data with this one as its prior, kept in this form."""
     check_linearization(lin)
     form = continual.check_form(form, rank)
@@ -79,11 +79,17 @@ def after_data(
     if form == "kronecker":
         prior = KroneckerPrior(prior.precision, prior.mean)
     operator = checked_curvature(chosen, lin)
-    new = {"lin": lin, "curvature": operator, "prior": prior, "cache": Cache(lin, operator), "prior_error": error}
+    new = {
+        "lin": lin,
+        "curvature": operator,
+        "prior": prior,
+        "cache": CurvatureCache(lin, operator),
+        "prior_error": error,
+    }
     return replace(post, **new, temperature=1.0, tuning=None)
 
 
-def mode_gap(cache: Cache, prior: Prior) -> float:
+def mode_gap(cache: CurvatureCache, prior: Prior) -> float:
     """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
     of_prior, of_data = prior.gradient(cache.lin.theta), cache.gradient()
     if of_data is None:
@@ -92,7 +98,7 @@ def mode_gap(cache: Cache, prior: Prior) -> float:
     return 0.0 if gradient == 0 else float(gradient / of_prior.norm())
 
 
-def checked_posterior(post: Posterior, check_mode: bool) -> Posterior:
+def checked_posterior(post: Updated, check_mode: bool) -> Updated:
     """The posterior where it is one. Raises as `laplace` does; warns with `NotAMode` where weights are not a mode."""
     check_flag("check_mode", check_mode)
     require_usable(post.cache, post.prior)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.records import record_of
 from tests.linalg.interrupted import Killed, equal
 

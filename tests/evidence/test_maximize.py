@@ -9,7 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.evidence import ascent
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from tests.posterior.trained import problem
 
 linear_mode = importlib.import_module("curvops.posterior.linear_mode")

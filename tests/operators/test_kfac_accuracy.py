@@ -192,7 +192,7 @@ def test_wide_sums_in_single_precision_warn_below_what_they_tell(monkeypatch: py
 
 def test_a_large_dense_matrix_in_single_precision_warns() -> None:
     A = Dense(torch.diag(torch.tensor([1e6, 1.0, 0.0])), psd=True)
-    with patch("curvops.linalg.core.routes.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
+    with patch("curvops.linalg.core.solve_routes.DENSE_BLOCK", 2), pytest.warns(PrecisionLimit, match="Dense"):
         A.add_diagonal(1e-3).solve(torch.ones(3))
 
 

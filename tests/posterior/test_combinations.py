@@ -264,7 +264,7 @@ def test_every_answer_is_that_of_dense_matrices(curvature, prior, monkeypatch, t
 def test_draws_by_iterations(curvature, prior, monkeypatch):
     """As of large networks: nothing is formed, and a layer under a vector has no closed form."""
     for name in ("DENSE_SIZE", "DENSE_BLOCK"):
-        monkeypatch.setattr(f"curvops.linalg.core.routes.{name}", 2)
+        monkeypatch.setattr(f"curvops.linalg.core.solve_routes.{name}", 2)
     post = PRIORS[prior](CURVATURES[curvature], 0.7)
     assert post.precision._closed_form() is None
     with monkeypatch.context() as patched:

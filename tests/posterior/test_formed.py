@@ -25,7 +25,7 @@ def generator():
 @pytest.fixture(autouse=True)
 def all_sizes(monkeypatch):
     """51 weights are few enough for every solve to form the matrix; here they are taken for more."""
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_SIZE", 10)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_SIZE", 10)
 
 
 @contextmanager

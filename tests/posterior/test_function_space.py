@@ -10,7 +10,7 @@ from torch import nn
 
 import curvops as co
 from curvops.checkpoint import Checkpoint, begin, resumable
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix

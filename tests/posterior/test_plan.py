@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from tests.linalg.solvers.test_solve import TABLE
 from tests.posterior.trained import problem
 

@@ -153,7 +153,7 @@ def test_no_distance_is_negative_or_more_certain_than_its_rounding(curvature, pr
 
 
 def test_beyond_what_is_formed_the_variances_left_out_are_estimated(lin, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.routes.WHOLE", 0)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.WHOLE", 0)
     post = co.laplace(lin, prior_precision=100.0, check_mode=False)
     inverse = torch.linalg.inv(post.precision.to_dense())
     for size in (50, 5):

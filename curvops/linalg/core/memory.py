@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
-from curvops.linalg.core.routes import SOLVED
+from curvops.linalg.core.solve_routes import SOLVED
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]

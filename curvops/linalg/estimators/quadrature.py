@@ -8,7 +8,7 @@ import torch
 
 from curvops.checks import checked_whole
 from curvops.linalg.core.probed import Limits, Probed, probing
-from curvops.linalg.core.routes import EXACT_SIZE
+from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square, product
 from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, positive
 from curvops.linalg.estimators.dense_spectrum import known_spectrum

@@ -17,7 +17,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Place
 from curvops.checks import checked_whole
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import (

@@ -16,7 +16,7 @@ from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.core.routes import SKETCH_SERVES, SOLVED
+from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVED
 from curvops.linalg.core.sources import Sources, merged, scaled
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import describe, require_precision

@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core import routes
+from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scaled

@@ -15,7 +15,7 @@
 | symmetric, by promise, or as far as two products tell | `minres`      |
 | none of these                                         | `lsmr`        |
 
-The rules stand in `linalg/core/routes.py`; `print(A.plan())` shows them for one operator.
+The rules stand in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for one operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from curvops.checks import check_choice, check_limits
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import accept
-from curvops.linalg.core.routes import MOST_COLUMNS, System, chosen, routes
+from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
 from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (
     Matrix,

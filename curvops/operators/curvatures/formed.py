@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.memory import keep
-from curvops.linalg.core.routes import FORMED_COPIES
+from curvops.linalg.core.solve_routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import OfOne
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.dense import OfDense

@@ -149,7 +149,7 @@ def test_shifted_solves_and_their_residuals():
 
 @pytest.fixture
 def products_only(monkeypatch, no_foreign_solvers):
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_SIZE", 0)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_SIZE", 0)
 
 
 @pytest.mark.parametrize("damped", [True, False])

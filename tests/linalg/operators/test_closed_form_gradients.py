@@ -34,7 +34,7 @@ INSIDE = ["diagonal", "dense", "low rank", "low rank values", "kronecker", "kron
 @pytest.mark.parametrize("size", [0, 256], ids=["closed form", "dense"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_gradients_through_the_shift_and_the_tensors_inside(name, size, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_SIZE", size)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_SIZE", size)
     build, inside = made_of(name)
     n = build(inside).shape[-1]
     b, d = random(n, 2), torch.tensor(0.8, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_gradients_through_the_shift_and_the_tensors_inside(name, size, monkeypa
 
 
 def test_the_logdet_gradient_of_a_vector_shift_is_the_inverses_diagonal(monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_SIZE", 0)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_SIZE", 0)
     for name in OPERANDS:
         operator, dense, vector = OPERANDS[name]()
         shift = vector.clone().requires_grad_()
@@ -62,7 +62,7 @@ def test_the_logdet_gradient_of_a_vector_shift_is_the_inverses_diagonal(monkeypa
 
 
 def test_repeated_eigenvalues_have_gradients_in_solve_and_logdet(monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_SIZE", 0)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_SIZE", 0)
     eye, b = torch.eye(3, dtype=torch.float64).unsqueeze(0), random(6, 2)
 
     def answers(t):

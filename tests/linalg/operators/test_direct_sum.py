@@ -73,7 +73,7 @@ def test_blocks_that_are_not_symmetric_transpose():
 
 @pytest.mark.parametrize("size", [2048, 100], ids=["dense", "by products"])
 def test_blocks_without_a_closed_form(size, monkeypatch):
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_BLOCK", size)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_BLOCK", size)
     A = positive(1, 300)[0]
     order = torch.randperm(312, generator=torch.Generator().manual_seed(0))
     kron, matrix, _ = kronecker(positive(1, 3), positive(1, 4))

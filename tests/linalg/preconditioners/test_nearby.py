@@ -39,7 +39,7 @@ def within(spread):
 @pytest.fixture(autouse=True)
 def nothing_is_formed(monkeypatch):
     """As of layers beyond 2,048 weights."""
-    monkeypatch.setattr("curvops.linalg.core.routes.DENSE_BLOCK", 30)
+    monkeypatch.setattr("curvops.linalg.core.solve_routes.DENSE_BLOCK", 30)
 
 
 @pytest.mark.parametrize("name", OPERANDS)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from curvops.linalg.core import routes
-from curvops.linalg.core.routes import Posterior, System, chosen, decomposes, determinants, products_of_probes
+from curvops.linalg.core import solve_routes as routes
+from curvops.linalg.core.solve_routes import Posterior, System, chosen, decomposes, determinants, products_of_probes
 
 LARGE = System(rows=100_000, columns=8)
 NETWORK = Posterior(name="GGN", root_columns=40_000, outputs=40_000, gram_cost=50.0, budget=2**40)

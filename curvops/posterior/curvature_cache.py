@@ -47,7 +47,7 @@ from curvops.posterior.priors import Prior
 from curvops.records import from_record
 
 SKETCHES = ("weights", "functions")
-Value = TypeVar("Value")
+Known = TypeVar("Known")
 
 
 class OfData(dict[str, Any]):
@@ -58,7 +58,7 @@ _of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
 """Those of each walk over data that a cache now holds."""
 
 
-class Cache:
+class CurvatureCache:
     """The values of the table above for one linearisation and curvature, shared by posteriors of different priors.
 
     `generator` is the source of sketches that are asked for without one. Pickling and copying keep the values, and drop
@@ -79,8 +79,8 @@ class Cache:
         self.lock = threading.RLock()
 
     def get(
-        self, name: str, compute: Callable[[], Value], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
-    ) -> Value:
+        self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
+    ) -> Known:
         """The value of this name, computed where it is not known, or does not fit what is asked; None is not kept.
 
         So many bytes of the memory budget are in use for as long as it exists.
@@ -91,7 +91,7 @@ class Cache:
                 known = compute()
                 if known is not None:
                     self.put(name, known, nbytes)
-            found: Value = known
+            found: Known = known
             return found
 
     def known(self, name: str) -> Any:
@@ -233,7 +233,7 @@ class LaplaceParts(Protocol):
         """N(m, A⁻¹)."""
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> CurvatureCache:
         """All that is known of the curvature and its likelihood."""
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior.cache import Cache
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.records import record_of
 from tests.posterior.trained import problem
 
@@ -25,7 +25,7 @@ def gaussian(noise=0.3):
 @pytest.fixture
 def cache():
     lin = gaussian()
-    return Cache(lin, co.GGN(lin))
+    return CurvatureCache(lin, co.GGN(lin))
 
 
 def test_a_value_is_computed_once_while_it_fits(cache):
@@ -54,7 +54,7 @@ def test_what_depends_on_the_likelihood_is_forgotten_by_value(cache, change):
 
 def test_a_curvature_that_does_not_follow_is_refused():
     lin = gaussian()
-    cache = Cache(lin, co.KFAC(lin))
+    cache = CurvatureCache(lin, co.KFAC(lin))
     cache.log_likelihood()
     lin.likelihood.noise.mul_(2)
     with pytest.raises(ValueError, match="has changed since KFAC was made"):
@@ -80,13 +80,13 @@ def test_all_eigenvalues_are_counted():
 
 
 def test_what_depends_on_the_data_alone_is_shared_while_one_holds_it(cache):
-    other = Cache(cache.lin.with_likelihood(co.likelihoods.Gaussian(0.7)), cache.curvature)
+    other = CurvatureCache(cache.lin.with_likelihood(co.likelihoods.Gaussian(0.7)), cache.curvature)
     other.of_data["J Jᵀ"] = torch.ones(2)
     lin, curvature, elsewhere = cache.lin, cache.curvature, gaussian()
-    assert "J Jᵀ" in cache.of_data and "J Jᵀ" not in Cache(elsewhere, co.GGN(elsewhere)).of_data
+    assert "J Jᵀ" in cache.of_data and "J Jᵀ" not in CurvatureCache(elsewhere, co.GGN(elsewhere)).of_data
     del cache.of_data, other
     gc.collect()
-    assert Cache(lin, curvature).of_data == {}
+    assert CurvatureCache(lin, curvature).of_data == {}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
@@ -110,7 +110,7 @@ def test_sketches_and_the_quadrature_go_into_a_record_and_back(scaled):
     post.cache.put("weights", (post.prior.diagonal, 8, made))
     quadrature = co.linalg.spectral_quadrature(co.GGN(lin), shift=0.1, generator=torch.Generator().manual_seed(0))
     post.cache.put("quadrature", (0.1, 0.01, quadrature))
-    again = Cache(lin, post.curvature)
+    again = CurvatureCache(lin, post.curvature)
     room = lin.memory.room()
     again.recall(record_of(post.cache.state()))
     assert lin.memory.room() < room
