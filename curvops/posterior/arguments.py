@@ -18,18 +18,18 @@ from curvops.operators import Linearization
 
 
 def checked_count(k: Any) -> int:
-    """A number of draws; TypeError unless it is whole, ValueError below 1."""
+    """Return a number of draws as an int; TypeError unless it is whole, ValueError below 1."""
     return checked_whole("k", k, kind="a whole number of draws")
 
 
 def check_accuracy(rtol: Any, generator: Any = None, name: str = "rtol") -> None:
-    """TypeError or ValueError unless `rtol` is a positive finite number and `generator` a torch.Generator or None."""
+    """Raise TypeError or ValueError unless `rtol` is positive and finite and `generator` a torch.Generator or None."""
     checked_number(name, rtol)
     check_generator(generator)
 
 
 def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int | None = None) -> Tensor:
-    """Draws of the weights (k, D) of the mean's dtype and device, k = `count`; TypeError or ValueError otherwise."""
+    """Return draws of the weights (k, D), k = `count`; raise unless their shape, dtype and device fit."""
     size = f"({'k' if count is None else count}, {len(mean)})"
     if not isinstance(samples, Tensor):
         raise TypeError(
@@ -48,7 +48,7 @@ def checked_draws(samples: Any, mean: Tensor, name: str = "samples", count: int 
 
 
 def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
-    """The operator (D, D) that `curvature` is or makes of `lin`; TypeError or ValueError for anything else."""
+    """Return the operator (D, D) that `curvature` is or makes of `lin`; raise TypeError or ValueError for others."""
     if isinstance(curvature, type):
         if not issubclass(curvature, LinearOperator):
             raise TypeError(f"curvature={curvature.__name__} is no operator class; expected co.GGN, co.KFAC, …")
@@ -76,7 +76,7 @@ def checked_curvature(curvature: Any, lin: Linearization) -> LinearOperator:
 
 
 def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
-    """ValueError unless it is an operator (D, D) on these parameters, at their values or at none, like θ."""
+    """Raise ValueError unless it is an operator (D, D) on these parameters, at their values or at none, like θ."""
     common(network.tangent_space, *spaces_of(operator))
     if tuple(operator.shape) != (network.num_parameters,) * 2:
         raise ValueError(
@@ -91,7 +91,7 @@ def check_operator(name: str, operator: LinearOperator, network: Model) -> None:
 
 
 def check_linearization(lin: Any) -> None:
-    """TypeError unless it is a linearised network, in a precision that a posterior can have."""
+    """Raise TypeError unless it is a linearised network in a dtype that a posterior can have."""
     if not isinstance(lin, Linearization):
         raise TypeError(
             "laplace takes a linearised network, co.linearize(model, data, likelihood), as its first argument, got "

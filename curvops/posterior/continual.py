@@ -1,4 +1,4 @@
-"""Tasks one after another: yesterday's posterior as a penalty for today's training, and as today's prior."""
+"""Continual learning: yesterday's posterior as a penalty for today's training, and as today's prior."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
 from curvops.operators.linearized.reading import OfLinearization
 
 FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
-"""In which an earlier posterior may be kept."""
+"""The forms in which an earlier posterior may be kept."""
 
 
 def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Tensor, "*k"]:
-    """½ gapᵀ P gap of each row with its gradient P gap, at one product with P; with that in P's tensors, where asked.
+    """Return ½ gapᵀ P gap of each row with its gradient P gap, at one product with P, and that in P's tensors if asked.
 
     In float64: it may be 1e6 nats.
     """
@@ -40,7 +40,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
 
 
 def flat(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
-    """Weights by name, or a vector (D,), or where asked for rows of them, as a tensor that keeps its graph."""
+    """Return weights by name, a vector (D,) or, where allowed, rows of vectors as a tensor that keeps its graph."""
     if isinstance(params, Mapping):
         params = lin.flatten(params)
     if not isinstance(params, Tensor):
@@ -70,7 +70,7 @@ def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
 
 
 def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None) -> LinearOperator:
-    """The curvature of `lin` that an earlier posterior's own class and options make; ValueError where not known."""
+    """Make the curvature of `lin` by the class and options of an earlier one; ValueError where these are not known."""
     found = curvature.of(lin, generator) if isinstance(curvature, OfLinearization) else None
     if found is None:
         raise ValueError(
@@ -81,7 +81,7 @@ def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.G
 
 
 def check_form(form: Any, rank: Any) -> str | None:
-    """The form in which an earlier posterior is to be kept, "low_rank" where a rank alone is given."""
+    """Return the form in which an earlier posterior is to be kept, "low_rank" where only a rank is given."""
     if form is not None:
         check_choice("form", form, FORMS)
     if rank is not None:
@@ -94,7 +94,7 @@ def check_form(form: Any, rank: Any) -> str | None:
 def kept_as(
     form: str | None, precision: LinearOperator, rank: int | None, generator: torch.Generator | None
 ) -> tuple[LinearOperator, Estimate | None]:
-    """P in the form asked for, and ‖C − Ĉ‖_F / ‖C‖_F of its curvature; as it is, without an error, for None."""
+    """Return P in the form asked for (None: as it is), and the error ‖C − Ĉ‖_F / ‖C‖_F of its curvature."""
     if form is None:
         return precision, None
     if not isinstance(precision, Damped):

@@ -1,4 +1,4 @@
-"""Covariance of the outputs at each point, lazily: nothing is solved before an entry is asked for."""
+"""Covariances of the outputs at each point, computed when an entry is first asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK = 128
 
 
 FEW = 64
-"""Outputs of a point up to which blocks serve for their diagonals too: they cost little more."""
+"""Up to this many outputs a point, variances are read off the blocks, which cost little more."""
 
 
 class PointBlocks(Operator):
@@ -42,7 +42,7 @@ class PointBlocks(Operator):
         raise NotImplementedError
 
     def _require_room(self, memory_budget: int) -> None:
-        """ValueError where the blocks take more than the budget."""
+        """Raise ValueError where the blocks take more than the budget."""
         needed = self.shape.numel() * self.dtype.itemsize
         if needed > max(memory_budget, LEAST_ROOM):
             n, c = self.shape[:2]
@@ -87,7 +87,7 @@ class PointBlocks(Operator):
 
 
 class SampledCovariance(PointBlocks):
-    """mean_k of (J z_k)(J z_k)ᵀ within each point, from what k draws give, (N, C, k)."""
+    """The mean over k draws of (J z_k)(J z_k)ᵀ within each point, from the deviations J z_k (N, C, k)."""
 
     def __init__(self, pushed: Float[Tensor, "N C k"], memory_budget: int) -> None:
         super().__init__(pushed, memory_budget=memory_budget)
@@ -117,7 +117,7 @@ class SampledCovariance(PointBlocks):
 
 @dataclass(eq=False)
 class Kept:
-    """Where a `PointCovariance` keeps what it has computed. Dropped by pickling and copying."""
+    """The computed blocks and variances of a `PointCovariance`, dropped by pickling and copying."""
 
     blocks: Tensor | None = None
     variances: Tensor | None = None
@@ -132,7 +132,7 @@ def with_graph(
     by_structure: Callable[[GraphRows], Tensor | None],
     by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
 ) -> Tensor:
-    """A covariance with its gradient in the inputs: of the structure of P, else of J's rows and their solves."""
+    """Compute a covariance with its gradient in the inputs: by the structure of P, else by solves for J's rows."""
     passes = jacobian.passes
 
     def compute(inputs: Inputs) -> Tensor:
@@ -145,14 +145,14 @@ def with_graph(
 
 @torch.no_grad()
 def solved(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
-    """P⁻¹ of the rows, which are taken as constants."""
+    """Solve with P for the rows, which are taken as constants."""
     width, beside = solved_at_a_time(jacobian, min(BLOCK, len(rows)))
     with holding(jacobian, beside):
         return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
 
 
 def quadratic(rows: Float[Tensor, "*n c D"], solutions: Float[Tensor, "*n c D"], diagonals: bool = False) -> Tensor:
-    """J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
+    """Return J P⁻¹ Jᵀ with its derivative dJ P⁻¹ Jᵀ + J P⁻¹ dJᵀ, which needs no second solve."""
     found = (rows * solutions).sum(-1) if diagonals else rows @ solutions.mT
     return found + (found if diagonals else found.mT) - found.detach()
 
@@ -218,13 +218,13 @@ class PointCovariance(PointBlocks):
         return torch.cat([part.diagonal(dim1=-2, dim2=-1) if diagonals else part for part in parts])
 
     def _points_at_a_time(self) -> int:
-        """As many as have `BLOCK` rows, fewer where memory is short; one at least."""
+        """Return the number of points with `BLOCK` rows in all, fewer where memory is short; at least one."""
         jacobian, _ = self._args
         rows = jacobian.passes.engines.plan.num_outputs
         return max(1, solved_at_a_time(jacobian, max(BLOCK, rows))[0] // rows)
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
-        """The blocks of some points: their rows of J, solved for and multiplied with each other.
+        """Compute the blocks of some points: their rows of J are solved for and multiplied with each other.
 
         Where the rows of one point are more than memory has room for, or a gradient is recorded, they are made by
         products with unit vectors, and what was solved for is pushed through J again.
@@ -245,7 +245,7 @@ class PointCovariance(PointBlocks):
 
 
 def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
-    """Jᵀ and W Jᵀ from the layers' own rows, without products with J.
+    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J.
 
     None where memory has no room for all rows, a parameter has no layer rule, or a gradient is recorded.
     """

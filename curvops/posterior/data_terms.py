@@ -1,4 +1,4 @@
-"""Which data a posterior's curvature is of: the likelihood that goes with it in the evidence and at the mode."""
+"""The data that a posterior's curvature sums over: they tell the likelihood of its evidence and its mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from curvops.operators import Linearization
 
 
 def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Linearization, ...] | str:
-    """The linearisations whose log-likelihoods add up to the one that the curvature is of; else why it is not known.
+    """Return the linearisations whose log-likelihoods add up to that of the curvature; else why it is not known.
 
     A curvature times a number, (1 / T) * co.GGN(lin), is of the likelihood to this power (`power_of`). Every operator
     made of a linearisation, or of such an operator, says which data it is of and how often it counts
@@ -50,7 +50,7 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
 
 
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
-    """The power of the likelihood, 1/T where it is tempered, that a curvature whose data are known is of."""
+    """Return the power of a curvature's likelihood: 1/T where it is tempered, else 1."""
     found = sources_of(curvature)
     if found is None or set(found.counts.values()) == {1.0}:
         return 1.0
@@ -59,7 +59,7 @@ def power_of(lin: Linearization, curvature: LinearOperator) -> float:
 
 
 def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:
-    """Those that an operator, or what it is made of, holds."""
+    """Yield the linearisations that an operator and its parts hold."""
     lin = getattr(operator, "lin", None)
     if isinstance(lin, Linearization):
         yield lin

@@ -37,7 +37,7 @@ from curvops.posterior.stochastic_descent import StochasticDescent
 
 METHODS = ("closed form", "cg", "dual", "sgd")
 BY_ROUTE = {"dense": "cg", SKETCHED: "cg", "formed matrix": "closed form", "formed kernel": "dual"}
-"""The methods that draws by these routes have; others are called alike."""
+"""The method names of draws by these routes; other routes are named as their method."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,13 +67,13 @@ class Deviations(Summarised, Reasoned):
 
 @dataclass(frozen=True, eq=False)
 class Systems:
-    """P = G + A with the right-hand sides of some draws: where every method starts."""
+    """P = G + A with the right-hand sides of some draws, from which every method starts."""
 
     cache: CurvatureCache
     prior: Prior
     noise: Noise
     columns: range
-    """Which of the noise's draws these are."""
+    """The positions of these draws in the noise."""
     route: str
     precision: Any
 
@@ -89,12 +89,12 @@ class Systems:
 
     @property
     def memories(self) -> Memories:
-        """The budgets that the draws come out of, which a structured P does not know."""
+        """The memory budgets that the draws are taken from; a structured P does not know them."""
         return frozenset((self.cache.lin.memory,))
 
     @property
     def at_a_time(self) -> tuple[int, int]:
-        """How many draws memory has room for together, and the bytes to hold beside their solves."""
+        """The number of draws that memory has room for together, and the bytes to hold beside their solves."""
         return solved_at_a_time(self.precision, self.count, self.memories)
 
     @property
@@ -132,7 +132,7 @@ class Systems:
 def draw_deviations(
     post: LaplaceParts, k: int, noise: Noise, method: Any, x0: Float[Tensor, "D k"] | None, rtol: float
 ) -> Deviations:
-    """The draws; NotSolved where one failed. "cg" and closed forms have gradients in P.
+    """Draw from N(0, T P⁻¹); NotSolved where a draw failed. "cg" and closed forms have gradients in P.
 
     Raises ValueError for a method that does not fit, TypeError for no method.
     """
@@ -157,7 +157,7 @@ def draw_deviations(
 
 
 def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
-    """The draws at temperature 1, as many together as memory has room for; failures come back as reasons."""
+    """Draw at temperature 1, as many together as memory has room for; failures come back as reasons."""
     carried = recorded(systems.precision.representation())
     if current() and carried:
         raise ValueError(
@@ -181,7 +181,7 @@ def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Dev
 
 
 def joined(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
-    """What groups of draws found, one after the other."""
+    """Join groups of draws, one after the other."""
     return replace(
         parts[0],
         draws=draws,
@@ -212,7 +212,7 @@ def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:
 
 
 def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
-    """By the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
+    """Draw by the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
     if x0 is not None:
         raise ValueError("x0 is where an iteration starts; a closed form takes none.")
     k, noise = systems.count, systems.noise
@@ -237,7 +237,7 @@ def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Soluti
 
 
 def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
-    """z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
+    """Solve for z = θ⁰ + A⁻¹Sα with (I + SᵀA⁻¹S) α = ε − Sᵀθ⁰ (Matheron's rule).
 
     The residual of P z is S applied to the dual one, so the tolerance is tightened until the true residual holds.
     """
@@ -271,12 +271,12 @@ def _in_function_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solu
 
 
 def _relative(residual: Float[Tensor, "D k"], right: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
-    """Norms of columns, relative, on the host."""
+    """Return relative norms of columns, on the host."""
     return (norm(residual) / norm(right)).double().cpu()
 
 
 def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
-    """mean_k of zᵀM z, with its standard error."""
+    """Estimate tr(T P⁻¹ M) by the mean of zᵀM z over draws, with its standard error."""
     vectors = draws.mT
     samples = inner(vectors, M._matmul(vectors))
     if len(samples) < 2:
@@ -285,7 +285,7 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
 
 
 class NotSolved(NotConverged):
-    """Some draws of a posterior were not solved for; ``deviations`` holds what was reached."""
+    """Some draws of a posterior were not solved for; ``deviations`` holds the draws as far as they came."""
 
     def __init__(self, found: Deviations, rtol: float) -> None:
         self.deviations, self.rtol = found, rtol

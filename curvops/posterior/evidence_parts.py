@@ -1,4 +1,4 @@
-"""The log evidence with the parts that it is the sum of."""
+"""The log evidence and the parts that add up to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Evidence(Estimate):
 
     @cached_property
     def effective_parameters(self) -> Estimate:
-        """γ = tr(P⁻¹G), counted when first asked for: `post.effective_parameters` with the same tolerance."""
+        """γ = tr(P⁻¹G), computed when first asked for: `post.effective_parameters` with the same tolerance."""
         return self.count()
 
     @property
@@ -76,7 +76,7 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 def find_evidence(
     post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
 ) -> Evidence:
-    """The log evidence with its parts; `start` is where the search for the linear model's mode begins."""
+    """Compute the log evidence with its parts; the search for the linear model's mode begins at `start`."""
     cache, prior, theta = post.cache, post.prior, post.lin.theta
     cache.require_gradients()
     if mode == "map":  # refuses data that are not known, before products are spent

@@ -1,4 +1,4 @@
-"""Few outputs in all beside many weights: J Jᵀ of the training points formed once, for every scalar prior precision α.
+"""J Jᵀ of the training points, formed once where outputs are few beside weights, for every prior precision α.
 
 With K = J Jᵀ and G = S Sᵀ, S = Jᵀ L, the matrix SᵀS = Lᵀ K L has the eigenvalues of G that are not zero; (I + SᵀS/α)⁻¹
 solves in function space; and the linear model's mode is m + Jᵀu/α, u of as many numbers as there are outputs
@@ -34,18 +34,18 @@ from curvops.posterior.newton import Point, minimise
 
 NAME = "J Jᵀ"
 BESIDE = OF_PRODUCT + 2
-"""Vectors of the size of the weights that a mode is found with: a product's, θ and θ − θ*."""
+"""Vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
 MOST_STEPS = 50
 
 
 @dataclass(eq=False)
 class FormedKernel:
-    """K of one linearisation, in float64, and what follows from it under its likelihood."""
+    """K = J Jᵀ of one linearisation, in float64, with the spectrum, solves and mode that follow from it."""
 
     lin: Linearization
 
     of_data: dict[str, Any] = field(default_factory=dict)
-    """Where K is kept, for all likelihoods of these data."""
+    """The store of K, shared by all likelihoods of these data."""
 
     @property
     def kernel(self) -> Float[Tensor, "NC NC"]:
@@ -54,7 +54,7 @@ class FormedKernel:
         return self._formed(NOTHING) if known is None else known
 
     def keep(self) -> None:
-        """In a run with a checkpoint: take K from that, or form it now and keep it there, as far as it came."""
+        """Take K from the checkpoint in force, or form it and keep it there as it grows."""
         run = current()
         if not run or run.held.get("kernel") is self:
             return
@@ -72,7 +72,7 @@ class FormedKernel:
         return self._take(gram_matrix(J, J, J.theta.new_ones(()), kept))
 
     def _take(self, found: Tensor) -> Float[Tensor, "NC NC"]:
-        """K in float64, counted by the budget, and for other posteriors to find."""
+        """Store K in float64, counted by the budget, where other posteriors find it."""
         K = found.double()
         if not bool(K.isfinite().all()):
             raise ValueError("J Jᵀ holds NaN or Inf; check the parameters and the data.")
@@ -121,19 +121,19 @@ class FormedKernel:
         return DenseSpectrum(values, vectors, 0.0, torch.finfo(self.lin.theta.dtype).eps)
 
     def resolves(self, prior: float) -> bool:
-        """Whether α is far enough above the rounding of K for what is solved with it."""
+        """Return whether α is far enough above the rounding of K for solves with it."""
         spectrum = self.spectrum
         return prior >= RESOLVED * spectrum.eps * float(spectrum.values[-1])
 
     def log_ratio(self, prior: float, rtol: float) -> Estimate:
-        """log det(G + α) − log det α = log det(I + SᵀS/α)."""
+        """Return log det(G + α) − log det α = log det(I + SᵀS/α)."""
         spectrum = self.spectrum
         return single(spectrum.logdet([prior], rtol)) + spectrum.values.new_tensor(
             -len(spectrum.values) * math.log(prior)
         )
 
     def inverse(self, prior: float) -> Callable[[Tensor], Tensor]:
-        """(I + SᵀS/α)⁻¹ on blocks (N·R, k)."""
+        """Return (I + SᵀS/α)⁻¹ as a function of blocks (N·R, k)."""
         spectrum = self.spectrum
         weights = 1 / (1 + spectrum.values.clamp_min(0) / prior)
 
@@ -143,7 +143,7 @@ class FormedKernel:
         return apply
 
     def inverse_of_weights(self, prior: float) -> Callable[[Tensor], Tensor]:
-        """P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α on blocks (D, k), to K's rounding (Woodbury). Cost: a product."""
+        """Return P⁻¹ = (I − S (I + SᵀS/α)⁻¹ Sᵀ/α)/α as a function of blocks (D, k), to K's rounding, at one product."""
         root, inner = CurvatureRoot.of(GGN(self.lin)), self.inverse(prior)
 
         def apply(block: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class FormedKernel:
 
     @torch.no_grad()
     def mode(self, prior: float, mean: Tensor, rtol: float) -> tuple[Float[Tensor, " D"], int]:
-        """About the linear model's mode m + Jᵀu/α, and the products with J Jᵀ that it took: Newton's method for u.
+        """Approximate the linear model's mode m + Jᵀu/α by Newton's method for u; return it with the products taken.
 
         The gradient at θ = m + Jᵀu/α is Jᵀ(u + r), r the residuals at f* + J(θ − θ*). Outputs are those of K first, and
         then J's own, so that K's rounding is not the mode's. Cost: a factorisation a step, in the end a product.

@@ -1,4 +1,4 @@
-"""A Gaussian over the weights whose mean and covariance were found by other means than Laplace's approximation."""
+"""A Gaussian over the weights that does not come from Laplace's approximation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from curvops.posterior.posterior_record import OF_GAUSSIANS, record_of_gaussian
 
 @dataclass(frozen=True, eq=False)
 class GaussianPosterior(GaussianWeights):
-    """N(θ*, Σ) at the weights of a linearisation: of variational inference and of Kalman filters.
+    """A Gaussian N(θ*, Σ) at the weights of a linearisation, as variational inference and Kalman filters give it.
 
     It predicts, is saved and serves as the prior of the next data as a `Laplace` does, and has no evidence: nothing
     says which prior and which likelihood it came from. Predictions are those of the linearised network.
@@ -39,7 +39,7 @@ class GaussianPosterior(GaussianWeights):
     def of(
         cls, lin: Linearization, covariance: LinearOperator | None = None, precision: LinearOperator | None = None
     ) -> GaussianPosterior:
-        """The posterior with the covariance or the precision given, or both where each has a form of its own.
+        """Make the posterior of a covariance, a precision, or both where each has a form of its own.
 
         Raises TypeError or ValueError for operators of another size, dtype or other parameters, or none.
         """
@@ -54,7 +54,7 @@ class GaussianPosterior(GaussianWeights):
         return cls(lin, precision.inverse(), precision)
 
     def deviations(self, k: int, generator: torch.Generator | None = None) -> Float[Tensor, "k D"]:
-        """Draws of N(0, Σ) as rows: the posterior less its mean.
+        """Draw from N(0, Σ), the posterior less its mean; draws are rows.
 
         Raises TypeError or ValueError for a k that is no whole number of draws, or a generator that is none.
         """
@@ -68,7 +68,7 @@ class GaussianPosterior(GaussianWeights):
         return self.covariance
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
-        """Of the one that is not the other's lazy inverse."""
+        """Return log det P, from the operator that is not the lazy inverse of the other."""
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
         form = known._closed_form() if isinstance(known, Operator) else None
         if form is not None:

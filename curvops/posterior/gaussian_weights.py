@@ -1,4 +1,4 @@
-"""What every Gaussian over the weights has, whatever it comes from: draws, covariances, a penalty, a file."""
+"""Gaussians over the weights: their draws, covariances of outputs, log density, penalty and file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from curvops.posterior.predictive import Predictive
 
 
 class GaussianWeights(Predictive):
-    """N(θ*, T P⁻¹) at the weights θ* of a linearisation."""
+    """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation, the base of all posteriors."""
 
     temperature: float
     precision: Any
@@ -42,19 +42,19 @@ class GaussianWeights(Predictive):
 
     @abstractmethod
     def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        """P⁻¹, for products with so many vectors."""
+        """Return P⁻¹ for products with this many vectors."""
 
     @abstractmethod
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
-        """Draws of N(0, T P⁻¹) as rows, of arguments that are not checked yet."""
+        """Draw from N(0, T P⁻¹), as rows, after checking the arguments."""
 
     @abstractmethod
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
-        """log det P in nats."""
+        """Return log det P in nats."""
 
     @abstractmethod
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
-        """The posterior as plain values and tensors, and the version of the program that reads it."""
+        """Return the posterior as plain values and tensors, and the version of the schema."""
 
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
         """Draw k weight vectors from the posterior: the mean plus `deviations`.
@@ -81,7 +81,7 @@ class GaussianWeights(Predictive):
         samples: int | Float[Tensor, "k D"] | Deviations = 64,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """tr(T P⁻¹ M) for any symmetric operator M (D, D), as the mean of zᵀM z over draws of the posterior.
+        """Estimate tr(T P⁻¹ M) for a symmetric operator M (D, D) as the mean of zᵀM z over draws of the posterior.
 
         Args:
             M: the operator. tr(P⁻¹G) of a Laplace posterior's own curvature is `effective_parameters`.
@@ -103,9 +103,9 @@ class GaussianWeights(Predictive):
         return trace(M, self._deviations(samples, generator, 1e-3))
 
     def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
+        """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
 
-        What the training of the next task adds to its summed loss, so that this one is not forgotten.
+        Added to the summed loss of the next task, it keeps that task's training from forgetting this one.
 
         Args:
             params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
@@ -125,7 +125,7 @@ class GaussianWeights(Predictive):
         rtol: float = 0.01,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
+        """Return log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
 
         It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where `log_evidence` has it exactly
         (closed forms, and up to 1,024 weights), with a standard error of 0, and elsewhere estimated: one number for all
@@ -184,7 +184,7 @@ class GaussianWeights(Predictive):
 
     @property
     def detached_precision(self) -> Any:
-        """P / T as a constant: the precision of this posterior where it is the prior of other data."""
+        """P / T as a constant, the precision of this posterior as the prior of other data."""
         kept = self.precision.detached_from_weights()
         return kept if self.temperature == 1 else kept * (1 / self.temperature)
 
@@ -195,7 +195,7 @@ class GaussianWeights(Predictive):
         rank: int | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[LinearOperator, Estimate | None]:
-        """This precision, its temperature included, as that of a prior for other data, and the error of its form."""
+        """Return P / T as the precision of a prior for other data, and the error of its form."""
         continual.require_new_data(lin, self.precision)
         if form is None:
             return self.detached_precision, None

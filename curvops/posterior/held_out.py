@@ -12,28 +12,28 @@ from torch import Tensor
 from curvops.linalg import Estimate
 
 COPIES = 10
-"""Copies of its two points that a pair of the dyadic score holds."""
+"""Copies of its two points in each pair of the dyadic score."""
 
 
 ErrorOfMean = Callable[[Float[Tensor, "k *N"]], Float[Tensor, "*N"]]
-"""The standard error of a mean over draws, of the series of what is averaged."""
+"""A function from the series that is averaged over draws to the standard error of its mean."""
 
 
 def error_of_mean(series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
-    """That of independent draws."""
+    """Return the standard error of the mean over independent draws."""
     k = len(series)
     return series.std(0) / k**0.5 if k > 1 and series.numel() else torch.full_like(series[0], math.inf)
 
 
 def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean) -> Estimate:
-    """log mean_k exp(log_p), one number a point, with its standard error by the delta method."""
+    """Return log mean_k exp(log_p), one number a point, with its standard error by the delta method."""
     k = len(log_p)
     value = log_p.logsumexp(0) - math.log(k)
     return Estimate(value, error((log_p - value).exp()), k, 0)
 
 
 def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """⌊n/2⌋ random pairs of points (2, m), and how often each stands in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
+    """Draw ⌊n/2⌋ random pairs of points (2, m) and the copies of each in its pair: n₁ ~ U{1, …, 9}, n₂ = 10 − n₁."""
     device = None if generator is None else generator.device
     order = torch.randperm(n, generator=generator, device=device)[: n - n % 2].view(2, -1)
     first = torch.randint(1, COPIES, order.shape[1:], generator=generator, device=device)
@@ -43,7 +43,7 @@ def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
 def dyadic(
     log_p: Float[Tensor, "k N"], generator: torch.Generator | None, error: ErrorOfMean = error_of_mean
 ) -> Estimate:
-    """log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
+    """Return log mean_k p_k(y₁|x₁)^n₁ p_k(y₂|x₂)^n₂ of random pairs of points (Osband et al. 2022), (⌊N/2⌋,).
 
     It sees how predictions vary together, which a mean over points does not.
     """
@@ -54,7 +54,7 @@ def dyadic(
 def gaussian(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], y: Float[Tensor, "N C"]
 ) -> Float[Tensor, " N"]:
-    """log N(y; mean, covariance) of each point, in nats."""
+    """Return log N(y; mean, covariance) of each point, in nats."""
     L = torch.linalg.cholesky(covariance)
     whitened = torch.linalg.solve_triangular(L, (y - mean).unsqueeze(-1), upper=False).squeeze(-1)
     half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mean.shape[-1] * math.log(2 * math.pi) / 2

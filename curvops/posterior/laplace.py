@@ -46,7 +46,7 @@ from curvops.records import from_record
 
 @dataclass(frozen=True, eq=False)
 class Laplace(GaussianWeights):
-    """N(θ*, T P⁻¹) with P = G + A, made by `co.laplace`. Immutable: tuning returns a new posterior."""
+    """The Laplace posterior N(θ*, T P⁻¹), P = G + A, made by `co.laplace`. Immutable: tuning returns a new one."""
 
     lin: Linearization
     curvature: LinearOperator
@@ -59,7 +59,7 @@ class Laplace(GaussianWeights):
 
     @property
     def compression(self) -> Estimate | None:
-        """‖C − Ĉ‖_F / ‖C‖_F of what `update` kept in a form Ĉ; None where everything was kept as it is.
+        """The error ‖C − Ĉ‖_F / ‖C‖_F of the form Ĉ that `update` kept; None where everything was kept as it is.
 
         C is the earlier posterior's curvature, for form="kronecker" the sum of that with the new one (exact, to the
         square root of rounding). Errors of earlier updates are not in it.
@@ -91,7 +91,7 @@ class Laplace(GaussianWeights):
         return mode_gap(self.cache, self.prior)
 
     def with_prior(self, prior_precision: Any, prior_mean: Any = None) -> Laplace:
-        """The posterior under another prior, sharing everything that does not depend on it.
+        """Return the posterior under another prior; the two share everything that does not depend on the prior.
 
         Args:
             prior_precision: as `co.laplace` takes it.
@@ -100,7 +100,7 @@ class Laplace(GaussianWeights):
         return under_prior(self, prior_precision, prior_mean)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
-        """The posterior under another observation noise, the variance of a Gaussian likelihood; the prior stays.
+        """Return the posterior under another observation noise (variance of a Gaussian likelihood); the prior stays.
 
         Args:
             noise: a positive number.
@@ -136,15 +136,15 @@ class Laplace(GaussianWeights):
         *,
         checkpoint: Place | None = None,
     ) -> Deviations:
-        """Draws of N(0, T P⁻¹), the posterior less its mean, with the noise that they were made of.
+        """Draw from N(0, T P⁻¹), the posterior less its mean; the noise of the draws is returned with them.
 
         Each draw z solves P z = Aθ⁰ + Sε for θ⁰ ~ N(0, A⁻¹), white noise ε and the square root S of the curvature
         (Papandreou & Yuille 2010; Antorán et al. 2023). For one noise the methods give one answer, to their tolerance.
 
         Args:
             k: the number of draws, at least 1.
-            noise: that of earlier deviations, for the same draws under another prior precision, observation noise,
-                method or tolerance; the first k where it is of more. None draws it anew.
+            noise: the `noise` of earlier deviations, for the same draws under another prior precision, observation
+                noise, method or tolerance; of more draws the first k are taken. None draws new noise.
             method: "cg" solves for all draws in one block, preconditioned where that pays; "dual" in function space,
                 whose vectors are shorter where there are fewer outputs in all than weights, for more products (GGN
                 and Fishers, a prior that is a number or a vector); "sgd" by minibatches, `co.StochasticDescent()` with
@@ -202,7 +202,7 @@ class Laplace(GaussianWeights):
         *,
         checkpoint: Place | None = None,
     ) -> LinearMode:
-        """θ̄, the mode of the linear model f(x, θ*) + J(x)(θ − θ*) under the likelihood and the prior.
+        """Find θ̄, the mode of the linear model f(x, θ*) + J(x)(θ − θ*) under the likelihood and the prior.
 
         The network's own weights are one where training reached a mode and nothing normalises activations; elsewhere
         the evidence of the linear model belongs to θ̄ (Antorán et al. 2022). It is found by Newton–CG with the exact
@@ -235,13 +235,14 @@ class Laplace(GaussianWeights):
         return kept.finish(find_mode(self, start, float(rtol), most))
 
     def plan(self, columns: int = 1) -> SolvePlan:
-        """How so many draws are found, so many rows of J solved for in predictions, and the evidence, and why.
+        """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
 
-        `print(post.plan(8))` shows a table for each: the routes with the products that they take at least (of a formed
-        kernel J Jᵀ, gradients), their bytes, and which is taken, which others are possible and what speaks against the
-        rest. Draws by another route are had by `deviations(method=...)`. Structured curvatures need no solve: their
-        predictions come from the layers. Raises TypeError or ValueError for columns that are no whole number, at least
-        1. Nothing is solved; that a prior precision lies within the rounding of J Jᵀ is known once that is formed.
+        `print(post.plan(8))` shows a table for each, for 8 draws or rows: the routes with the products that they take
+        at least (for a formed kernel J Jᵀ, gradients), their bytes, and which one is taken, which others are possible
+        and why the rest are not. `deviations(method=...)` takes another route. Structured curvatures need no solve:
+        their predictions come from the layers. Raises TypeError or ValueError unless columns is a whole number, at
+        least 1. Nothing is solved; whether a prior precision lies within the rounding of J Jᵀ is known once that is
+        formed.
         """
         return plan(self.cache, self.prior, checked_whole("columns", columns, 1))
 

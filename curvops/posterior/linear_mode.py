@@ -44,7 +44,7 @@ REMEDIES = {
     ),
     Reason.SINGULAR: "Curvature plus prior is singular in this dtype. Take a larger prior precision, or float64.",
 }
-"""Of solves inside posteriors and their tuning, whose callers have no options of the solvers."""
+"""The remedies of solves inside posteriors and their tuning, where callers have no options of the solvers."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +100,7 @@ class _LinearModel(Point):
 
     @property
     def rounding(self) -> float:
-        """Of the loss: each log-likelihood in it is rounded in units of one, however small it is itself."""
+        """The rounding of the loss: each log-likelihood is rounded in units of one, however small it is itself."""
         terms = sum(part.lin.num_data * part.lin.num_outputs for part in self.parts)
         return ROUNDINGS * self.eps * (abs(self.loss) + math.sqrt(terms))
 
@@ -124,7 +124,7 @@ class _LinearModel(Point):
 def find_mode(
     post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
 ) -> LinearMode:
-    """θ̄ from `start` (θ* where there is none), by a preconditioner of the posterior's own precision if it has one.
+    """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision where that is known.
 
     Where J Jᵀ is formed, Newton's method begins at the mode of function space. The run in force keeps the steps.
     """
@@ -174,14 +174,14 @@ def find_mode(
 
 
 def _preconditioner(post: LaplaceParts) -> tuple[Any, int]:
-    """M ≈ P⁻¹ at θ*, and the products that it took."""
+    """Return M ≈ P⁻¹ at θ*, and the products that it took."""
     if (kernel := solving_kernel(post.cache, post.prior)) is not None:
         return kernel.inverse_of_weights(float(post.prior.precision)), 0
     return preconditioner(post.cache, post.prior.plus(post.curvature), 1)
 
 
 def problem_of_mode(post: LaplaceParts) -> dict[str, Any]:
-    """The problem as checkpoints tell it from others, by name."""
+    """Return what distinguishes the problem from others in a checkpoint, by name."""
     lins, prior, power = post.cache.data, post.prior, post.cache.power
     total: LinearOperator = GGN(lins[0])
     for lin in lins[1:]:
@@ -190,7 +190,7 @@ def problem_of_mode(post: LaplaceParts) -> dict[str, Any]:
 
 
 def linear_log_likelihood(post: LaplaceParts, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-    """The log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
+    """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
     delta = theta - post.lin.theta
     parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in post.cache.known_data("the log evidence")]
     return post.cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()

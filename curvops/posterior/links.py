@@ -1,4 +1,4 @@
-"""Probabilities from Gaussian logits: what E[softmax(f)] or E[σ(f)] is under f ~ N(mean, covariance)."""
+"""Probabilities from Gaussian logits: E[softmax(f)] and E[σ(f)] under f ~ N(mean, covariance)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 
 def scaled(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
+    """Return κ f with κ = (1 + π v / 8)^-½ per logit: σ(κ f) is close to E[σ(f)] (MacKay 1992)."""
     return mean * (1 + math.pi / 8 * variance).rsqrt()
 
 
 def probit(mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """softmax(κ f), `scaled` per class (Gibbs 1997)."""
+    """Return softmax(κ f), `scaled` per class (Gibbs 1997)."""
     return scaled(mean, variance).softmax(-1)
 
 
 def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -> Float[Tensor, "N 2"]:
-    """Probabilities that the first and that the second of two rewards is the larger, `scaled` on their difference."""
+    """Return the probabilities that the first, and the second, of two rewards is the larger: `scaled` differences."""
     apart = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
     first = scaled(mean[:, 0] - mean[:, 1], apart)
     return torch.stack([first, -first], -1).sigmoid()
 
 
 def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
-    """Mean over draws of the outputs of what `mean_of` makes of each; for probabilities a standard error ≤ ½ / √k."""
+    """Average `mean_of` over draws of the outputs; for probabilities the standard error is ≤ ½ / √k."""
     return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
 
 
 def gaussian_draws(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, generator: torch.Generator | None
 ) -> Float[Tensor, "k N C"]:
-    """k draws of each point's logits, through the eigenvectors of its C × C covariance (which may be singular)."""
+    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular)."""
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     noise = torch.randn((k, *mean.shape), dtype=mean.dtype, device=mean.device, generator=generator)
@@ -45,7 +45,7 @@ def gaussian_draws(
 def bridge(
     mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], normalised: bool = False
 ) -> Float[Tensor, "N C"]:
-    """Mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), for logits conditioned to sum to zero.
+    """Return the mean of the Laplace bridge's Dirichlet (Hobbhahn et al. 2022), for logits that sum to zero.
 
     The approximation fails for large variances. `normalised` scales logits and variances, as its authors advise, to a
     mean variance of √(C/2) where it is above that.

@@ -1,4 +1,4 @@
-"""Saved posteriors and operators, read again for the model that they are of, and saving an operator alone."""
+"""Loading posteriors and operators for the model that they belong to, and saving a single operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from curvops.posterior.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, rec
 from curvops.progress import Progress
 
 OPERATOR, OF_OPERATORS = "operator", 1
-"""What the folder of an operator says that it holds, and the version of its schema."""
+"""The kind of an operator's folder, and the version of its schema."""
 
 
 def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearization, inputs: Any = None) -> None:
@@ -63,7 +63,7 @@ def load(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Any:
-    """The posterior that `post.save(path)` wrote, or the operator that `co.save` did, of the same model.
+    """Read the posterior that `post.save(path)` wrote, or the operator that `co.save` wrote, for the same model.
 
     Args:
         path: the folder.

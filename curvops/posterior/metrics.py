@@ -1,8 +1,7 @@
-"""How good are predicted class probabilities: accuracy, proper scores, calibration, detection.
+"""Metrics of predicted class probabilities: accuracy, proper scores, calibration, detection.
 
 Every function takes tensors on any device and returns 0-d tensors (or a frozen dataclass of tensors) in the dtype
-of its first argument. Entropies and log-likelihoods are in nats. Nothing here knows of posteriors: probabilities
-may come from anywhere.
+of its first argument. Entropies and log-likelihoods are in nats. Probabilities may come from anywhere.
 
     >>> import torch
     >>> probabilities = torch.tensor([[0.9, 0.1], [0.4, 0.6]], dtype=torch.float64)
@@ -140,8 +139,8 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
     """Epistemic uncertainty: H(mean_s p_s) − mean_s H(p_s), in nats; between 0 and log C.
 
     `samples` are the class probabilities under S draws of the weights. This is the mutual information between the
-    label and the weights (Houlsby et al. 2011): what more data could take away of the total, the predictive entropy
-    of the mean. It is 0 where all draws agree. With S draws it is at most log S.
+    label and the weights (Houlsby et al. 2011): the part of the total (the predictive entropy of the mean) that more
+    data could remove. It is 0 where all draws agree. With S draws it is at most log S.
     """
     if samples.ndim != 3 or samples.shape[0] < 2:
         raise ValueError(f"samples must be (S, N, C) with at least 2 draws, not {tuple(samples.shape)}")
@@ -150,7 +149,7 @@ def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
 
 
 def divergences(log_p: Float[Tensor, "S *N C"], mean: Float[Tensor, "*N C"]) -> Float[Tensor, "S *N"]:
-    """Kullback–Leibler of each draw's probabilities p from their mean m, in nats, whose mean is the mutual information.
+    """Kullback–Leibler divergence of each draw's p from the mean m, in nats; its mean is the mutual information.
 
     As Σ_c m (eᵈd − (eᵈ − 1)) with d = log p − log m, whose terms are of second order in d: in a difference of entropies
     rounding would hide what well-determined weights leave.

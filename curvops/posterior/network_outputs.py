@@ -1,4 +1,4 @@
-"""The network's own outputs at draws of its weights: many draws in one pass where `vmap` can."""
+"""Outputs of the network itself at draws of its weights: many draws in one pass where `vmap` allows it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from curvops.network.engines.autodiff import saved_bytes
 from curvops.operators import Linearization
 
 SHARE = 4
-"""One part in so many of the memory that there is room for is taken by the activations of one pass."""
+"""The activations of one pass take at most one part in this many of the memory that is left."""
 LARGE = 2**18
 """Bytes of activations a draw from which on a processor's passes gain nothing by being made together (convolutions
 with weights of their own for each draw take 2.5 times as long)."""
 
 
 def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-    """f(x, θ_k), sequences position by position; inputs that require a gradient get one, by a pass for each draw."""
+    """Return f(x, θ_k), sequences position by position; inputs may require a gradient, at a pass for each draw."""
     inputs = lin.admitted(x, differentiable=True)
     found = None
     if len(samples) > 1 and num_points(inputs) and not recorded([tensor for _, tensor in components(inputs)]):
@@ -34,9 +34,9 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
 
 @torch.no_grad()
 def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | None:
-    """The outputs by `vmap`, some draws and points at a time; None where the model has no vmap, or where it is slower.
+    """Return the outputs by `vmap`, some draws and points at a time; None where that fails or is slower.
 
-    What vmap makes of the first draw at the first points is compared with the model itself.
+    The outputs of the first draw at the first points are compared with the model's own.
     """
     count, points = num_points(inputs), max(lin.data.sizes)
     first = take(inputs, slice(0, 2))

@@ -13,16 +13,16 @@ from curvops.linalg import Reason
 
 MOST_HALVINGS = 30
 ROUNDINGS = 10
-"""Units of rounding by which a loss is off."""
+"""Units of rounding by which a loss may be wrong."""
 SUFFICIENT = 1e-4
 """Share of the decrease that a Newton step promises which a step must give (Armijo)."""
 
 
 class Point(ABC):
-    """A point of the search, with what is known of the loss there."""
+    """A point of the search, with the loss and its derivatives there."""
 
     relative: float
-    """The gradient's norm, relative to those of the parts that it is the sum of."""
+    """The gradient's norm, relative to the norms of its summands."""
     eps: float
     """The rounding of the dtype that the loss is computed in."""
 
@@ -33,20 +33,20 @@ class Point(ABC):
 
     @property
     def rounding(self) -> float:
-        """By how much the loss is off."""
+        """The rounding error of the loss."""
         return ROUNDINGS * self.eps * abs(self.loss)
 
     @abstractmethod
     def slope(self, step: Tensor) -> float:
-        """The loss's derivative along a step."""
+        """Return the loss's derivative along a step."""
 
     @abstractmethod
     def losses(self, step: Tensor) -> Callable[[float], float]:
-        """The loss after a share of the step."""
+        """Return the loss after a share of the step."""
 
     @abstractmethod
     def moved(self, step: Tensor, share: float) -> Point:
-        """The point there, once its loss was asked for."""
+        """Return the point after a share of the step whose loss was computed before."""
 
 
 At = TypeVar("At", bound=Point)
@@ -60,15 +60,15 @@ def minimise(
     steps: int = 0,
     reached: Callable[[At, int], None] = lambda point, steps: None,
 ) -> tuple[At, Reason, int]:
-    """The point where the gradient is at most rtol, why the search ended there, and the steps in all.
+    """Search for the point where the gradient is at most rtol; return it, why the search ended, and the steps in all.
 
     Args:
-        point: where it begins.
-        step_at: Newton's step at a point, and after so many.
-        rtol: of the gradient.
-        most_steps: at most so many.
-        steps: those that led here.
-        reached: told of each point but the last.
+        point: the start.
+        step_at: a function of a point and the number of steps so far that returns Newton's step.
+        rtol: tolerance of the gradient.
+        most_steps: the most steps.
+        steps: the number of steps that led to the start.
+        reached: called with each point but the last.
     """
     while point.relative > rtol:
         if steps == most_steps:

@@ -1,4 +1,4 @@
-"""The randomness of draws, frozen: the same for every method, prior precision, observation noise and tolerance."""
+"""The noise of a posterior's draws, kept as a seed: the same for every method, prior precision and tolerance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from curvops.posterior.priors import Prior
 
 LARGEST_SEED = 2**62
 DRAWN_TOGETHER = 8
-"""Draws of a matrix without columns of its own that are made together, whatever memory has room for."""
+"""Draws that are made together of a matrix that has no square root, whatever memory has room for."""
 STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
 """The independent streams of each draw: what is added up in one draw takes its numbers from different ones."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard normal numbers for `count` draws of a posterior, as a seed: made again wherever they are used.
+    """Standard normal numbers for `count` draws of a posterior, kept as a seed and made anew where they are used.
 
     Each draw has its own, so that the first draws of two noises with one seed are the same, and neither batches nor the
     memory budget matter.
@@ -74,7 +74,7 @@ class Noise:
         return normal * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
     def generator(self, device: Any) -> torch.Generator:
-        """A source of further numbers."""
+        """Return a generator of further numbers."""
         return self._generator(0, FURTHER, device)
 
     def _drawn(self, part: int, operator: LinearOperator, columns: range) -> Tensor:

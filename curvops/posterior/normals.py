@@ -1,4 +1,4 @@
-"""Normal distributions of the outputs, gpytorch's, with variances as they are.
+"""Normal distributions of the outputs: gpytorch's, without its floor under variances.
 
 gpytorch raises each variance to `settings.min_variance` at least (1e-6 in float32, 1e-10 in float64), warns that it was
 negative and cuts its gradient: of targets of order 1e-3 that is most of them. Whatever is computed from a distribution
@@ -55,9 +55,9 @@ class MultitaskNormal(MultitaskMultivariateNormal, Normal):
 
 
 class SampledNormal(Normal):
-    """A predictive whose covariances are means over k draws of the weights: each variance has an error.
+    """A predictive whose covariances are means over k draws of the weights, so that each variance has an error.
 
-    Slices, expansions, multiples and shifts keep it; of what else gpytorch makes of it `draws` is None.
+    Slices, expansions, multiples and shifts keep `draws`; in whatever else gpytorch makes of it, `draws` is None.
     """
 
     def __init__(

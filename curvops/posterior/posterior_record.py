@@ -1,4 +1,4 @@
-"""What a posterior is made of, as plain values and tensors, and the posterior's parts of such a record."""
+"""Records of posteriors: their parts as plain values and tensors, for saving and loading."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.priors import KroneckerPrior, Prior
 
 KIND = "posterior"
-"""What the saved folder says that it holds."""
+"""The kind of a posterior's folder."""
 OF_LAPLACE, OF_GAUSSIANS = VERSIONS = 1, 2
-"""Which program reads what: a version is raised when an older program would misread it."""
+"""Versions of the schema: one is raised when an older program would misread it."""
 
 PRIORS = {kind.__name__: kind for kind in (KroneckerPrior, Prior)}
 
@@ -36,7 +36,7 @@ def record_of_posterior(
     prior_error: Estimate | None,
     inputs: Any = None,
 ) -> dict[str, Any]:
-    """The record. Raises ValueError for an operator that cannot be saved."""
+    """Return the record of a Laplace posterior; ValueError for an operator that cannot be saved."""
     likelihood = cache.known("log likelihood")
     if likelihood is None and not isinstance(cache.data, str):
         # A file without it is better than none, where the data cannot be read any more.
@@ -60,9 +60,9 @@ def record_of_posterior(
 def record_of_gaussian(
     lin: Linearization, covariance: LinearOperator, precision: LinearOperator, inputs: Any = None
 ) -> dict[str, Any]:
-    """The record of a posterior that is not Laplace's. Raises ValueError for an operator that cannot be saved.
+    """Return the record of a posterior that is not Laplace's; ValueError for an operator that cannot be saved.
 
-    Of an operator and its lazy inverse the first alone is kept.
+    Of an operator and its lazy inverse, only the operator is kept.
     """
     given = {"covariance": covariance, "precision": precision}
     derived = {name for name, operator in given.items() if _is_inverse_of(operator, given.values())}
@@ -78,13 +78,13 @@ def _is_inverse_of(operator: LinearOperator, others: Iterable[LinearOperator]) -
 
 
 def recorded_gaussian(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
-    """The operators of a posterior that is not Laplace's."""
+    """Return the operators that the record of a posterior that is not Laplace's holds."""
     kept = {name: record[name] for name in ("covariance", "precision")}
     return {name: None if part is None else recorded_operator(part, lin) for name, part in kept.items()}
 
 
 def recorded_parts(record: Mapping[str, Any], lin: Linearization) -> dict[str, Any]:
-    """The arguments of `Laplace` that a record holds, beside the linearisation."""
+    """Return the arguments of `Laplace` that a record holds, beside the linearisation."""
     device, known = lin.theta.device, record["prior"]
     curvature, precision = recorded_operator(record["curvature"], lin), recorded_value(known["precision"], lin)
     check_operator("the saved curvature", curvature, lin.model)

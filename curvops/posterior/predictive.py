@@ -1,4 +1,4 @@
-"""What every posterior over the weights predicts: outputs, probabilities, uncertainty, scores of test data.
+"""Predictions of any posterior over the weights: outputs, probabilities, uncertainty, scores of test data.
 
 A posterior says where its weights are, how to draw them and what covariance the linearised outputs have; links,
 decompositions and scores are the same for all.
@@ -42,7 +42,7 @@ LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
 
 
 class Predictive(ABC):
-    """A distribution of the weights of a linearised network, and what follows from it for new inputs."""
+    """A distribution of the weights of a linearised network, with its predictions at new inputs."""
 
     lin: Linearization
 
@@ -53,11 +53,11 @@ class Predictive(ABC):
 
     @abstractmethod
     def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
-        """Draws of the weights as rows."""
+        """Draw k weight vectors, as rows."""
 
     @abstractmethod
     def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        """Of the linearised outputs at the Jacobian's points: (N·C, N·C) where joint, else (N, C, C)."""
+        """Return the covariance of the linearised outputs: (N·C, N·C) where joint, else (N, C, C)."""
 
     def _require_gradients(self) -> None:  # noqa: B027 - most carry none
         """Raise ValueError where a gradient is asked for that predictions do not have."""
@@ -70,13 +70,13 @@ class Predictive(ABC):
         rtol: float | None = None,
         noise: bool = False,
     ) -> MultivariateNormal:
-        """Distribution of the linearised network's outputs at x.
+        """Return the distribution of the linearised network's outputs at x.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
             joint: False gives a `MultivariateNormal` of batch shape (N,) and event shape (C,), the points independent;
-                True a `MultitaskMultivariateNormal` over (N, C). Subclasses of gpytorch's: theirs raise small variances
-                to a floor, these have them as they are.
+                True a `MultitaskMultivariateNormal` over (N, C). They are subclasses of gpytorch's, without its floor
+                under small variances.
             samples: draws (k, D) as `sample` returns them. The covariance is then mean_k (J z_k)(J z_k)ᵀ, at k
                 products with J. Of independent points the result has the `variance_stderr` and the
                 `variance_interval(level)` of each variance.
@@ -122,7 +122,7 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         rtol: float = 1e-3,
     ) -> Float[Tensor, "k N C"]:
-        """Joint draws of the linearised network f(x, θ*) + J(x)(θ_k − θ*): k functions, each at all points.
+        """Draw k functions of the linearised network, f(x, θ*) + J(x)(θ_k − θ*), each jointly at all points.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -147,7 +147,7 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "N C"]:
-        """Probabilities at x: of the classes, E[softmax(f)], or of each label of a Bernoulli likelihood, E[σ(f)].
+        """Return class probabilities E[softmax(f)] at x, or those of each label of a Bernoulli likelihood, E[σ(f)].
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -192,7 +192,7 @@ class Predictive(ABC):
     def uncertainty(
         self, x: Any, samples: Float[Tensor, "k D"] | None = None, generator: torch.Generator | None = None
     ) -> Uncertainty:
-        """The total uncertainty of the target at each x, and its aleatoric and epistemic parts.
+        """Return the total uncertainty of the target at each x, and its aleatoric and epistemic parts.
 
         Args:
             x: inputs as the model takes them. A sequence counts as T points.
@@ -227,7 +227,7 @@ class Predictive(ABC):
         samples: Float[Tensor, "k D"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """log p(y | x, data) of test points in nats, each with its standard error.
+        """Return log p(y | x, data) of test points in nats, each with its standard error.
 
         Args:
             x: inputs as the model takes them.
@@ -263,7 +263,7 @@ class Predictive(ABC):
         return held_out.dyadic(log_p, generator, error) if joint else held_out.log_mean_exp(log_p, error)
 
     def _targets(self, x: Any, y: Any) -> Tensor:
-        """Targets by position, checked."""
+        """Check targets and return them by position."""
         y = tensor_of(y)
         if not isinstance(y, Tensor):
             raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
@@ -293,17 +293,17 @@ class Predictive(ABC):
         return outputs.reshape(-1, self.lin.output_shape[-1])
 
     def _taken(self, samples: Any) -> Float[Tensor, "k D"] | None:
-        """The draws of the weights that predictions are made of, where they are not of the covariance."""
+        """Return the draws of the weights that predictions use; None where they use the covariance."""
         return None if samples is None else checked_draws(samples, self.mean)
 
     def _error_of(self, samples: Any) -> ErrorOfMean:
-        """The standard error of means over the draws that these `samples=` stand for."""
+        """Return the function that gives the standard error of means over these draws."""
         return error_of_mean
 
     def _moments(
         self, x: Any, joint: bool, samples: Float[Tensor, "k D"] | None, rtol: float | None
     ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
-        """The outputs' mean and covariance."""
+        """Return the mean and the covariance of the outputs."""
         jacobian = self.lin.jacobian(x, differentiable=True)
         mean = self._by_position(jacobian.outputs())
         if samples is None:
@@ -313,22 +313,22 @@ class Predictive(ABC):
     def _uncertainty_of_numbers(
         self, x: Any, likelihood: Likelihood, samples: Float[Tensor, "k D"] | None, error: ErrorOfMean
     ) -> Uncertainty:
-        """That of normal outputs, in closed form."""
+        """Return the uncertainty of normal outputs, in closed form."""
         mean, covariance = self._moments(x, False, samples, None)
         return uncertainty.of_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
     def _covariance_of(self, deviations: Float[Tensor, "k N C"], joint: bool) -> LinearOperator:
-        """mean_k of the outer products of deviations of the outputs from their mean."""
+        """Return the mean over draws of the outer products of the outputs' deviations."""
         last = deviations.movedim(0, -1)
         return _of_draws(last) if joint else SampledCovariance(last, self.lin.memory_budget)
 
     def _functions(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-        """f(x) + J(x)(θ_k − θ*)."""
+        """Return f(x) + J(x)(θ_k − θ*)."""
         jacobian = self.lin.jacobian(x, differentiable=True)
         return self._by_position(jacobian.outputs()) + self._pushed(jacobian, samples)
 
     def _pushed(self, jacobian: Jacobian, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-        """J(θ_k − θ*)."""
+        """Return J(θ_k − θ*)."""
         C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
         return jacobian._matmul((samples - self.lin.theta).mT).mT.unflatten(1, (rows // C, C))
 
@@ -339,9 +339,9 @@ class Predictive(ABC):
         generator: torch.Generator | None,
         network: bool = False,
     ) -> Iterator[Float[Tensor, "k n C"]]:
-        """Draws of the outputs, some points at a time.
+        """Yield draws of the outputs, some points at a time.
 
-        They are those of the weights given, of the network itself, or of each point's own covariance.
+        They come from the given weights, from the network itself, or from each point's own covariance.
         """
         if network:
             yield network_outputs(self.lin, x, self.sample(WEIGHT_DRAWS, generator) if samples is None else samples)
@@ -357,6 +357,6 @@ class Predictive(ABC):
 
 
 def _of_draws(pushed: Float[Tensor, "N C k"]) -> LowRank:
-    """mean_k of the outer products of J z_k over all outputs together."""
+    """Return the mean over draws of the outer products of J z_k, over all outputs together."""
     root = pushed.flatten(0, 1)
     return LowRank(root, root.new_full((pushed.shape[-1],), 1 / pushed.shape[-1]))

@@ -1,4 +1,4 @@
-"""Which weights to infer: scores that rank them, and how far a subnetwork's posterior is from the whole one.
+"""Selecting weights to infer: scores that rank them, and how far a subnetwork's posterior is from the whole one.
 
 Daxberger et al. 2021: a Gaussian over S weights and a point mass over the others is nearest to the full posterior, in
 Wasserstein distance and for a diagonal precision, where the S largest marginal variances are kept. Weights that nothing
@@ -32,12 +32,12 @@ from curvops.posterior.priors import read_prior
 
 
 class InertWeights(UserWarning):
-    """Selected weights that the data say nothing about: their posterior is the prior, and predictions ignore them."""
+    """Some selected weights have no curvature: their posterior is the prior, and predictions ignore them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ingredients:
-    """What the scores are made of; each is computed when a score first asks for it."""
+    """The quantities behind the scores, each computed when a score first asks for it."""
 
     lin: Linearization
     prior: Tensor
@@ -53,7 +53,7 @@ class Ingredients:
 
     @property
     def variance(self) -> Float[Tensor, " D"]:
-        """Of each weight under a diagonal posterior."""
+        """The variance of each weight under a diagonal posterior."""
         return 1 / (self.curvature + self.prior)
 
 
@@ -102,7 +102,7 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
     "random": _random,
 }
-"""What each weight is ranked by: the largest are taken."""
+"""The scores by name; the weights of largest score are taken."""
 WITHOUT_CURVATURE = ("swag", "magnitude", "random")
 """Scores that need no curvature, which at millions of weights would take minutes for the sake of a warning."""
 
@@ -118,7 +118,7 @@ def select(
     snapshots: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " k"]:
-    """The positions of k weights to infer, in ascending order, by a score.
+    """Select k weights to infer by a score; return their positions in ascending order.
 
     Args:
         lin: the linearisation of all weights to choose from.
@@ -168,7 +168,7 @@ def select(
 
 
 def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tensor, " m"]:
-    """The positions of the parameters that the globs match."""
+    """Return the positions of the parameters that the globs match."""
     if modules is None:
         return torch.arange(lin.num_parameters, device=lin.theta.device)
     globs, places = [modules] if isinstance(modules, str) else list(modules), lin.model.selection.positions()
@@ -200,7 +200,7 @@ def wasserstein(
     rtol: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """W₂² between the posterior N(θ*, T P⁻¹) and that of a subnetwork: N over `indices`, a point mass elsewhere.
+    """Return W₂² between the posterior N(θ*, T P⁻¹) and a subnetwork's: N over `indices`, a point mass elsewhere.
 
     The subnetwork's precision is the conditional one, P_SS. Exactly it is tr P⁻¹ + tr P_SS⁻¹ − 2 tr (P_SS^-½ [P⁻¹]_SS
     P_SS^-½)^½, summed as two parts that are not negative: the variances left out, and the distance within S. Up to
@@ -253,7 +253,7 @@ def wasserstein(
 def _parts_of_inverse(
     post: Laplace, rest: Tensor, chosen: Tensor, rtol: float, generator: torch.Generator | None
 ) -> tuple[Estimate, Float[Tensor, "S S"]]:
-    """The trace of P⁻¹ over the weights left out, and the block of P⁻¹ over the others, in float64."""
+    """Return the trace of P⁻¹ over the weights left out, and the block of P⁻¹ over the others, in float64."""
     P = post.precision
     form = P._closed_form()
     if form is None and len(rest) <= routes.WHOLE:
@@ -275,7 +275,7 @@ def _parts_of_inverse(
 
 
 def _solve_in_place(factor: Float[Tensor, "S S"], block: Float[Tensor, "S K"]) -> Float[Tensor, "S K"]:
-    """L⁻¹ B in place of B, some columns at a time: matrices of S² numbers may be large."""
+    """Replace B by L⁻¹ B, some columns at a time: matrices of S² numbers may be large."""
     for start in range(0, block.shape[1], COLUMNS):
         part = slice(start, start + COLUMNS)
         block[:, part] = torch.linalg.solve_triangular(factor, block[:, part], upper=False)

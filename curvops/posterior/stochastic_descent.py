@@ -1,4 +1,4 @@
-"""Draws of a posterior by minibatch gradient descent on the two losses that they minimise.
+"""Draws of a posterior by minibatch gradient descent on one of two losses that they minimise.
 
 Antorán et al. 2023: L(z) = ½‖ε − Sᵀz‖² + ½‖z − θ⁰‖²_A has the noise of the data in each minibatch, L′(z) = ½‖Sᵀz‖² +
 ½‖z − θⁿ‖²_A with θⁿ = θ⁰ + A⁻¹Sε has it summed once before. They have one minimiser; at it the gradient noise of L′ is
@@ -30,7 +30,7 @@ from curvops.progress import as_step, at_work, remark
 Loss = Literal["low_variance", "standard"]
 POWER_STEPS, POWER_BATCHES = 8, 3
 GROWN = 100.0
-"""The gradient relative to the right-hand side from which on the descent diverges."""
+"""Where the gradient exceeds the right-hand side by this factor, the descent has diverged."""
 MOST_HALVINGS = 12
 RANGES = {"step_size": "(0, inf)", "momentum": "[0, 1)", "final": "(0, 1]", "averaging": "(0, 1]", "clip": "(0, inf)"}
 CHECK_EVERY = 5
@@ -38,7 +38,7 @@ CHECK_EVERY = 5
 
 
 class Diverged(RuntimeError):
-    """Steps of the size asked for diverge, of a descent or of a sampler; the message names one to try."""
+    """A descent or a sampler diverges with the step size that was asked for; the message names one to try."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StochasticDescent:
         rtol: float,
         noise: Noise,
     ) -> Solution:
-        """The minimiser for each column: `of_prior` is Aθ⁰, `points` ε. A checkpoint is written after epochs."""
+        """Find the minimiser for each column: `of_prior` is Aθ⁰, `points` ε. A checkpoint is written after epochs."""
         kept = named_part("descent", of_prior.device)
         if kept.done:
             return kept.result(Solution)
@@ -121,10 +121,10 @@ class StochasticDescent:
 
 @dataclass(eq=False)
 class _AfterEpoch:
-    """Where a descent stands after an epoch."""
+    """The state of a descent after an epoch."""
 
     longest: float
-    """The step that it began with, before halvings."""
+    """The first step size, before halvings."""
     halvings: int
     z: Float[Tensor, "D k"]
     velocity: Float[Tensor, "D k"]
@@ -143,7 +143,7 @@ class _AfterEpoch:
 
 @dataclass(eq=False)
 class _Problem:
-    """One run's systems and what it has spent."""
+    """The systems of one run, with the passes that it has taken."""
 
     options: StochasticDescent
     precision: Any
@@ -157,7 +157,7 @@ class _Problem:
     passes: float = 0.0
 
     def gradient(self, z: Tensor, chosen: Tensor, piece: CurvatureRoot) -> Tensor:
-        """An unbiased gradient of either loss at z from some points."""
+        """Return an unbiased gradient of the loss at z from some points."""
         lin, per_point = self.root.lin, self.root.columns_a_point
         factor = lin.num_data / len(chosen)
         pushed = piece._t_matmul(z)
@@ -173,7 +173,7 @@ class _Problem:
         return self.scale * z if isinstance(precision, Tensor) else precision._matmul(z)
 
     def step(self) -> float:
-        """1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), the largest of a few minibatches."""
+        """Return 1/λ_max of A⁻¹(N/n S_b S_bᵀ + A), λ_max being the largest over a few minibatches."""
         largest = 0.0
         for index, (chosen, piece) in enumerate(self.root.minibatches(self.options.batch_size, self.generator)):
             if index == POWER_BATCHES:
@@ -189,12 +189,12 @@ class _Problem:
         return 1 / largest
 
     def residuals(self, z: Tensor) -> Tensor:
-        """True relative residuals."""
+        """Return the true relative residuals."""
         self.passes += 1
         return norm(self.right - self.precision._matmul(z)) / norm(self.right)
 
     def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
-        """The epochs that are left, or as many as reach rtol."""
+        """Run the epochs that are left, or as many as reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
         z, velocity, average, history, count = at.z, at.velocity, at.average, at.history, at.count
         size = _length(self.right / self.scale)
@@ -242,5 +242,5 @@ class _Problem:
 
 
 def _length(V: Float[Tensor, "D k"]) -> Float[Tensor, " k"]:
-    """Norms of columns, in their own dtype."""
+    """Return norms of columns, in their own dtype."""
     return norm(V).to(V.dtype)

@@ -1,4 +1,4 @@
-"""How hyperparameters were found: the steps of a tuning, why it ended, and how well the data determine them."""
+"""Records of tuning: the steps, why it ended, and how well the data determine the hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvops.linalg.core.summary import Summarised
 
 
 class StepsSpent(UserWarning):
-    """A tuning ended before its hyperparameters stopped changing: they are not those of largest evidence."""
+    """Tuning ended before the hyperparameters stopped changing: they are not those of largest evidence."""
 
 
 class Ending(Enum):
@@ -43,7 +43,7 @@ class TuningStep(Summarised):
     prior_precision: Float[Tensor, " G"]
     effective_parameters: Float[Tensor, " G"]
     stderr: Float[Tensor, " G"]
-    """Of the effective parameters, from the samples or probes; 0 where they are exact."""
+    """Standard errors of the effective parameters, from the samples or probes; 0 where these are exact."""
     noise: float | None
     """The variance of a Gaussian likelihood, where it is tuned."""
     matvecs: int
@@ -54,7 +54,7 @@ class TuningStep(Summarised):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tuning(Summarised):
-    """What `co.evidence.mackay` and `maximize` did, as `post.tuning` of the posterior that they return."""
+    """The steps of `co.evidence.mackay` or `maximize`, as `post.tuning` of the posterior that they return."""
 
     method: str
     groups: tuple[str, ...]
@@ -84,7 +84,7 @@ class Tuning(Summarised):
         return sum(step.saved for step in self.steps)
 
     def prior_interval(self, level: float = 0.95) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
-        """In which the data leave each precision: γ directions determine it as γ draws do a variance (χ²).
+        """Return the interval of each precision: γ directions determine it as γ draws determine a variance (χ²).
 
         Of the last step; the sampling error of γ is not in it. ValueError for a level outside (0, 1). Warns with
         `StepsSpent` where the tuning has not converged: the interval is then not around its end.
@@ -95,7 +95,7 @@ class Tuning(Summarised):
         return last.prior_precision * low, last.prior_precision * high
 
     def noise_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """In which the data leave the noise, by the M − γ targets that are not used up by the weights.
+        """Return the interval of the noise, from the M − γ targets that the weights do not use up.
 
         Raises ValueError for a level outside (0, 1), and where the noise was not tuned. Warns as `prior_interval`.
         """
@@ -109,7 +109,7 @@ class Tuning(Summarised):
         return last.noise / float(high), last.noise / float(low)
 
     def warn_of_ending(self, what: str, stacklevel: int) -> None:
-        """Warn with `StepsSpent` unless it converged; `what` is where that is said of."""
+        """Warn with `StepsSpent` unless the tuning converged; `what` names it in the message."""
         if self.converged:
             return
         faster = " update='mackay' takes fewer than update='em'." if self.method == "em" else ""
@@ -121,20 +121,20 @@ class Tuning(Summarised):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Validation(Summarised):
-    """What `co.evidence.validate` tried, in that order, as `post.tuning` of the posterior that it returns."""
+    """The values that `co.evidence.validate` tried, in order, as `post.tuning` of the posterior that it returns."""
 
     prior_precisions: tuple[float, ...]
-    """Of a vector the geometric mean of its entries; NaN where the prior precision is an operator."""
+    """The prior precisions: of a vector the geometric mean of its entries, of an operator NaN."""
     noises: tuple[float, ...] | None
     """Variances of a Gaussian likelihood; None for others."""
     scores: tuple[float, ...]
     """Mean held-out log-likelihood of a point (or pair) in nats."""
     stderrs: tuple[float, ...]
-    """Of the scores, from the draws of the posterior alone; that of the held-out sample is larger."""
+    """Standard errors of the scores from the posterior's draws alone; those of the held-out sample are larger."""
 
 
 def _chi_squared(freedom: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """The quantiles of χ² / its degrees of freedom that enclose the level."""
+    """Return the quantiles of χ² over its degrees of freedom that enclose the level."""
     checked_number("level", level, "(0, 1)")
     tail, degrees = (1 - level) / 2, freedom.detach().double().cpu().clamp_min(1e-3)
     low, high = (degrees.new_tensor(chdtri(degrees.numpy(), q)) / degrees for q in (1 - tail, tail))

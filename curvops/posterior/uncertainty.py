@@ -1,4 +1,4 @@
-"""How much of a prediction's spread is noise, and how much is doubt about the weights.
+"""Decomposition of a prediction's uncertainty into noise (aleatoric) and uncertainty about the weights (epistemic).
 
 Of draws f_k of the outputs, for labels: the entropy of the mean is the total, the mean of the entropies is what would
 stay if the weights were known (aleatoric), and their difference, the mutual information of target and weights, is the
@@ -47,7 +47,7 @@ class Uncertainty:
 
 
 def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean) -> Uncertainty:
-    """Entropies in nats, from draws of the logits, whose means have this error."""
+    """Return the decomposition in nats, from draws of the logits; `error` gives the standard error of means."""
     if isinstance(likelihood, Categorical):
         return Uncertainty(*_entropies(draws.log_softmax(-1), error), "nats")
     yes_no = F.logsigmoid(torch.stack([draws, -draws], -1))
@@ -56,7 +56,7 @@ def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: Erro
 
 
 def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its standard error."""
+    """Return mean probabilities (*N, c); total, aleatoric and epistemic entropies (*N), the last with its error."""
     p = log_p.exp()
     mean, aleatoric = p.mean(0), -(p * log_p).sum(-1).mean(0)
     of_each = divergences(log_p, mean)
@@ -65,14 +65,14 @@ def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tens
 
 
 def joined(parts: Sequence[Uncertainty]) -> Uncertainty:
-    """Entropies of some points after those of others."""
+    """Join the entropies of groups of points, one after the other."""
     names = ("mean", "total", "aleatoric", "epistemic", "stderr")
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Uncertainty(unit=parts[0].unit, **tensors)
 
 
 def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Uncertainty:
-    """Variances, from the mean and variance of each output."""
+    """Return the decomposition as variances, from the mean and variance of each output."""
     if isinstance(likelihood, Gaussian):
         noise = likelihood.noise.to(mean).expand_as(mean)
         return _of_variances(mean, noise, variance)
@@ -84,7 +84,7 @@ def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Flo
 
 
 def of_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
-    """Variances by the law of total variance over draws of the outputs, of any distribution."""
+    """Return the decomposition as variances, by the law of total variance over draws of the outputs."""
     if isinstance(likelihood, Gaussian):
         means, noise = draws, likelihood.noise.to(draws).expand(draws.shape[-1]).expand_as(draws)
     elif isinstance(likelihood, HeteroscedasticGaussian):

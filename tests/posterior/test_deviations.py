@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.posterior.stochastic_descent import _Problem
 from tests.posterior.trained import problem
 
@@ -31,7 +32,7 @@ def vector_prior(post):
 
 def dense_deviations(post, noise, k):
     """P⁻¹(Aθ⁰ + Sε) with S from each point's J and H by autograd, the noise's numbers taken as they come."""
-    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    root = CurvatureRoot.of(post.curvature)
     right = noise.of_prior(post.prior, range(k), post.mean)
     right = right + root.to_dense() @ noise.of_data(root.shape[-1], range(k), post.mean)
     return torch.linalg.solve(post.precision.to_dense(), right).mT
@@ -42,7 +43,7 @@ def test_the_root_of_a_curvature_is_its_square_root_by_points(curvature):
     model, x, y = problem()
     lin = co.linearize(model, [(x[:13], y[:13]), (x[13:], y[13:])], "classification")
     operator = curvature(lin)
-    root = co.operators.curvature_root.CurvatureRoot.of(operator)
+    root = CurvatureRoot.of(operator)
     S = root.to_dense()
     torch.testing.assert_close(S @ S.mT, operator.to_dense(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(root.mT.to_dense(), S.mT, rtol=1e-10, atol=1e-12)
@@ -77,7 +78,7 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     interpolation (30 outputs, 51 weights, a weak prior) L′ is noisier, under a strong prior L is.
     """
     post, n, k = setting("regression", prior, n=10), 10, 500
-    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    root = CurvatureRoot.of(post.curvature)
     found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
     z, noise = found.draws.mT, found.noise
     of_prior = noise.of_prior(post.prior, range(k), post.mean)
@@ -147,7 +148,7 @@ def test_the_root_of_the_covariance_is_exact():
     """z is linear in unit noise: the map of each method, column by column, is a square root of P⁻¹."""
     post = setting()
     noise = post.deviations(1, generator=seeded()).noise
-    root = co.operators.curvature_root.CurvatureRoot.of(post.curvature)
+    root = CurvatureRoot.of(post.curvature)
     D, R = root.shape
 
     class Unit(type(noise)):
