@@ -19,6 +19,7 @@ class Reduced:
     def __init__(self, whole: Any, root: Root) -> None:
         self.whole, self.root = whole, root
         self.kind, self.nbytes = getattr(whole, "kind", None), getattr(whole, "nbytes", 0)
+        self.points: slice = getattr(whole, "points", slice(None))
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:

@@ -149,11 +149,15 @@ class Empirical(FromResiduals):
 
     def _residuals(self, f: Tensor, batch: Batch) -> Float[Tensor, "n T C"]:
         r = self.likelihood.residual(f, batch.targets, batch.weights).unflatten(1, (self.positions, -1))
-        roots = self.weight_roots(batch)
+        roots = self._weight_roots(batch)
         return r if roots is None else r / roots.where(roots > 0, 1).unsqueeze(-1)
 
-    def weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
-        """√w of each row, by which a row of this root is less than the gradient of the weighted log-likelihood."""
+    def weighted(self, z: Float[Tensor, "K n T"], batch: Batch) -> Float[Tensor, "K n T"]:
+        """z times √w of each row, by which the gradient of the weighted log-likelihood is more than the root's row."""
+        roots = self._weight_roots(batch)
+        return z if roots is None else z * roots
+
+    def _weight_roots(self, batch: Batch) -> Float[Tensor, "n T"] | None:
         w = batch.weights
         if w is None:
             return None

@@ -20,6 +20,7 @@ from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Owners, record
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
+from curvops.network.engines.reduced import Reduced
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
@@ -38,8 +39,10 @@ MOST_RECORDED = 2**20
 class BatchMap:
     """J of one batch on flat vectors: push (D, K) -> (K, n, C) and pull (K, n, C) -> (D, K), both differentiable."""
 
-    def __init__(self, engine: Engine, model: Model) -> None:
+    def __init__(self, engine: Engine, model: Model, points: slice) -> None:
         self._engine, self._selection, self._lock = engine, model.selection, model.lock
+        self.points = points
+        """Where the batch's points stand among all of the walk."""
 
     @property
     def outputs(self) -> Float[Tensor, "n C"]:
@@ -172,19 +175,22 @@ class Passes:
             asked = Counter(self._asked)
             self._asked[max(1, columns)] += columns
             cached = self._settled(asked, columns)
+        count, start = 0, 0
         if cached is not None:
             for label, engine in cached:
-                yield label, BatchMap(engine, self.model)
+                stop = start + len(engine.outputs)
+                yield label, BatchMap(engine, self.model, slice(start, stop))
+                start = stop
             return
-        count = 0
         try:
             with self._steps("pass over the data") as steps:
                 for index, (inputs, label) in enumerate(self._source):
                     with self.model.lock:
                         engine = self._engine_for(index, inputs, label, asked, columns)
-                    yield label, BatchMap(engine, self.model)
-                    count = index + 1
-                    steps.advance(num_points(inputs), engine.kind)
+                    stop = start + num_points(inputs)
+                    yield label, BatchMap(engine, self.model, slice(start, stop))
+                    steps.advance(stop - start, engine.kind)
+                    count, start = index + 1, stop
         except Exception:  # the data changed: what was kept of them is invalid
             with self.model.lock:
                 self._kept.clear()
@@ -193,13 +199,47 @@ class Passes:
         with self.model.lock:
             self._complete = len(self._kept) == count
 
-    def total(self, term: Callable[[Any, BatchMap], Tensor], columns: int) -> Tensor:
-        """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors."""
-        total: Tensor | None = None
+    def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
+        """(label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""
         for label, J in self.each(columns):
-            total = accumulate(total, term(label, J))
+            yield label, J if root is None else Reduced(J, Root(root, label))
+
+    def total(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
+        """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors; with a root Lᵀ J."""
+        return self.add_up(term(label, J) for label, J in self._each(columns, root))
+
+    def rows(
+        self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
+    ) -> Float[Tensor, "NR K"]:
+        """The terms of all points, those of a point together."""
+        parts = [term(label, J).flatten(1) for label, J in self._each(columns, root)]
+        return self.line_up([self.model.theta.new_zeros(max(1, columns), 0), *parts], 1).mT
+
+    def pull(
+        self,
+        block: Float[Tensor, "NR K"],
+        rows: int,
+        term: Callable[[Any, Any, Tensor], Tensor] = lambda label, J, z: J.pull(z),
+        root: OutputFisher | None = None,
+    ) -> Float[Tensor, "D K"]:
+        """Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point: z (K, n, R) is the batch's."""
+        z = block.mT.unflatten(1, (-1, rows))
+        return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
+
+    def add_up(self, parts: Iterable[Tensor]) -> Tensor:
+        """Σ of what the walk's batches give: every sum over data ends here, once.
+
+        In place where no gradient is recorded: the first part becomes the sum.
+        """
+        total: Tensor | None = None
+        for part in parts:
+            total = accumulate(total, part)
         assert total is not None  # linearize refuses empty data
         return total
+
+    def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        """What the walk's batches give, in the order of the points: every concatenation over data ends here, once."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """(inputs, label) of every batch, for what needs no J."""

@@ -15,7 +15,7 @@ from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.base import Operator
 from curvops.network.data.inputs import num_points, take
 from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.progress import Progress
@@ -80,25 +80,16 @@ class CurvatureRoot(Operator):
         return torch.Size((len(self._args[0]), self._kwargs["points"] * self.columns_a_point))
 
     def _product(self, block: Float[Tensor, "NR K"]) -> Float[Tensor, "D K"]:
-        total: Tensor | None = None
-        start, columns = 0, self.columns_a_point
-        for batch, J in self._kwargs["walk"].each(block.shape[1]):
-            n = batch.num_points
-            z = block[start : start + n * columns].mT.unflatten(1, (n, columns))
-            u = z if self._kwargs["reduced"] else self.output.root_product(J.outputs, z, batch)
-            total = accumulate(total, J.pull(u))
-            start += n * columns
-        assert total is not None  # linearize refuses empty data
-        return total
+        walk: Passes = self._kwargs["walk"]
+        return walk.pull(block, self.columns_a_point, root=self._root)
 
     def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
-        parts = []
-        for batch, J in self._kwargs["walk"].each(block.shape[1]):
-            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
-            if not self._kwargs["reduced"]:
-                pushed = self.output.root_transpose_product(J.outputs, pushed, batch)
-            parts.append(pushed.flatten(1))
-        return torch.cat(parts, 1).mT
+        walk: Passes = self._kwargs["walk"]
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
+
+    @property
+    def _root(self) -> OutputFisher | None:
+        return None if self._kwargs["reduced"] else self.output
 
     def minibatches(
         self, size: int, generator: torch.Generator | None = None

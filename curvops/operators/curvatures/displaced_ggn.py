@@ -60,12 +60,13 @@ class DisplacedGGN(Curvature):
 
     def log_likelihood(self, step: Float[Tensor, "N C"] | float = 0.0) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        shift = self._kwargs["shift"] + step
-        for batch, J in self.lin.passes.each(0):
-            f = Displaced(self.likelihood, shift).moved(J.outputs, batch)
-            total = total + self.likelihood.log_prob(f, batch.targets, batch.weights).double().sum()
-        return total
+        output = Displaced(self.likelihood, self._kwargs["shift"] + step)
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            f = output.moved(J.outputs, batch)
+            return output.likelihood.log_prob(f, batch.targets, batch.weights).double().sum()
+
+        return self.lin.sum_over_batches(term, 0)
 
 
 def pushed(lin: Linearization, delta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:

@@ -50,10 +50,10 @@ def sampled_residuals(lin: Linearization, mc_samples: int, generator: torch.Gene
     checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
     check_generator(generator)
     with torch.no_grad():
-        walked = [(batch, J.outputs) for batch, J in lin.passes.each(0)]
-        f, y = torch.cat([f for _, f in walked]), torch.cat([batch.targets for batch, _ in walked])
+        walked, line_up = [(batch, J.outputs) for batch, J in lin.passes.each(0)], lin.passes.line_up
+        f, y = line_up([f for _, f in walked]), line_up([batch.targets for batch, _ in walked])
         weights = [batch.weights for batch, _ in walked if batch.weights is not None]
-        return _drawn(lin, mc_samples, generator, f, y, torch.cat(weights) if weights else None)
+        return _drawn(lin, mc_samples, generator, f, y, line_up(weights) if weights else None)
 
 
 def _drawn(

@@ -49,8 +49,8 @@ class Hessian(OfLinearization, NetworkOperator):
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         block = block.detach()
-        parts = [hessian_product(self.lin, batch, inputs, block) for inputs, batch in self.lin.passes.batches()]
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        passes = self.lin.passes
+        return passes.add_up(hessian_product(self.lin, batch, inputs, block) for inputs, batch in passes.batches())
 
 
 def hessian_product(lin: Linearization, batch: Batch, inputs: Any, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:

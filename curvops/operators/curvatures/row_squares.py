@@ -18,7 +18,7 @@ from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_at
-from curvops.network.walks.passes import chunk_bytes_within
+from curvops.network.walks.passes import Passes, chunk_bytes_within
 from curvops.operators.layers.moments import as_tensors, second_moments, sum_of_squares, width_of
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
@@ -29,7 +29,7 @@ def curvature_diagonal(lin: Linearization, fisher: OutputFisher) -> Float[Tensor
     """Σ_n Σ_r g[n, r]², elementwise."""
     chunk = lin.passes.chunk_bytes
     groups = (group for _, groups in lin.root_pieces(fisher, chunk) for group in groups)
-    return _summed(lin.model, groups, chunk)
+    return _summed(lin.passes, groups, chunk)
 
 
 def score_and_diagonal(
@@ -64,14 +64,14 @@ def squared_columns(jacobian: Jacobian) -> Float[Tensor, " D"]:
     """Σ_n Σ_c J[n·C + c, d]² for each weight d: the diagonal of JᵀJ."""
     passes = jacobian.passes
     groups = (group for *_, groups in passes.jacobian_rows() for group in groups)
-    return _summed(passes.model, groups, passes.chunk_bytes)
+    return _summed(passes, groups, passes.chunk_bytes)
 
 
-def _summed(model: Model, groups: Iterable[Group], chunk_bytes: int) -> Float[Tensor, " D"]:
+def _summed(passes: Passes, groups: Iterable[Group], chunk_bytes: int) -> Float[Tensor, " D"]:
     total: Blocks = {}
     for group in groups:
         _add(total, _squares(group, chunk_bytes))
-    return _flat(model, total)
+    return passes.add_up([_flat(passes.model, total)])
 
 
 def _add(total: Blocks, blocks: Blocks) -> None:

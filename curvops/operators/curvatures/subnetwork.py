@@ -155,7 +155,7 @@ def fisher_block(lin: Linearization, output: OutputFisher, indices: Int[Tensor, 
         for start in range(0, len(indices), ROWS):  # what is below the diagonal comes from above it
             part = slice(start, start + ROWS)
             total[part, start:].addmm_(left[:, part].mT, right[:, start:])
-    return mirrored(total.unsqueeze(0))[0]
+    return mirrored(lin.passes.add_up([total]).unsqueeze(0))[0]
 
 
 FactorPairs = Iterator[tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]]

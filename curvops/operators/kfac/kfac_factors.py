@@ -19,6 +19,7 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
+from curvops.network.walks.passes import Passes
 from curvops.operators.curvatures.fisher import DrawnInPassing
 from curvops.operators.layers.moments import OuterSum, as_matrix, rounding_of_rows, second_moments
 from curvops.operators.linearized.linearization import Linearization
@@ -56,6 +57,14 @@ class Block:
     count: int = 0
     exact: Tensor | None = None
     apart: Mapping[str, str] = field(default_factory=dict)  # names of weight and bias where both are in one matrix
+
+    def join(self, passes: Passes) -> None:
+        """End the walk: what is added up is of all its points."""
+        self.left.join(passes)
+        self.right.join(passes)
+        self.count = int(passes.add_up([self.positions.new_tensor(self.count)]))
+        self.tokens = None if self.tokens is None else passes.add_up([self.tokens])
+        self.exact = None if self.exact is None else passes.add_up([self.exact])
 
     def finished(self, separate: bool) -> Iterator[KroneckerBlock]:
         """B ⊗ A / positions for a layer with factors, else the exact block or its diagonal.
@@ -114,6 +123,8 @@ def kfac_blocks(lin: Linearization, fisher: OutputFisher, sharing: str, bias: st
             lefts = [torch.stack([left.sum(3, keepdim=True) for left in lefts]).sum(0)]
         for left in lefts:
             block.left.add(left)
+    for block in blocks.values():
+        block.join(lin.passes)
     _warn_of_diagonals(lin, blocks.values())
     found = [*blocks.values(), *_silent(lin, positions, blocks)]
     return [part for block in found for part in block.finished(bias == "separate")]
@@ -227,6 +238,8 @@ def eigenvalue_corrected(lin: Linearization, fisher: OutputFisher, blocks: Itera
     for group in walk.groups(lambda: sums):
         for names, matrices in members(group, corrected):
             corrected[names].values.add_(_second_moments(matrices, corrected[names], walk.chunk))
+    for each in corrected.values():
+        each.values.copy_(lin.passes.add_up([each.values]))
     return [corrected.get(names, found) for names, found in operators.items()]
 
 

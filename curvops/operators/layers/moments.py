@@ -15,6 +15,7 @@ from curvops.linalg.operators.dense import in_parts
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.engines.layerwise import Layer
 from curvops.network.model.parameters import Blocks
+from curvops.network.walks.passes import Passes
 
 # On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
 CACHE_BYTES = 2**23
@@ -188,10 +189,18 @@ class OuterSum:
             self.total.baddbmm_(double.mT, double, beta=beta)
             beta = 1
 
+    def join(self, passes: Passes) -> None:
+        """End the walk: what is added up is of all its points."""
+        self.rows = [passes.line_up(self.rows, 1)] if self.rows else []
+        self.total = None if self.total is None else passes.add_up([self.total])
+
     def matrix(self, divisor: int, dtype: torch.dtype) -> tuple[Float[Tensor, "g p p"], Details]:
-        """The sum divided by a number, in a dtype, and what that dtype does not hold. It ends the sum: call it once."""
+        """The sum divided by a number, in a dtype, and what that dtype does not hold.
+
+        It ends the sum: call it once, after `join`.
+        """
         if self.rows:
-            rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []
+            (rows,), self.rows = self.rows, []
             p = rows.shape[-1]
             if rows.shape[1] < p or dtype != torch.float64:
                 total = rows.new_empty(len(rows), p, p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.spaces import Spaces
-from curvops.network.data.batches import Batch
-from curvops.network.engines.reduced import Reduced
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import Empirical, Root
-from curvops.network.walks.passes import accumulate
+from curvops.network.likelihoods.output_fisher import Empirical
+from curvops.network.walks.passes import Passes
 from curvops.operators.linearized.network_operator import NetworkOperator
 
 
@@ -76,21 +73,16 @@ class Gradients(NetworkOperator):
     def _size(self) -> torch.Size:
         return torch.Size((self.lin.num_data * self._positions, self.theta.shape[-1]))
 
-    def _each(self, columns: int) -> Iterator[tuple[Batch, Any, Tensor | float]]:
-        """(batch, the root's rows as a map, how many times larger a gradient is than its row) for every batch."""
+    def _walk(self) -> tuple[Passes, Empirical, Empirical | None]:
+        """A walk over rows, their root, and the root that the walk does not multiply with itself."""
         rows = self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])
         output = Empirical(self.likelihood, self._positions)
-        for batch, J in (rows or self.lin.passes).each(columns):
-            roots = output.weight_roots(batch)
-            yield batch, Reduced(J, Root(output, batch)) if rows is None else J, 1.0 if roots is None else roots
+        return rows or self.lin.passes, output, output if rows is None else None
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NT K"]:
-        return torch.cat([(G.push(block) * roots).flatten(1) for _, G, roots in self._each(block.shape[1])], 1).mT
+        walk, output, root = self._walk()
+        return walk.rows(lambda batch, G: output.weighted(G.push(block), batch), block.shape[1], root)
 
     def _transposed_product(self, block: Float[Tensor, "NT K"]) -> Float[Tensor, "D K"]:
-        total: Tensor | None = None
-        by_point = block.mT.unflatten(1, (-1, self._positions))
-        for batch, G, roots in self._each(block.shape[1]):
-            total = accumulate(total, G.pull(by_point[:, batch.start : batch.start + batch.num_points] * roots))
-        assert total is not None
-        return total
+        walk, output, root = self._walk()
+        return walk.pull(block, self._positions, lambda batch, G, z: G.pull(output.weighted(z, batch)), root)

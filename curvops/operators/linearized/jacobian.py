@@ -18,7 +18,7 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.walks.input_graphs import outputs_at, pull_at, push_at
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes, accumulate
+from curvops.network.walks.passes import Passes
 from curvops.operators.layers.moments import as_matrix
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
@@ -76,7 +76,11 @@ class Jacobian(NetworkOperator):
     def by_points(self, count: int) -> Iterator[Jacobian]:
         """The Jacobians of so many points at a time, and of fewer at the end of a batch."""
         for passes, points in self.passes.by_points(count):
-            yield Jacobian(self.theta, passes=passes, rows=points * passes.engines.plan.num_outputs)
+            yield Jacobian(self.theta, passes=passes, rows=points * self._num_outputs)
+
+    @property
+    def _num_outputs(self) -> int:
+        return self.passes.engines.plan.num_outputs
 
     def outputs(self) -> Float[Tensor, "n C"]:
         """f(θ*) at its inputs. One forward pass, which of a last layer is the only one that J ever takes."""
@@ -84,8 +88,7 @@ class Jacobian(NetworkOperator):
             return outputs_at(self.passes.model, self.inputs, self.passes.model.values)
         if (found := self.passes.recorded_outputs()) is not None:
             return found
-        none = self.theta.new_zeros(0, self.passes.engines.plan.num_outputs)
-        return torch.cat([none, *(part.outputs for _, part in self.passes.each(0))])
+        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self._num_outputs)
 
     @torch.no_grad()
     def formed(self) -> Float[Tensor, "D NC"]:
@@ -93,8 +96,8 @@ class Jacobian(NetworkOperator):
 
         A product with unit vectors takes C backward passes for each point. Memory: D·N·C numbers.
         """
-        rows = list(selected_rows(self.passes))
-        return (rows[0] if len(rows) == 1 else torch.cat([self.theta.new_zeros(0, len(self.theta)), *rows])).mT
+        rows = list(selected_rows(self.passes)) or [self.theta.new_zeros(0, len(self.theta))]
+        return self.passes.line_up(rows).mT
 
     def _size(self) -> torch.Size:
         return torch.Size((self._kwargs["rows"], self.theta.shape[-1]))
@@ -102,20 +105,14 @@ class Jacobian(NetworkOperator):
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NC K"]:
         if self.is_recorded:
             return push_at(self.passes.engines, self.inputs, block)
-        parts = [J.push(block).flatten(1) for _, J in self.passes.each(block.shape[1])]
-        return torch.cat([block.new_zeros(block.shape[1], 0), *parts], 1).mT
+        return self.passes.rows(lambda _, J: J.push(block), block.shape[1])
 
     def _transposed_product(self, block: Float[Tensor, "NC K"]) -> Float[Tensor, "D K"]:
         if self.is_recorded:
             return pull_at(self.passes.engines, self.inputs, block)
-        total: Tensor | None = None
-        start = 0
-        for _, J in self.passes.each(block.shape[1]):
-            n, num_outputs = J.outputs.shape
-            rows = block[start : start + n * num_outputs]
-            total = accumulate(total, J.pull(rows.mT.unflatten(1, (n, num_outputs))))
-            start += n * num_outputs
-        return block.new_zeros(block.shape[1], len(self.theta)).mT if total is None else total
+        if not len(block):
+            return block.new_zeros(block.shape[1], len(self.theta)).mT
+        return self.passes.pull(block, self._num_outputs)
 
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None

@@ -176,7 +176,7 @@ class Linearization:
 
     def outputs(self) -> Float[Tensor, "N C"]:
         """f(θ*) at the training inputs, each position of a point as one, (N·T, C). One forward pass."""
-        return torch.cat([J.outputs for _, J in self.passes.each(0)]).reshape(-1, self.output_shape[-1])
+        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
 
     def log_likelihood(self) -> Float[Tensor, ""]:
         """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass; under no_grad none after KFAC or a diagonal was made.
@@ -246,7 +246,7 @@ class Linearization:
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
         if count == self.num_data:
-            self._log_likelihood = at, torch.stack(found).sum()
+            self._log_likelihood = at, self.passes.add_up(found)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""
