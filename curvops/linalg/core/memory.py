@@ -11,7 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from linear_operator import LinearOperator
@@ -20,6 +21,7 @@ from curvops.linalg.core.solve_routes import SOLVED
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
+Outcome = TypeVar("Outcome")
 
 BESIDE = 3
 """Those of them that are not the solver's."""
@@ -87,33 +89,24 @@ def working(
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:
     """The same product, of blocks with more columns than ``width`` one part after the other; halved out of memory."""
-    told = False
+    attempt = Halving("multiplied").attempt
 
     def apply(V: Vectors) -> Vectors:
-        nonlocal width, told
+        nonlocal width
         K, start, result = V.shape[1], 0, None
+        work = lambda start, stop: multiply(V if stop - start == K else part(V, start, stop))  # noqa: E731
         while start < K or result is None:
             stop = min(K, start + width)
-            try:
-                found = multiply(V if stop - start == K else part(V, start, stop))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if stop - start <= 1:
-                    raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
-            else:
-                if stop - start == K:
-                    return found
-                result = empty_block(found, K) if result is None else result
-                put(result, start, found)
-                start = stop
-                del found
+            found = attempt(work, start, stop)
+            if found is None:
+                width = (stop - start) // 2
                 continue
-            # Here the error is gone, and with it the tensors that its traceback held.
-            width = (stop - start) // 2
-            if not told:
-                warn_of_halving(stop - start, "multiplied")
-            told = True
+            if stop - start == K:
+                return found
+            result = empty_block(found, K) if result is None else result
+            put(result, start, found)
+            start = stop
+            del found
         return result
 
     return apply
@@ -177,14 +170,35 @@ class BlockHalved(UserWarning):
     """Memory did not suffice for a block of columns: they are solved for, or multiplied, in smaller ones."""
 
 
-def warn_of_halving(failed: int, what: str) -> None:
-    """Say that so many columns were too many, what is done with half of them, and what to do."""
-    warnings.warn(
-        f"out of memory with {failed} columns together: {failed // 2} are {what} at a time, or fewer where these do "
-        "not fit either. A memory_budget prevents the attempts that fail.",
-        BlockHalved,
-        stacklevel=5,
-    )
+@dataclass
+class Halving:
+    """Work on columns together that may run out of memory; one warning says what is then done with half of them."""
+
+    what: str
+    told: bool = False
+
+    def attempt(self, work: Callable[[int, int], Outcome], start: int, stop: int) -> Outcome | None:
+        """The outcome of the work on these columns, None where half of them are to be tried.
+
+        Raises OutOfMemoryError, with what to do, where memory does not suffice for one column.
+        """
+        try:
+            return work(start, stop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if stop - start <= 1:
+                raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
+        # Here the error is gone, and with it the tensors that its traceback held.
+        if not self.told:
+            warnings.warn(
+                f"out of memory with {stop - start} columns together: {(stop - start) // 2} are {self.what} at a "
+                "time, or fewer where these do not fit either. A memory_budget prevents the attempts that fail.",
+                BlockHalved,
+                stacklevel=5,
+            )
+        self.told = True
+        return None
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -17,14 +17,12 @@ from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_limits
 from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import (
-    NO_ROOM,
+    Halving,
     Multiply,
     columns_at_a_time,
     holding,
-    is_out_of_memory,
     room_for,
     vector_bytes,
-    warn_of_halving,
 )
 from curvops.linalg.core.results import Reason, Solution, converged, joined_histories
 from curvops.linalg.core.usable import UsableColumns
@@ -218,36 +216,28 @@ def _in_groups(
     column, K = vectors * vector_bytes(describe(A)), max(B.shape[1], 1)
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     found: list[Solution] = []
-    X, start, halved = B, 0, False
+    X, start, halving = B, 0, Halving("solved for")
     widths: list[int] = kept.state or [width]  # of the groups so far: a run that goes on makes the same
     kept.save(lambda: widths, now=True)
+
+    def work(start: int, stop: int) -> Solution:
+        with holding(A, width * column):
+            return solve(part(B, start, stop), None if X0 is None else part(X0, start, stop))
+
     while start < K:
         width = widths[min(len(found), len(widths) - 1)]
         stop = min(K, start + width)
-        try:
-            with holding(A, width * column):
-                one = solve(part(B, start, stop), None if X0 is None else part(X0, start, stop))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if stop - start == 1:
-                raise torch.OutOfMemoryError(f"{error} {NO_ROOM}") from error
-            failed = stop - start
+        one = halving.attempt(work, start, stop)
+        if one is None:
+            widths = [*(len(other.reasons) for other in found), (stop - start) // 2]
+            kept.save(partial(list, widths), now=True)
+        elif stop - start == K:
+            return one
         else:
-            if stop - start == K:
-                return one
             X = empty_block(one.x, K) if start == 0 else X
             put(X, start, one.x)
             found.append(replace(one, x=X))  # its own is freed
             start = stop
-            continue
-        # Here the error is gone, and with it the tensors that its traceback held.
-        width = failed // 2
-        widths = [*(len(one.reasons) for one in found), width]
-        kept.save(partial(list, widths), now=True)
-        if not halved:
-            warn_of_halving(failed, "solved for")
-        halved = True
     return _joined(found, X)
 
 
