@@ -407,7 +407,7 @@ def laplace(
     curvatures cost nothing here.
     """
     check_linearization(lin)
-    prior = as_prior(prior_precision, prior_mean, lin)
+    prior = as_prior(prior_precision, prior_mean, lin.model, lin)
     temperature = checked_number("temperature", temperature)
     operator = checked_curvature(curvature, lin)
     return checked_posterior(Laplace(lin, operator, prior, CurvatureCache(lin, operator), temperature), check_mode)

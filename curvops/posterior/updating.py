@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from curvops.checks import check_flag
+from curvops.network.model.model import Model
 from curvops.operators import Linearization
 from curvops.posterior import continual
 from curvops.posterior.arguments import check_accuracy, check_linearization, checked_curvature
@@ -30,22 +31,25 @@ Updated = TypeVar("Updated", bound=Any)
 """Of `Laplace`, whose class calls these functions."""
 
 
-def as_prior(prior_precision: Any, prior_mean: Any, lin: Linearization) -> Prior:
-    """The prior that a user's arguments mean, an earlier posterior among them; raises as `read_prior` does."""
+def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Linearization | None = None) -> Prior:
+    """Return the prior that a user's arguments mean, as `read_prior` does, or that an earlier posterior stands for.
+
+    The data of the posterior must not be those of the linearisation.
+    """
     if not isinstance(prior_precision, GaussianWeights):
-        return read_prior(prior_precision, prior_mean, lin.model)
+        return read_prior(prior_precision, prior_mean, network)
     if not (isinstance(prior_mean, float | int) and prior_mean == 0):
         raise ValueError(
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
-    kept, _ = prior_precision.prior_for(lin)
-    return read_prior(kept, prior_precision.mean, lin.model, posterior=True)
+    kept = prior_precision.detached_precision if lin is None else prior_precision.prior_for(lin)[0]
+    return read_prior(kept, prior_precision.mean, network, posterior=True)
 
 
 def under_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
     """The posterior under another prior, with the same cache."""
-    prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin)
+    prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin.model, post.lin)
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
         prior = replace(prior, mean=post.prior_mean)
     require_usable(post.cache, prior)

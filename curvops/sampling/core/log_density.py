@@ -24,8 +24,7 @@ from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.operators.linearized.linearize import at_positions, checked_layout, output_shape
-from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.priors import Prior, read_prior
+from curvops.posterior.priors import Prior
 from curvops.posterior.updating import as_prior
 from curvops.sampling.core.state import State
 
@@ -250,7 +249,7 @@ def log_posterior(
         twice = [name for name, value in given.items() if value is not None]
         if twice:
             raise ValueError(f"the linearisation brings {', '.join(twice)}: leave that out.")
-        prior = as_prior(prior_precision, prior_mean, model)
+        prior = as_prior(prior_precision, prior_mean, model.model, model)
         known = [model.likelihood]
         return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
     if isinstance(parameters, str) and parameters == "last_layer":
@@ -266,15 +265,7 @@ def log_posterior(
     else:  # read at the first batch, whose shapes it needs
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
-    return LogPosterior(network, _prior(prior_precision, prior_mean, network), size, weights, likelihood)
-
-
-def _prior(prior_precision: Any, prior_mean: Any, network: Model) -> Prior:
-    if not isinstance(prior_precision, GaussianWeights):
-        return read_prior(prior_precision, prior_mean, network)
-    if not (isinstance(prior_mean, float | int) and prior_mean == 0):
-        raise ValueError("prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out.")
-    return read_prior(prior_precision.detached_precision, prior_precision.mean, network)
+    return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
 
 def in_order(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
