@@ -33,7 +33,7 @@ from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
+from curvops.network.model.parameters import Blocks, Layout
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
@@ -151,9 +151,7 @@ class Rows:
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         flat = cotangents.flatten(1) @ self.jacobian.flatten(0, 1)
-        shapes = [self.layer.shape_of(local) for local in self.layer.names]
-        parts = flat.split([shape.numel() for shape in shapes], 1)
-        return {local: part.unflatten(1, shape) for local, part, shape in zip(self.layer.names, parts, shapes)}
+        return Layout(tuple(self.layer.names), tuple(map(self.layer.shape_of, self.layer.names))).named(flat)
 
     def at(self, points: slice) -> Rows:
         return replace(self, jacobian=self.jacobian[points])

@@ -90,8 +90,7 @@ class Model:
         """The selected parameters by name, views of the snapshot."""
         flat, views = self._views
         if flat is not self._flat:
-            parts = self._flat.split([shape.numel() for shape in self.selection.shapes])
-            views = {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+            views = self.selection.named(self._flat)
             self._views = self._flat, views
         return dict(views)
 
@@ -99,8 +98,7 @@ class Model:
         """Selected parameters by name, entries outside a subnetwork as in the snapshot."""
         index = self.selection.index
         flat = weights if index is None else self._flat.to(weights.dtype).index_copy(0, index, weights)
-        parts = flat.split([shape.numel() for shape in self.selection.shapes])
-        return {n: part.view(s) for n, s, part in zip(self.selection.names, self.selection.shapes, parts)}
+        return self.selection.named(flat)
 
     def at(self, weights: Float[Tensor, " D"]) -> Model:
         """The same network with other values of the selected parameters, copied."""

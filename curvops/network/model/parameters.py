@@ -8,32 +8,51 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 Blocks = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
-    """The selected parameters, by name, as one vector of length D.
-
-    `index` (D,) picks entries out of the concatenated tensors for a subnetwork; None takes all of them.
-    """
+class Layout:
+    """Names and shapes of tensors, in the order in which they lie in a vector (d,)."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
+
+    @property
+    def size(self) -> int:
+        """d."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
+        """The tensors (*k, *shape) in their order, views of the vector."""
+        parts = vector.split([shape.numel() for shape in self.shapes], -1)
+        return [part.view(part.shape[:-1] + shape) for shape, part in zip(self.shapes, parts)]
+
+    def named(self, vector: Shaped[Tensor, "*k d"]) -> Blocks:
+        """The tensors (*k, *shape) by name, views of the vector."""
+        return dict(zip(self.names, self.parts(vector)))
+
+    def concatenate(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
+        """The vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
+        return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection(Layout):
+    """The selected parameters, by name, as one vector of length D.
+
+    `index` (D,) picks entries out of the concatenated tensors, `size` in all, for a subnetwork; None takes all of them.
+    """
+
     index: Int[Tensor, " D"] | None = None
 
     @property
     def num_parameters(self) -> int:
         """D."""
         return self.size if self.index is None else len(self.index)
-
-    @property
-    def size(self) -> int:
-        """The entries in all tensors that the selection touches."""
-        return sum(shape.numel() for shape in self.shapes)
 
     def size_of(self, names: Collection[str]) -> int:
         """The entries in the named tensors."""
@@ -44,8 +63,7 @@ class Selection:
         full = torch.arange(self.size)
         if self.index is not None:
             full = torch.full_like(full, -1).index_copy(0, self.index.cpu(), torch.arange(len(self.index)))
-        parts = full.split([shape.numel() for shape in self.shapes])
-        return {name: part.view(shape) for name, shape, part in zip(self.names, self.shapes, parts)}
+        return self.named(full)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector. Raises ValueError for a missing name or a wrong shape."""
@@ -54,7 +72,7 @@ class Selection:
                 raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")
             if tensors[name].shape != shape:
                 raise ValueError(f"{name!r} has shape {tuple(tensors[name].shape)}, expected {tuple(shape)}.")
-        vector = torch.cat([tensors[name].reshape(-1) for name in self.names])
+        vector = self.concatenate([tensors[name] for name in self.names])
         return vector if self.index is None else vector[self.index]
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
@@ -66,13 +84,11 @@ class Selection:
         rows = block.mT
         if self.index is not None:
             rows = rows.new_zeros(rows.shape[0], self.size).index_copy(1, self.index, rows)
-        parts = rows.split([shape.numel() for shape in self.shapes], dim=1)
-        return {n: part.reshape(len(rows), *shape) for n, shape, part in zip(self.names, self.shapes, parts)}
+        return self.named(rows)
 
     def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
         """`{name: (K, *shape)}` as a block of vectors, stored as `(K, D).mT`."""
-        sizes = {name: shape.numel() for name, shape in zip(self.names, self.shapes)}
-        rows = torch.cat([blocks[name].reshape(-1, size) for name, size in sizes.items() if size], dim=1)
+        rows = self.concatenate([blocks[name] for name in self.names], 1)
         return (rows if self.index is None else rows[:, self.index]).mT
 
 

@@ -94,7 +94,7 @@ class Evaluation:
                 f"log_posterior does not depend on {', '.join(missing)}: leave them out of params, or give them a "
                 "prior."
             )
-        return value.detach(), structure.join([each for each in gradients if each is not None], theta.ndim - 1)
+        return value.detach(), structure.concatenate([each for each in gradients if each is not None], theta.ndim - 1)
 
     def _called(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
         def call(*tensors: Tensor) -> Tensor:

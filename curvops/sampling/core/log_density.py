@@ -295,7 +295,7 @@ def in_order(lin: Linearization, tensors: Any, leading: int, what: str) -> Float
                 f"{what}[{name!r}] are of shape {tuple(named[name].shape[leading:])}, the network's own of "
                 f"{tuple(shape)}: they are of another network."
             )
-    return torch.cat([named[name].flatten(leading) for name in selection.names if named[name].numel()], leading)
+    return selection.concatenate([named[name] for name in selection.names], leading)
 
 
 def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:

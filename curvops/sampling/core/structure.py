@@ -11,31 +11,17 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from curvops.network.model.parameters import Layout
+
 
 @dataclass(frozen=True, eq=False)
-class Structure:
-    """Names and shapes of a tree's tensors, in the order in which they lie in the vector (d,)."""
+class Structure(Layout):
+    """A tree's tensors as they lie in the vector (d,), and what the tree is (`spec`)."""
 
     spec: Any
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
 
     def __repr__(self) -> str:
         return f"Structure({len(self.names)} tensors, d={self.size})"
-
-    @property
-    def size(self) -> int:
-        """d."""
-        return sum(shape.numel() for shape in self.shapes)
-
-    def parts(self, vector: Float[Tensor, "*k d"]) -> list[Tensor]:
-        """The tensors (*k, *shape) in their order, views of the vector."""
-        parts = vector.split([shape.numel() for shape in self.shapes], -1)
-        return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for shape, part in zip(self.shapes, parts)]
-
-    def join(self, parts: Sequence[Tensor], leading: int = 0) -> Float[Tensor, "*k d"]:
-        """The vector of tensors (*k, *shape), a copy; `leading` is how many dimensions k has."""
-        return torch.cat([part.flatten(leading) if part.ndim > leading else part.unsqueeze(-1) for part in parts], -1)
 
     def tree(self, parts: Sequence[Tensor]) -> Any:
         """The tensors as the tree that the user gave: a mapping by name, a tuple, one tensor, …"""
@@ -79,8 +65,8 @@ def flattened(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
                 )
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"{name} holds NaN or Inf.")
-    structure = Structure(spec, tuple(leaves), tuple(leaf.shape for leaf in leaves.values()))
-    return structure.join(list(leaves.values())), structure
+    structure = Structure(tuple(leaves), tuple(leaf.shape for leaf in leaves.values()), spec)
+    return structure.concatenate(list(leaves.values())), structure
 
 
 def flattened_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
