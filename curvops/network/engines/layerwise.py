@@ -33,7 +33,7 @@ from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.rules.linear import LinearRule
 from curvops.network.likelihoods.output_fisher import IDENTITY, Root
 from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks, Layout
+from curvops.network.model.parameters import Blocks, FlatLayout
 
 Owners = dict[nn.Module, dict[str, str]]
 COLUMN_BYTES = 2**22
@@ -151,7 +151,7 @@ class Rows:
 
     def pull(self, cotangents: Float[Tensor, "K n R"]) -> Local:
         flat = cotangents.flatten(1) @ self.jacobian.flatten(0, 1)
-        return Layout(tuple(self.layer.names), tuple(map(self.layer.shape_of, self.layer.names))).named(flat)
+        return FlatLayout(tuple(self.layer.names), tuple(map(self.layer.shape_of, self.layer.names))).named(flat)
 
     def at(self, points: slice) -> Rows:
         return replace(self, jacobian=self.jacobian[points])

@@ -15,7 +15,7 @@ Blocks = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class FlatLayout:
     """Names and shapes of tensors, in the order in which they lie in a vector (d,)."""
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Selection(Layout):
+class Selection(FlatLayout):
     """The selected parameters, by name, as one vector of length D.
 
     `index` (D,) picks entries out of the concatenated tensors, `size` in all, for a subnetwork; None takes all of them.

@@ -11,11 +11,11 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from curvops.network.model.parameters import Layout
+from curvops.network.model.parameters import FlatLayout
 
 
 @dataclass(frozen=True, eq=False)
-class Structure(Layout):
+class Structure(FlatLayout):
     """A tree's tensors as they lie in the vector (d,), and what the tree is (`spec`)."""
 
     spec: Any
