@@ -32,6 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from curvops import storage
 from curvops.progress import in_force
@@ -366,24 +367,17 @@ def _difference(name: str, known: Any, given: Any) -> str:
 
 def _packed(tree: Any) -> Any:
     """The tree with tensors of accelerators marked as such."""
-    if isinstance(tree, Tensor):
-        return tree if tree.device.type == "cpu" else {"on accelerator": tree}
-    if isinstance(tree, Mapping):
-        return {key: _packed(value) for key, value in tree.items()}
-    return [_packed(value) for value in tree] if isinstance(tree, list | tuple) else tree
+    return tree_map_only(Tensor, lambda t: t if t.device.type == "cpu" else {"on accelerator": t}, tree)
 
 
 def _unpacked(tree: Any, device: torch.device | None) -> Any:
-    if isinstance(tree, dict):
-        if "on accelerator" in tree:
-            return tree["on accelerator"].to(device)
-        return {key: _unpacked(value, device) for key, value in tree.items()}
-    return [_unpacked(value, device) for value in tree] if isinstance(tree, list) else tree
+    """The tree with the tensors that were of accelerators on this device."""
+    return tree_map(lambda x: x["on accelerator"].to(device) if _is_marked(x) else x, tree, is_leaf=_is_marked)
+
+
+def _is_marked(tree: Any) -> bool:
+    return isinstance(tree, dict) and "on accelerator" in tree
 
 
 def _nbytes(tree: Any) -> int:
-    if isinstance(tree, Tensor):
-        return tree.nbytes
-    if isinstance(tree, Mapping):
-        return sum(map(_nbytes, tree.values()))
-    return sum(map(_nbytes, tree)) if isinstance(tree, list | tuple) else 0
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

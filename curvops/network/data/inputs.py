@@ -7,11 +7,12 @@ same leading dimension n, the number of points. NumPy arrays become tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
 from curvops.network.data.given import tensor_of
 
@@ -75,30 +76,28 @@ def num_points(inputs: Inputs) -> int:
 
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
     """The points in a slice, as views; those at some positions, as copies."""
-    return _each(inputs, lambda tensor: tensor[index])
+    return tree_map(lambda tensor: tensor[index], inputs)
 
 
 def first_of(inputs: Inputs) -> Inputs:
     """At most two points, to try a model on; of none a point of zeros."""
-    return take(inputs, slice(0, 2)) if num_points(inputs) else _each(inputs, lambda t: t.new_zeros(1, *t.shape[1:]))
+    return take(inputs, slice(0, 2)) if num_points(inputs) else tree_map(lambda t: t.new_zeros(1, *t.shape[1:]), inputs)
 
 
 def copy(inputs: Inputs) -> Inputs:
     """The inputs in memory of their own."""
-    return _each(inputs, torch.clone)
+    return tree_map(torch.clone, inputs)
 
 
 def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
     """The inputs with other tensors in the place of those named, and the rest without a graph."""
     found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
-    if isinstance(inputs, Tensor):
-        return found[0]
-    return tuple(found) if isinstance(inputs, tuple) else dict(zip(inputs, found))
+    return tree_unflatten(found, tree_structure(inputs))
 
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
     """The inputs on a device, with floating tensors (and no others) cast to ``dtype``. None leaves as it is."""
-    return _each(inputs, lambda tensor: move_tensor(tensor, device, dtype))
+    return tree_map(lambda tensor: move_tensor(tensor, device, dtype), inputs)
 
 
 def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
@@ -121,14 +120,6 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     """
     low, high = torch.stack(tensor.detach().aminmax()).tolist()
     return low, high
-
-
-def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    if isinstance(inputs, Tensor):
-        return change(inputs)
-    if isinstance(inputs, tuple):
-        return tuple(change(part) for part in inputs)
-    return {name: change(part) for name, part in inputs.items()}
 
 
 def _kind(x: object) -> str:

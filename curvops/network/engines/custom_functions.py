@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from curvops.network.engines.replay import tensors_in
 from curvops.network.model.model import Model
 
 
@@ -25,7 +25,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
 
     def note(values: Any) -> None:
         """What is new in the graph behind these ran in the module that is running."""
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             found.update(dict.fromkeys(f"{running[-1]} ({name})" for name in _found(tensor, seen)))
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -60,10 +60,3 @@ def _found(tensor: Tensor, seen: set[Node]) -> list[str]:
             names.append(function.__name__)
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
     return names
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]

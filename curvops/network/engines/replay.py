@@ -80,7 +80,7 @@ class Replay:
     def nbytes(self, apart: Iterable[Tensor]) -> int:
         """Bytes of the constants, those in the memory of the tensors in `apart` left out."""
         held = Held(apart)
-        kept = (tensor for step in self._steps for tensor in _tensors(step.args))
+        kept = (tensor for step in self._steps for tensor in tensors_in(step.args))
         extents = {extent(tensor) for tensor in kept if _stored(tensor) and tensor not in held}
         return sum(end - start for start, end in extents)
 
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             self._copy_what_shares(tensor)
         found = func(*args, **kwargs)
-        if not any(id(tensor) in self._slot_of for tensor in _tensors([args, kwargs])):
+        if not any(id(tensor) in self._slot_of for tensor in tensors_in([args, kwargs])):
             return found
         given = set(self._given.values())
         slots = [self._slot_of.get(id(tensor)) for tensor in written]
@@ -166,7 +166,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += _tensors([value])
+            found += tensors_in([value])
     return found
 
 
@@ -224,7 +224,8 @@ def _of_kind(values: Any, kind: type) -> list[Any]:
     return [found for part in parts for found in _of_kind(part, kind)]
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts of any class."""
     return _of_kind(values, Tensor)
 
 

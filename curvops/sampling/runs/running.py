@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
@@ -238,9 +239,7 @@ def _options(sampler: Transition) -> dict[str, str]:
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return {key: _placed(each, device) for key, each in value.items()} if isinstance(value, dict) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 DECAY = 0.75
