@@ -234,6 +234,7 @@ class Passes:
         total: Tensor | None = None
         for part in parts:
             total = accumulate(total, part)
+            del part  # before the next is made
         assert total is not None  # linearize refuses empty data
         return total
 
