@@ -51,7 +51,7 @@ def grid(
     found: list[Evidence] = []
     for value in values:
         start = found[-1].theta if found else None
-        found.append(find_evidence(post.with_prior(value), start, rtol, generator, at))
+        found.append(find_evidence(post.cache, post.with_prior(value).prior, start, rtol, generator, at))
     return found
 
 

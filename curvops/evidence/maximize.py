@@ -118,7 +118,8 @@ def _searched(
     def loss(log_precision: float) -> float:
         nonlocal theta
         with torch.no_grad():
-            found = find_evidence(post.with_prior(math.exp(log_precision)), theta, rtol, generator, mode)
+            at = post.with_prior(math.exp(log_precision))
+            found = find_evidence(at.cache, at.prior, theta, rtol, generator, mode)
         theta = found.theta
         return -float(found.value)
 

@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -43,7 +43,6 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.reading import require_no_gradient
 from curvops.posterior.data_terms import data_terms, power_of
-from curvops.posterior.priors import Prior
 from curvops.records import from_record
 
 SKETCHES = ("weights", "functions")
@@ -214,28 +213,3 @@ class CurvatureCache:
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether the curvature follows a tensor, and has gradients for it."""
         return any(tensor is other for other in self.curvature.representation())
-
-
-@runtime_checkable
-class LaplaceParts(Protocol):
-    """The parts of a Laplace posterior that functions answer its questions from."""
-
-    @property
-    def lin(self) -> Linearization:
-        """The linearisation."""
-
-    @property
-    def curvature(self) -> LinearOperator:
-        """G."""
-
-    @property
-    def prior(self) -> Prior:
-        """N(m, A⁻¹)."""
-
-    @property
-    def cache(self) -> CurvatureCache:
-        """All that is known of the curvature and its likelihood."""
-
-    @property
-    def temperature(self) -> float:
-        """T."""

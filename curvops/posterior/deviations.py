@@ -28,7 +28,7 @@ from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import mean_of
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
-from curvops.posterior.curvature_cache import CurvatureCache, LaplaceParts
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.linear_mode import REMEDIES
 from curvops.posterior.noise import Noise
 from curvops.posterior.precision import for_columns, preconditioner, route_of
@@ -130,13 +130,20 @@ class Systems:
 
 
 def draw_deviations(
-    post: LaplaceParts, k: int, noise: Noise, method: Any, x0: Float[Tensor, "D k"] | None, rtol: float
+    cache: CurvatureCache,
+    prior: Prior,
+    temperature: float,
+    k: int,
+    noise: Noise,
+    method: Any,
+    x0: Float[Tensor, "D k"] | None,
+    rtol: float,
 ) -> Deviations:
     """Draw from N(0, T P⁻¹); NotSolved where a draw failed. "cg" and closed forms have gradients in P.
 
     Raises ValueError for a method that does not fit, TypeError for no method.
     """
-    cache, prior, root = post.cache, post.prior, math.sqrt(post.temperature)
+    root = math.sqrt(temperature)
     asked = "sgd" if isinstance(method, StochasticDescent) else method
     if not (asked is None or isinstance(asked, str)):
         raise TypeError(f"method must be one of {METHODS}, a co.StochasticDescent or None, got {method!r}.")
@@ -144,7 +151,7 @@ def draw_deviations(
         check_choice("method", asked, METHODS)
     route, why_not = route_of(cache, prior, k, asked)
     if route is None:
-        kind = type(post.curvature).__name__
+        kind = type(cache.curvature).__name__
         raise ValueError(f"method={asked!r} with {kind} + prior: {why_not}; use method='cg'.")
     P = for_columns(cache, prior, k) if route.name == "formed matrix" else prior.plus(cache.curvature)
     systems = Systems(cache, prior, noise, range(k), route.name, P)

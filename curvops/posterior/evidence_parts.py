@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.posterior.curvature_cache import LaplaceParts
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.determinants import count_parameters, log_ratio
 from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
+from curvops.posterior.priors import Prior
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,16 +75,21 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def find_evidence(
-    post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float, generator: torch.Generator | None, mode: str
+    cache: CurvatureCache,
+    prior: Prior,
+    start: Float[Tensor, " D"] | None,
+    rtol: float,
+    generator: torch.Generator | None,
+    mode: str,
 ) -> Evidence:
     """Compute the log evidence with its parts; the search for the linear model's mode begins at `start`."""
-    cache, prior, theta = post.cache, post.prior, post.lin.theta
+    theta = cache.lin.theta
     cache.require_gradients()
     if mode == "map":  # refuses data that are not known, before products are spent
         log_likelihood, reason = cache.log_likelihood(), None
     else:
-        found = find_mode(post, start)
-        theta, log_likelihood = found.theta, linear_log_likelihood(post, found.theta)
+        found = find_mode(cache, prior, start)
+        theta, log_likelihood = found.theta, linear_log_likelihood(cache, found.theta)
         reason = None if found.converged else found.reason
     ratio = log_ratio(cache, prior, rtol, generator)
     ratio = ratio if reason is None else replace(ratio, reason=reason)
@@ -93,14 +99,14 @@ def find_evidence(
         log_likelihood=log_likelihood,
         scatter=scatter,
         log_determinant_ratio=ratio,
-        count=partial(count_of, post, rtol, generator),
+        count=partial(count_of, cache, prior, rtol, generator),
         theta=theta,
         mode=mode,
         power=cache.power,
     )
 
 
-def count_of(post: LaplaceParts, rtol: float, generator: torch.Generator | None) -> Estimate:
+def count_of(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
     """γ = tr(P⁻¹G) at the present hyperparameters."""
-    post.cache.require_gradients()
-    return count_parameters(post.cache, post.prior, rtol, generator)
+    cache.require_gradients()
+    return count_parameters(cache, prior, rtol, generator)

@@ -191,7 +191,9 @@ class Laplace(GaussianWeights):
         known = kept.also("noise", lambda: noise)
         noise = noise if known is None else from_record(Noise, known)
         kept.save(dict, now=True)
-        return kept.finish(draw_deviations(self, k, noise, method, start, float(rtol)))
+        return kept.finish(
+            draw_deviations(self.cache, self.prior, self.temperature, k, noise, method, start, float(rtol))
+        )
 
     @resumable
     def linear_mode(
@@ -228,11 +230,12 @@ class Laplace(GaussianWeights):
         check_accuracy(rtol)
         start = None if x0 is None else checked_draws(torch.atleast_2d(x0), self.mean, "x0", 1)[0]
         most = checked_count(maxiter)
-        self.cache.known_data("the mode of the linear model")
-        kept = begin("linear_mode", checkpoint, partial(problem_of_mode, self), self.mean.device, parts=True)
+        kept = begin(
+            "linear_mode", checkpoint, partial(problem_of_mode, self.cache, self.prior), self.mean.device, parts=True
+        )
         if kept.done:
             return kept.result(LinearMode)
-        return kept.finish(find_mode(self, start, float(rtol), most))
+        return kept.finish(find_mode(self.cache, self.prior, start, float(rtol), most))
 
     def plan(self, columns: int = 1) -> SolvePlan:
         """Return how draws, rows of J in predictions, and the evidence would be computed, and why.
@@ -309,7 +312,7 @@ class Laplace(GaussianWeights):
                 (GGN(lin) + GGN(lin), 0.5 * GGN(lin_a) + GGN(lin_b)); or one operator in a sum does not record its data.
         """
         check_accuracy(rtol, generator)
-        return find_evidence(self, None, rtol, generator, checked_mode(mode, self.lin))
+        return find_evidence(self.cache, self.prior, None, rtol, generator, checked_mode(mode, self.lin))
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
         """tr(P⁻¹G), the number of directions in weight space that the data determine.
@@ -326,7 +329,7 @@ class Laplace(GaussianWeights):
             ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
-        return count_of(self, rtol, generator)
+        return count_of(self.cache, self.prior, rtol, generator)
 
     def update(
         self,

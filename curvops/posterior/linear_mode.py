@@ -25,7 +25,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
-from curvops.posterior.curvature_cache import LaplaceParts
+from curvops.posterior.curvature_cache import CurvatureCache
 from curvops.posterior.newton import ROUNDINGS, Point, minimise
 from curvops.posterior.precision import preconditioner, solving_kernel
 from curvops.posterior.priors import Prior
@@ -122,14 +122,13 @@ class _LinearModel(Point):
 
 @torch.no_grad()
 def find_mode(
-    post: LaplaceParts, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
+    cache: CurvatureCache, prior: Prior, start: Float[Tensor, " D"] | None, rtol: float = 1e-6, maxiter: int = 50
 ) -> LinearMode:
     """Find θ̄ from `start` (None: θ*), preconditioned by the posterior's own precision where that is known.
 
     Where J Jᵀ is formed, Newton's method begins at the mode of function space. The run in force keeps the steps.
     """
-    cache, prior, kept = post.cache, post.prior, current()
-    lins, theta = cache.known_data("the mode of the linear model"), post.lin.theta
+    kept, lins, theta = current(), cache.known_data("the mode of the linear model"), cache.lin.theta
     for lin in lins if kept else ():
         lin.memory.expect_many()  # the engine that serves the run from its first product to its last
     at = partial(_LinearModel, lins, prior, cache.power)
@@ -143,7 +142,7 @@ def find_mode(
     else:
         delta, steps, matvecs = (kept.state[name] for name in ("delta", "steps", "matvecs"))
         model = at(delta)
-    ours = is_psd(post.curvature) and prior.plus(post.curvature)._closed_form() is None
+    ours = is_psd(cache.curvature) and prior.plus(cache.curvature)._closed_form() is None
     sketch = None
 
     def step_at(model: _LinearModel, steps: int) -> Tensor:
@@ -157,7 +156,7 @@ def find_mode(
         else:
             if sketch is None or not kept:  # one for all steps of a run that is kept
                 with kept.naming("preconditioner"):
-                    sketch = _preconditioner(post)
+                    sketch = _preconditioner(cache, prior)
             M, spent = sketch
             spent = 0 if kept and steps else spent
         found = cg(precision, -model.gradient, preconditioner=M, rtol=goal)
@@ -173,24 +172,24 @@ def find_mode(
     return LinearMode(model.theta, log_likelihood, model.relative, reason, steps, matvecs)
 
 
-def _preconditioner(post: LaplaceParts) -> tuple[Any, int]:
+def _preconditioner(cache: CurvatureCache, prior: Prior) -> tuple[Any, int]:
     """Return M ≈ P⁻¹ at θ*, and the products that it took."""
-    if (kernel := solving_kernel(post.cache, post.prior)) is not None:
-        return kernel.inverse_of_weights(float(post.prior.precision)), 0
-    return preconditioner(post.cache, post.prior.plus(post.curvature), 1)
+    if (kernel := solving_kernel(cache, prior)) is not None:
+        return kernel.inverse_of_weights(float(prior.precision)), 0
+    return preconditioner(cache, prior.plus(cache.curvature), 1)
 
 
-def problem_of_mode(post: LaplaceParts) -> dict[str, Any]:
+def problem_of_mode(cache: CurvatureCache, prior: Prior) -> dict[str, Any]:
     """Return what distinguishes the problem from others in a checkpoint, by name."""
-    lins, prior, power = post.cache.data, post.prior, post.cache.power
+    lins, power = cache.known_data("the mode of the linear model"), cache.power
     total: LinearOperator = GGN(lins[0])
     for lin in lins[1:]:
         total = total + GGN(lin)
     return problem_of(prior.plus(total)) | {"the prior's mean": digest([prior.mean]), "the power": power}
 
 
-def linear_log_likelihood(post: LaplaceParts, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
+def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
     """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
-    delta = theta - post.lin.theta
-    parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in post.cache.known_data("the log evidence")]
-    return post.cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()
+    delta = theta - cache.lin.theta
+    parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in cache.known_data("the log evidence")]
+    return cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()
