@@ -18,10 +18,10 @@ from torch import Tensor
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, added
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
-from curvops.linalg.estimators.carried_gradients import carried
+from curvops.linalg.estimators.carried_gradients import attach_gradient
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, definite_logdet, dense_spectrum
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.closed_form import ClosedForm
@@ -95,11 +95,12 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
     unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
-        found, inverse = spectrum.beside(A.detach(), rtol)
-        return carried(found + reference.detach(), precision, lambda _: [(inverse.to(unit), unit)]) + (-reference)
+        found, inverse = spectrum.plus_diagonal(A.detach(), rtol)
+        pairs = [(inverse.to(unit), unit)]
+        return attach_gradient(found + reference.detach(), precision, lambda _: pairs) + (-reference)
     shift = float(A.detach())
     found = single(spectrum.logdet([shift], rtol))
-    return carried(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
+    return attach_gradient(found, precision, lambda _: [(spectrum.inverse(shift, unit.dtype), unit)]) + (-reference)
 
 
 def _ratio_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
@@ -111,7 +112,7 @@ def _ratio_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: t
             "the prior operator is singular, so that the prior is improper and there is no evidence: add a number "
             "to its diagonal, prior.add_diagonal(1e-3)."
         ) from error
-    return added(_logdet_of(prior.plus(cache.curvature), rtol, generator), reference * -1.0)
+    return add_estimates(_logdet_of(prior.plus(cache.curvature), rtol, generator), reference * -1.0)
 
 
 def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) -> Estimate:
@@ -149,7 +150,7 @@ def _count_above(
 ) -> Estimate:
     system, taken = _route(cache, prior, rtol)
     if taken == "spectrum" and A.ndim:
-        found, inverse = decomposed(cache).beside(A.detach(), rtol)
+        found, inverse = decomposed(cache).plus_diagonal(A.detach(), rtol)
         shares = 1 - A.detach().double() * inverse.diagonal()
         # δ tr P⁻¹ bounds the change of γ as well, since tr P⁻¹AP⁻¹ is no more than tr P⁻¹.
         return Estimate.rounded(shares.sum(), found.bias_bound, rtol, found.matvecs)
@@ -170,7 +171,7 @@ def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: t
     """tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
     if len(cache.lin.theta) <= routes.WHOLE:
         known = decomposed(cache)
-        G = known.semidefinite()
+        G = known.semidefinite_part()
         if prior.error_of_sum(cache.curvature) is None:
             P = G + prior.precision.to_dense().double()
         else:  # the sum kept is another
@@ -202,7 +203,7 @@ def shares_of_weights(
             return _count_above(cache, prior, A, rtol, generator)
         if _route(cache, prior, rtol)[1] != "spectrum":
             return None
-        found, inverse = decomposed(cache).beside(A, rtol)
+        found, inverse = decomposed(cache).plus_diagonal(A, rtol)
         # P⁻¹ − (P + E)⁻¹ = P⁻¹E(P + E)⁻¹ with ‖E‖ ≤ δ and P + E ≥ A; `found` has δ tr P⁻¹.
         delta, A = found.bias_bound / inverse.trace(), A.double()
         error = (delta * (A / A.min()).sqrt() * inverse.square().sum(0).sqrt()).clamp_max(1)
@@ -224,7 +225,7 @@ def normal_mode(cache: CurvatureCache, prior: Prior) -> Float[Tensor, " D"] | No
         each = replace(prior, precision=A.expand_as(theta))
         if _route(cache, each, 1.0)[1] != "spectrum":
             return None
-        _, inverse = decomposed(cache).beside(A.expand_as(theta), 1.0)
+        _, inverse = decomposed(cache).plus_diagonal(A.expand_as(theta), 1.0)
         gradient = cache.gradient()
         assert gradient is not None
         return theta - (inverse @ (gradient + prior.gradient(theta)).double()).to(theta)

@@ -20,12 +20,12 @@ from curvops.checkpoint import current
 from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.memory import Memories, held_in, solved_at_a_time
+from curvops.linalg.core.memory import Memories, hold, solved_at_a_time
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
-from curvops.linalg.estimators.hutchinson import mean_of
+from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
 from curvops.posterior.curvature_cache import CurvatureCache
@@ -179,7 +179,7 @@ def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Dev
     draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
         part = systems.columns[start : start + width]
-        with held_in(systems.memories, beside):
+        with hold(systems.memories, beside):
             guess = None if x0 is None else x0[:, start : start + width]
             each = _together(replace(systems, columns=part), chosen, guess, rtol)
         place = draws[start : start + len(part)].copy_(each.draws)
@@ -288,7 +288,7 @@ def trace(M: LinearOperator, draws: Float[Tensor, "k D"]) -> Estimate:
     samples = inner(vectors, M._matmul(vectors))
     if len(samples) < 2:
         raise ValueError("one draw gives no standard error; take two or more.")
-    return mean_of(samples, len(samples))
+    return sample_mean(samples, len(samples))
 
 
 class NotSolved(NotConverged):

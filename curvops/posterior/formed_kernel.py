@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, current, named_part
 from curvops.linalg import Estimate
-from curvops.linalg.core.memory import OF_PRODUCT, holding, keep, vector_bytes
+from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_bytes
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.estimators.brackets import single
@@ -33,7 +33,7 @@ from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.posterior.newton import Point, minimise
 
 NAME = "J Jᵀ"
-BESIDE = OF_PRODUCT + 2
+BESIDE = PRODUCT_VECTORS + 2
 """Vectors of the size of the weights that finding a mode takes: a product's, θ and θ − θ*."""
 MOST_STEPS = 50
 

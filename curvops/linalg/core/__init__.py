@@ -1,1 +1,1 @@
-"""What every algorithm shares: vectors, results, limits, memory."""
+"""The parts that every algorithm shares: vectors, results, limits, memory."""

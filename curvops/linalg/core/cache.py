@@ -1,4 +1,4 @@
-"""What an operator has computed for itself, kept as long as its tensors stay what they were."""
+"""Values that an operator has computed for itself, kept as long as its tensors are unchanged."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHORT = 256
 
 
 def recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether what is computed from these tensors now would carry a graph."""
+    """Return whether a value computed from these tensors now would carry a graph."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def require_unrecorded(tensors: Sequence[Tensor], what: str) -> None:
-    """ValueError where a gradient is asked for that `what` does not have: it would silently be zero."""
+    """Raise ValueError where a gradient is asked for that `what` lacks: it would silently be zero."""
     if recorded(tensors):
         raise ValueError(
             f"{what} has no gradient for the tensors that its matrix is made of, and one of them requires a gradient "
@@ -51,24 +51,24 @@ class _Entry:
 
 @dataclass(eq=False)
 class Cache:
-    """One operator's factorisations and preconditioner. Dropped by pickling and copying."""
+    """The factorisations and the preconditioner of one operator, dropped by pickling and copying."""
 
     preconditioner: Any = None
     columns: int = 0
     lock: Any = field(default_factory=threading.RLock)
     _entries: dict[str, _Entry] = field(default_factory=dict)
 
-    def kept(
+    def get_or_compute(
         self, name: str, tensors: Sequence[Tensor], compute: Callable[[], Value], watched: Sequence[Tensor] = ()
     ) -> Value:
-        """`compute()`, once for these tensors; afresh where a graph is recorded through them.
+        """Return `compute()`, computed once for these tensors, or afresh where a graph is recorded through them.
 
-        Tensors are told apart by their storage and version; short vectors, a noise or a prior, and those `watched` also
-        by their values, which catches changes that leave the version as it was (`.data`, fused optimisers).
+        Tensors are compared by storage and version; short vectors (a noise, a prior) and those `watched` also by their
+        values, which catches changes that leave the version as it was (`.data`, fused optimisers).
         """
         if recorded(tensors):
             return compute()
-        watched = [*_short(tensors), *watched]
+        watched = [*_short_vectors(tensors), *watched]
         with self.lock:
             entry = self._entries.get(name)
             if entry is None or not entry.fits(tensors, watched):
@@ -83,17 +83,17 @@ class Cache:
             value: Value = entry.value
             return value
 
-    def known(self, name: str, tensors: Sequence[Tensor]) -> Any:
-        """What is kept for these tensors, None where nothing is."""
+    def get(self, name: str, tensors: Sequence[Tensor]) -> Any:
+        """Return the value kept for these tensors, None where there is none."""
         with self.lock:
             entry = self._entries.get(name)
-            return entry.value if entry is not None and entry.fits(tensors, _short(tensors)) else None
+            return entry.value if entry is not None and entry.fits(tensors, _short_vectors(tensors)) else None
 
     def __reduce__(self) -> tuple[type[Cache], tuple[()]]:
         return Cache, ()
 
 
-def _short(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _short_vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.ndim < 2 and tensor.numel() <= SHORT]
 
 

@@ -1,4 +1,4 @@
-"""Rows, columns and the diagonal of a matrix, where there is a cheaper way to them than products."""
+"""Rows, columns and the diagonal of a matrix, where they are cheaper to get than by products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvops.progress import as_step
 
 @singledispatch
 def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map index -> A[index, :], dense (b, n); of other `vectors` an object with ``@`` and ``diagonal()``.
+    """Return the map index -> A[index, :], dense (b, n); of other `vectors` an object with ``@`` and ``diagonal()``.
 
     A tensor's rows cost nothing, those of a lazy kernel their evaluation, those of an operator known by its products
     one transposed product each.
@@ -34,7 +34,7 @@ def rows(A: Matrix) -> Callable[[Tensor], Tensor]:
 
 
 def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """A[:, index]: read off a tensor, one product each for an operator that has no cheaper way."""
+    """Return A[:, index]: read off a tensor, one product each for an operator without a cheaper way."""
     if isinstance(A, Tensor):
         return as_step(len(index), columns, A.detach(), index)
     if hasattr(A, "_columns"):
@@ -46,7 +46,7 @@ def columns_of(A: Matrix, index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
 
 
 def diagonal_of(A: Matrix) -> tuple[Float[Tensor, " n"], int]:
-    """The diagonal of a square A, and the products it took (0 where they cannot be counted)."""
+    """Return the diagonal of a square A, and the products it took (0 where they cannot be counted)."""
     if isinstance(A, Tensor):
         return A.detach().diagonal(), 0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Levels of rounding."""
+"""Relative errors that rounding alone explains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 NEAR_ZERO = 100.0
 """Eigenvalues within this many eps ‖A‖ of zero count as zero."""
 ROUNDING_SEEN = 1e-3
-"""Relative errors above this, from rounding alone, are told of where no tolerance was given."""
+"""Relative errors from rounding alone are reported above this level where no tolerance was given."""
 ROUNDINGS = 10.0
-"""Units of rounding that a number in a product is off by at most, relative to the sum of the magnitudes behind it."""
+"""The largest error of an entry of a product, in units of rounding of the sum of the magnitudes of its terms."""
 
 
 def rounding_level(dtype: torch.dtype, n: int) -> float:
-    """The backward error, or the share of ‖A‖, that rounding alone makes in vectors of length n."""
+    """Return the backward error, or the share of ‖A‖, that rounding alone makes in vectors of length n."""
     return ROUNDINGS * torch.finfo(dtype).eps * math.sqrt(n)

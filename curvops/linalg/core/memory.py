@@ -1,8 +1,8 @@
-"""How many bytes the vectors of an algorithm may take: what its caller gives, or what the networks behind A have left.
+"""The bytes that an algorithm's vectors may take: a caller's budget, or the rest of the networks' budgets.
 
-`memories` of an operator are the budgets that products with it draw on. Operators that are not made from a network have
-none, and without a `memory_budget` nothing limits an algorithm on them. A network's budget never makes an algorithm
-fail: the least that it needs is always allowed, and only what it can do without is cut.
+The `memories` of an operator are the budgets that products with it draw on. An operator that is not made from a network
+has none, and without a `memory_budget` nothing limits an algorithm on it. A network's budget never makes an algorithm
+fail: the least that it needs is always allowed, and only the rest is cut.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 import torch
 from linear_operator import LinearOperator
 
-from curvops.linalg.core.solve_routes import SOLVED
+from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
 Outcome = TypeVar("Outcome")
 
-BESIDE = 3
-"""Those of them that are not the solver's."""
-OF_PRODUCT = 4
-"""Vectors a column that a product works with, its own argument and result left out."""
+CALLER_VECTORS = 3
+"""The vectors of a block solve (`SOLVE_VECTORS` in all) that its caller holds."""
+PRODUCT_VECTORS = 4
+"""Vectors per column that a product works with, besides its argument and its result."""
 
 
 @runtime_checkable
 class Memory(Protocol):
-    """A budget of bytes that several share."""
+    """A budget of bytes shared by several users."""
 
     def room(self) -> int:
-        """Bytes that are left for vectors."""
+        """Return the bytes that are left for vectors."""
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
-        """So many bytes are in use."""
+        """Count ``nbytes`` bytes as used inside a `with` block."""
 
     def keep(self, owner: object, nbytes: int) -> None:
-        """So many bytes are in use for as long as the owner exists."""
+        """Count ``nbytes`` bytes as used for as long as the owner exists."""
 
     def expect_many(self) -> None:
-        """Products to come are more than those made so far: what serves many of them serves the next."""
+        """Announce more products than were made so far: an engine that pays off over many serves the next."""
 
 
 Memories = frozenset[Memory]
 
 
 def memories_of(A: Any) -> Memories:
-    """The budgets of the networks in A; none for a tensor or a foreign operator."""
+    """Return the budgets of the networks in A; none for a tensor or a foreign operator."""
     found: Memories = getattr(A, "memories", frozenset())
     return found
 
 
 def room_for(A: Any, memory_budget: int | None, least: int) -> int | None:
-    """The bytes given, else those that A's networks have left, but at least ``least``; None where nothing limits."""
+    """Return the bytes given, else those left to A's networks, at least ``least``; None where nothing limits."""
     return room_in(memories_of(A), least) if memory_budget is None else memory_budget
 
 
 def room_in(memories: Memories, least: int) -> int | None:
-    """What these have left, at least ``least``."""
+    """Return the bytes that all of these budgets have left, at least ``least``."""
     return max(least, min(memory.room() for memory in memories)) if memories else None
 
 
@@ -69,11 +69,11 @@ def room_in(memories: Memories, least: int) -> int | None:
 def working(
     A: Any, memory_budget: int | None, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[tuple[Multiply, int | None]]:
-    """A's product and the bytes that vectors may take beside it: those given, else what A's networks have left.
+    """Yield A's product and the bytes for vectors beside it: those given, else those left to A's networks.
 
-    In the second case the bytes are held meanwhile, at least ``least`` vectors' are given, and blocks are multiplied in
-    parts, whose own vectors take at most a quarter of what was left. In both a product that memory does not suffice for
-    is made of half of the columns at a time.
+    In the second case the bytes are held meanwhile and suffice for ``least`` vectors at least, and blocks are
+    multiplied in parts, whose own vectors take at most a quarter of the bytes left. In both cases a product that runs
+    out of memory is repeated with half of the columns at a time.
     """
     multiply, memories = product(A) if multiply is None else multiply, memories_of(A)
     if memory_budget is not None or not memories:
@@ -81,14 +81,14 @@ def working(
         return
     vector = vector_bytes(describe(A))
     room = room_in(memories, 0) or 0
-    width = max(1, room // (4 * OF_PRODUCT * vector))
-    budget = max(least * vector, room - OF_PRODUCT * width * vector)
-    with held_in(memories, budget):
+    width = max(1, room // (4 * PRODUCT_VECTORS * vector))
+    budget = max(least * vector, room - PRODUCT_VECTORS * width * vector)
+    with hold(memories, budget):
         yield in_parts(multiply, width), budget
 
 
 def in_parts(multiply: Multiply, width: int) -> Multiply:
-    """The same product, of blocks with more columns than ``width`` one part after the other; halved out of memory."""
+    """Return ``multiply`` for blocks of any width, at most ``width`` columns at a time; halved out of memory."""
     attempt = Halving("multiplied").attempt
 
     def apply(V: Vectors) -> Vectors:
@@ -114,14 +114,14 @@ def in_parts(multiply: Multiply, width: int) -> Multiply:
 
 @contextmanager
 def holding(A: Any, nbytes: int) -> Iterator[None]:
-    """So many bytes of A's budgets are in use."""
-    with held_in(memories_of(A), nbytes):
+    """Count ``nbytes`` bytes of A's budgets as used inside a `with` block."""
+    with hold(memories_of(A), nbytes):
         yield
 
 
 @contextmanager
-def held_in(memories: Memories, nbytes: int) -> Iterator[None]:
-    """So many bytes of these budgets are in use."""
+def hold(memories: Memories, nbytes: int) -> Iterator[None]:
+    """Count ``nbytes`` bytes of these budgets as used inside a `with` block."""
     with ExitStack() as stack:
         for memory in memories:
             stack.enter_context(memory.holding(nbytes))
@@ -129,45 +129,45 @@ def held_in(memories: Memories, nbytes: int) -> Iterator[None]:
 
 
 def keep(A: Any, owner: object, nbytes: int) -> None:
-    """So many bytes of A's budgets are in use for as long as the owner exists."""
+    """Count ``nbytes`` bytes of A's budgets as used for as long as the owner exists."""
     for memory in memories_of(A):
         memory.keep(owner, nbytes)
 
 
 def vector_bytes(facts: Description) -> int:
-    """Bytes of a vector on the longer side of a matrix."""
+    """Return the bytes of a vector on the longer side of a matrix."""
     return max(facts.rows, facts.columns) * facts.dtype.itemsize
 
 
 def longest(A: Any) -> int:
-    """The longest side of A and of the operators that it is made of: products with it hold vectors of that length."""
+    """Return the longest side of A and of the operators it is made of, the length of vectors in its products."""
     parts = (part for part in getattr(A, "_args", ()) if isinstance(part, LinearOperator))
     return max([*A.shape[-2:], *map(longest, parts)])
 
 
 def solved_at_a_time(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
-    """How many of ``count`` columns that end in block solves run together, and the bytes to hold beside the solves."""
+    """Return how many of ``count`` columns go through block solves together, and the bytes to hold beside."""
     memories = memories_of(A) if memories is None else memories
     if not memories:
         return max(1, count), 0
     column = longest(A) * A.dtype.itemsize
-    width = columns_at_a_time(count, SOLVED * column, room_in(memories, 0))
-    return width, BESIDE * width * column
+    width = columns_at_a_time(count, SOLVE_VECTORS * column, room_in(memories, 0))
+    return width, CALLER_VECTORS * width * column
 
 
 def columns_at_a_time(count: int, column_bytes: int, room: int | None) -> int:
-    """How many of ``count`` columns of so many bytes run together; at least one."""
+    """Return how many of ``count`` columns of ``column_bytes`` bytes run together, at least one."""
     return max(1, count if room is None else min(count, room // max(1, column_bytes)))
 
 
 NO_ROOM = (
-    "There is no room for one column either: give linearize a smaller memory_budget, so that less is kept of the data, "
+    "Not even one column fits: give linearize a smaller memory_budget, so that less is kept of the data, "
     "linearise on smaller batches, or free what else is in memory."
 )
 
 
 class BlockHalved(UserWarning):
-    """Memory did not suffice for a block of columns: they are solved for, or multiplied, in smaller ones."""
+    """Memory did not suffice for a block of columns: they are solved for, or multiplied, in smaller blocks."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Halving:
     told: bool = False
 
     def attempt(self, work: Callable[[int, int], Outcome], start: int, stop: int) -> Outcome | None:
-        """The outcome of the work on these columns, None where half of them are to be tried.
+        """Return the outcome of the work on these columns, None where half of them are to be tried.
 
         Raises OutOfMemoryError, with what to do, where memory does not suffice for one column.
         """
@@ -193,7 +193,7 @@ class Halving:
         if not self.told:
             warnings.warn(
                 f"out of memory with {stop - start} columns together: {(stop - start) // 2} are {self.what} at a "
-                "time, or fewer where these do not fit either. A memory_budget prevents the attempts that fail.",
+                "time, or fewer where that is still too many. A memory_budget avoids such failed attempts.",
                 BlockHalved,
                 stacklevel=5,
             )
@@ -202,7 +202,8 @@ class Halving:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this says that a device or the machine has no memory left; of a CPU, torch has no class for it."""
+    """Return whether an error says that a device or the machine is out of memory."""
+    # torch has no class for the error on a CPU.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -10,7 +10,7 @@ from curvops.linalg.core.vectors import Vectors, columns, combine, gram, househo
 
 
 def tall_qr(X: Float[Vectors, "n k"], overwrite: bool = False) -> tuple[Float[Vectors, "n r"], Float[Tensor, "r k"]]:
-    """Thin QR of a tall block, r = min(n, k): CholeskyQR2, or Householder where X is ill conditioned.
+    """Return the thin QR of a tall block, r = min(n, k): CholeskyQR2, or Householder where X is ill conditioned.
 
     Cost: two Gram matrices and two triangular solves. R is float64. With ``overwrite``, Q takes the memory of X.
     """
@@ -34,15 +34,15 @@ def tall_qr(X: Float[Vectors, "n k"], overwrite: bool = False) -> tuple[Float[Ve
 
 
 def _inverse(L: Tensor) -> Tensor:
-    """L⁻¹ for a small lower-triangular L."""
+    """Return L⁻¹ for a small lower-triangular L."""
     return torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
 
 
 def independent_basis(X: Float[Vectors, "n k"], gram_host: Float[Tensor, "k k"]) -> Float[Vectors, "n r"]:
-    """Orthonormal basis of the range of X, dependent and zero columns left out.
+    """Return an orthonormal basis of the range of X, dependent and zero columns left out.
 
     ``gram_host`` is XᵀX on the host, so that the rank is decided without another transfer. Where X is too ill
-    conditioned for its Gram matrix to tell, Householder and the singular values of R decide.
+    conditioned for its Gram matrix to decide, Householder and the singular values of R do.
     """
     eps = torch.finfo(X.dtype).eps
     sizes = gram_host.diagonal().clamp_min(0).sqrt()

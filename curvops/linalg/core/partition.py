@@ -1,4 +1,4 @@
-"""Positions of a vector divided among blocks: which entries each block takes, and how parts are put together."""
+"""Positions of a vector divided among blocks, and how vectors are split into blocks and joined again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Partition:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many positions each part has."""
+        """The number of positions of each part."""
         return [len(part) for part in self.parts]
 
     @property
@@ -28,7 +28,7 @@ class Partition:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the parts are ranges one after the other: then splitting and joining need no index."""
+        """Whether the parts are consecutive ranges, so that splitting and joining need no index."""
         start = 0
         for part in self.parts:
             if not isinstance(part, range) or part.start != start:
@@ -37,7 +37,7 @@ class Partition:
         return True
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """The parts of each row, (..., n) -> (..., p_i); views where the positions are ranges."""
+        """Return the parts of each row, (..., n) -> (..., p_i); views where the positions are ranges."""
         if self.in_order:
             return list(torch.split(rows, self.sizes, dim=-1))
         return [
@@ -46,7 +46,7 @@ class Partition:
         ]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`."""
+        """Put parts together again, the inverse of `split`."""
         if self._by_start is not None:
             return torch.cat([parts[i] for i in self._by_start], dim=-1)
         return torch.cat(list(parts), dim=-1).index_select(-1, self._places)
@@ -59,13 +59,13 @@ class Partition:
 
     @cached_property
     def _places(self) -> Tensor:
-        """Where in the concatenated parts each position is found."""
+        """The place of each position in the concatenated parts."""
         device = next(part.device for part in self.parts if isinstance(part, Tensor))
         order = [p if isinstance(p, Tensor) else torch.arange(p.start, p.stop, device=device) for p in self.parts]
         return torch.cat(order).argsort()
 
     def to(self, device: torch.device | None) -> Partition:
-        """The same partition with its index tensors on a device."""
+        """Return the partition with its index tensors on a device."""
         return Partition(tuple(p.to(device) if isinstance(p, Tensor) else p for p in self.parts))
 
 
@@ -76,7 +76,7 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
     """
     if not len(positions):
         raise ValueError("a partition needs at least one set of positions, got none.")
-    parts = _simplified(positions, device)
+    parts = _as_parts(positions, device)
     n = sum(map(len, parts))
     if not _cover(parts, n):
         every = torch.cat([torch.arange(p.start, p.stop) if isinstance(p, range) else p.cpu() for p in parts])
@@ -90,16 +90,16 @@ def partition(positions: Sequence[Tensor | range], device: torch.device | None =
 
 
 def whole_partition(positions: Sequence[Tensor], device: torch.device | None = None) -> Partition:
-    """`partition` without the pass that looks for overlaps and gaps, for positions that are right by construction."""
-    return Partition(_simplified(positions, device))
+    """Return a `partition` of positions known to be disjoint and complete, without the pass that checks it."""
+    return Partition(_as_parts(positions, device))
 
 
-def _simplified(positions: Sequence[Tensor | range], device: torch.device | None) -> tuple[range | Tensor, ...]:
-    return tuple(_simplest(each, i, device) for i, each in enumerate(positions))
+def _as_parts(positions: Sequence[Tensor | range], device: torch.device | None) -> tuple[range | Tensor, ...]:
+    return tuple(_as_part(each, i, device) for i, each in enumerate(positions))
 
 
 def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
-    """Whether n positions are all of 0..n − 1: none is out of range or left out. A sort takes 20 times as long."""
+    """Return whether n positions are all of 0..n − 1, none out of range or left out; a sort takes 20 times as long."""
     seen = torch.zeros(n, dtype=torch.bool)
     for part in parts:
         low, high = (part.start, part.stop - 1) if isinstance(part, range) else map(int, torch.aminmax(part))
@@ -112,7 +112,7 @@ def _cover(parts: Sequence[Tensor | range], n: int) -> bool:
     return bool(seen.all())
 
 
-def _simplest(positions: Tensor | range, which: int, device: torch.device | None) -> range | Tensor:
+def _as_part(positions: Tensor | range, which: int, device: torch.device | None) -> range | Tensor:
     if isinstance(positions, range):
         if positions.step != 1 or not len(positions):
             raise ValueError(f"positions of block {which} must be a range of step 1 that is not empty: {positions}.")
@@ -122,7 +122,7 @@ def _simplest(positions: Tensor | range, which: int, device: torch.device | None
             f"positions of block {which} must be a LongTensor (p,) that is not empty, got {positions.dtype} of shape "
             f"{tuple(positions.shape)}."
         )
-    middle = len(positions) // 2  # tells most others apart without a pass over them
+    middle = len(positions) // 2  # rules out most that are not consecutive without a pass over them
     start, stop = int(positions[0]), int(positions[-1]) + 1
     consecutive = stop - start == len(positions) and int(positions[middle]) == start + middle
     if not consecutive or not bool((positions[1:] > positions[:-1]).all()):

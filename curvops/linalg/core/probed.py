@@ -1,4 +1,4 @@
-"""A matrix as randomised algorithms meet it: its products, random vectors of its size, and what they may cost."""
+"""A matrix as randomised algorithms use it: its products, random vectors of its size, and their cost."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ProbeKind: TypeAlias = Literal["signs", "spherical"]
 
 UNLIMITED = 10**12
 BLOCK = 32
-"""Streamed probes that run together where memory has room for them."""
+"""The number of streamed probes that run together where memory allows."""
 STREAMED = 6
-"""Vectors that each of them takes."""
+"""The number of vectors that each streamed probe takes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How close an estimate is to come, the most products it takes, the bytes of its vectors; None is no limit."""
+    """The tolerance of an estimate, the most products it takes, the bytes of its vectors; None is no limit."""
 
     rtol: float | None = None
     matvecs: int | None = None
     memory: int | None = None
 
     def check(self, least: int) -> None:
-        """ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
+        """Raise ValueError for a tolerance that is not positive, or for a budget that gives no error bar."""
         check_limits(self.rtol, None, self.matvecs, self.memory, sampled=True)
         if self.matvecs is not None and self.matvecs < least:
             raise ValueError(f"max_matvecs must be at least {least} for an error bar, got {self.matvecs}.")
@@ -49,23 +49,23 @@ class Limits:
 
     @property
     def tolerated(self) -> float:
-        """The relative error up to which an exact value, too, is as wanted: rtol, where there is one."""
+        """The relative error that rounding may leave in an exact value: rtol where it was given."""
         return ROUNDING_SEEN if self.rtol is None else float(self.rtol)
 
     @property
     def products(self) -> int:
-        """The most products."""
+        """The largest number of products."""
         return UNLIMITED if self.matvecs is None else self.matvecs
 
     def allow_dense(self, n: int) -> bool:
-        """Whether n rows are few enough, and the memory large enough, to form the matrix and to decompose it."""
+        """Return whether n rows are few enough, and memory suffices, to form and decompose the matrix."""
         few = n <= (EXACT_SIZE if self.matvecs is None else self.matvecs)
         return few and (self.memory is None or 16 * n * n <= self.memory)
 
 
 @dataclass(frozen=True, eq=False)
 class Probed:
-    """The product with a matrix, its shape, the source of random vectors, and the limits of what is done with them."""
+    """The product with a matrix, its shape, the source of random vectors, and the limits of an estimate."""
 
     multiply: Multiply
     facts: Description
@@ -73,33 +73,33 @@ class Probed:
     limits: Limits = Limits()
 
     def probes(self, k: int, kind: ProbeKind = "signs") -> Float[Vectors, "n k"]:
-        """Random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
+        """Draw random signs, or Gaussian columns scaled to length √n, which lowers the variance."""
         if kind == "signs":
             return random_block(self.facts, k, generator=self.generator)
         Z = random_block(self.facts, k, "gaussian", self.generator)
         return Z * (math.sqrt(self.facts.columns) / norm(Z)).to(Z)
 
     def after(self, matvecs: int) -> Probed:
-        """What is left after so many products."""
+        """Return the matrix with the limits left after ``matvecs`` products."""
         return replace(self, limits=replace(self.limits, matvecs=self.limits.products - matvecs))
 
-    def with_half(self) -> Probed:
-        """With half of the memory, where something else is kept beside."""
+    def with_half_memory(self) -> Probed:
+        """Return the matrix with half of its memory, the other half being used beside."""
         memory = self.limits.memory
         return self if memory is None else replace(self, limits=replace(self.limits, memory=memory // 2))
 
     @property
     def block(self) -> int:
-        """How many streamed probes run together."""
+        """The number of streamed probes that run together."""
         return columns_at_a_time(BLOCK, STREAMED * vector_bytes(self.facts), self.limits.memory)
 
-    def streamed(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
-        """Random signs, ``count`` columns in all, a block at a time."""
+    def stream(self, count: int) -> Iterator[Float[Vectors, "n k"]]:
+        """Draw random signs, ``count`` columns in all, a block at a time."""
         for start in range(0, count, self.block):
             yield self.probes(min(self.block, count - start))
 
-    def held(self, vectors: float) -> int | None:
-        """How many times so many vectors fit in memory; None for any number."""
+    def capacity(self, vectors: float) -> int | None:
+        """Return how many times ``vectors`` vectors fit in memory; None for any number."""
         if self.limits.memory is None or not vectors:
             return None
         return int(self.limits.memory / (vectors * self.facts.rows * self.facts.dtype.itemsize))
@@ -109,6 +109,6 @@ class Probed:
 def probing(
     A: Matrix, generator: torch.Generator | None, limits: Limits, least: int = 0, multiply: Multiply | None = None
 ) -> Iterator[Probed]:
-    """A, or ``multiply`` in place of its product, within the bytes given or those that `working` finds."""
+    """Yield A, or ``multiply`` in place of its product, within the bytes given or those that `working` finds."""
     with working(A, limits.memory, least, multiply) as (multiply, room):
         yield Probed(multiply, describe(A), generator, replace(limits, memory=room))

@@ -1,4 +1,4 @@
-"""What an algorithm hands back: answers with their reasons, residuals and error bars."""
+"""Results of algorithms: answers with their reasons, residuals and error bars."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Reason(Enum):
         "Use lsmr, or symmetrise the operator."
     )
     SINGULAR = (
-        "The operator is singular to working precision and the right-hand side leaves its range. "
-        "Add a prior (add_diagonal) or project the right-hand side; of minres and lsmr, x is a least-squares solution."
+        "The operator is singular to working precision and the right-hand side leaves its range. Add a prior "
+        "(add_diagonal) or project the right-hand side; minres and lsmr return a least-squares solution."
     )
     NON_FINITE = (
         "A right-hand side, a product or a solution holds NaN or Inf, or lies below the dtype's smallest numbers. "
@@ -62,21 +62,22 @@ class Reason(Enum):
         "For more directions, use another start vector."
     )
     RANK_CAPPED = (
-        "The rank or depth was capped by the memory or product budget before the aim was reached. "
-        "Raise memory_budget, max_rank (nystrom) or max_matvecs (eigsh, svds, apply_function, trace, diagonal, logdet) "
-        "where they were set; or accept the smaller basis."
+        "The memory or product budget capped the rank or depth before the aim was reached. Raise memory_budget, "
+        "max_rank (nystrom) or max_matvecs (eigsh, svds, apply_function, trace, diagonal, logdet) where they were "
+        "set; or accept the smaller basis."
     )
     UNVERIFIED = (
-        "The error estimate is within the tolerance, but what it rests on was not confirmed: that no better pair was "
-        "missed (eigsh, svds), how f runs between Ritz values (apply_function), or an estimated bound (logdet). Raise "
-        "max_matvecs or maxiter (eigsh, svds, apply_function), or give a known lower_bound (apply_function, logdet)."
+        "The error estimate is within the tolerance, but an assumption behind it was not confirmed: that no better "
+        "pair was missed (eigsh, svds), the course of f between Ritz values (apply_function), or an estimated bound "
+        "(logdet). Raise max_matvecs or maxiter (eigsh, svds, apply_function), or give a known lower_bound "
+        "(apply_function, logdet)."
     )
     MATVEC_LIMIT = (
         "The products of max_matvecs were spent before the error bar met rtol. "
         "Raise max_matvecs, or accept the error bar as it is."
     )
     BUDGET_SPENT = (
-        "The products of the budget were spent as asked; no tolerance was set, and the error bar says what they gave. "
+        "No tolerance was set: the products of the budget were spent, and the error bar shows the accuracy reached. "
         "For a given accuracy, set rtol."
     )
 
@@ -89,12 +90,12 @@ ACCEPTED = frozenset({Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE, Reason.PREC
 
 
 def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
-    """Which columns have converged."""
+    """Return which columns have converged."""
     return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
 
 
 def joined_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
-    """The columns of several histories side by side; the last row of a shorter one goes on."""
+    """Put the columns of several histories side by side; the last row of a shorter one is repeated."""
     steps = max(map(len, histories))
     return torch.cat([torch.cat([one, one[-1:].expand(steps - len(one), -1)]) for one in histories], 1)
 
@@ -110,9 +111,9 @@ class Reasoned:
         return all(reason in ACCEPTED for reason in self.reasons)
 
     def failures(self, kind: str, measure: str, errors: Tensor, remedies: Mapping[Reason, str] | None = None) -> str:
-        """A line on how many columns failed and the worst of their errors, and the remedy of each reason.
+        """Describe how many columns failed, the worst of their errors, and the remedy of each reason.
 
-        `remedies` are those of a caller whose users cannot set the options that a reason names.
+        `remedies` replace the texts of reasons that name options which the caller's users cannot set.
         """
         remedies = remedies or {}
         failed = [j for j, reason in enumerate(self.reasons) if reason not in ACCEPTED]
@@ -129,14 +130,14 @@ class Reasoned:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(Summarised, Reasoned):
-    """Solution of A x = b, one reason, flag and residual per column of b.
+    """The solution of A x = b, with one reason, flag and residual per column of b.
 
     ``relative_residuals`` are true residuals ‖b − Ax‖/‖b‖, recomputed by a product, not the recursion's own.
     ``backward_errors`` are ‖b − Ax‖/(‖A‖‖x‖ + ‖b‖), with ‖A‖ estimated from the products seen.
     ``history`` holds the recursion's relative residuals, one row per iteration and a first row for the start.
     ``matvecs`` counts products of A (and of Aᵀ, for lsmr) with one vector, the checks included.
-    ``exact_matvecs`` says how many of them iterative refinement took in float64.
-    ``groups`` is 1, or into how many groups of columns, solved one after another, the memory budget split them.
+    ``exact_matvecs`` counts those of them that iterative refinement took in float64.
+    ``groups`` is the number of groups of columns, solved one after another, into which the memory budget split them.
     ``normal_residuals`` are ‖Aᵀr‖/(‖A‖‖r‖) by true products where a solver answers least-squares problems (lsmr; minres
     for columns that are SINGULAR, else NaN): at rounding level, r is the least possible.
     """
@@ -157,8 +158,8 @@ class Solution(Summarised, Reasoned):
         """Return self if every column is accepted.
 
         Args:
-            rtol: what was asked for.
-            remedies: by reason, where the options that the reasons name are not the caller's.
+            rtol: the tolerance asked for.
+            remedies: texts by reason, where the options that a reason names are not the caller's.
 
         Raises:
             NotPositiveDefinite: a column failed because the operator is not positive definite.
@@ -171,14 +172,14 @@ class Solution(Summarised, Reasoned):
 
 
 def accept(solution: Solution, rtol: float) -> Vectors:
-    """The solution's x where every column is accepted, else raise; a precision limit is accepted with a warning."""
+    """Return x where every column is accepted, else raise; a precision limit is accepted with a warning."""
     if Reason.PRECISION_LIMIT in solution.reasons:
         warnings.warn(Reason.PRECISION_LIMIT.value, stacklevel=3)
     return solution.raise_if_failed(rtol).x
 
 
 class NotConverged(RuntimeError):
-    """A solve failed; ``solution`` holds what was reached."""
+    """A solve failed; ``solution`` holds the state reached."""
 
     def __init__(self, solution: Solution, rtol: float, remedies: Mapping[Reason, str] | None = None) -> None:
         self.solution = solution
@@ -199,31 +200,31 @@ INDEFINITE_REMEDY = (
     "Add a prior precision (add_diagonal, or shift= where a call takes it) that is large enough, or use a positive "
     "semidefinite approximation of the matrix."
 )
-"""What to do about a matrix that is `NotPositiveSemidefinite`."""
+"""The remedy for `NotPositiveSemidefinite`."""
 
 
 def caution(samples: int) -> float:
-    """By how much Student's t is widened for so few probes, whose zᵀAz are skewed.
+    """Return the factor that widens Student's t for few probes, whose zᵀAz are skewed.
 
     In the worst case, one dominant direction, zᵀAz is χ² with one degree of freedom. Student's t of K such samples
-    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and the error falls as 1/K; so widened it covers 93 % at every K.
-    Sampling that ends at a tolerance needs as much again: it ends sooner where the samples happen to be small, and then
-    their mean and their spread are small together.
+    covers 82 % at K = 3, 86 % at 10, 88 % at 16, and the error falls as 1/K; widened by this factor it covers 93 % at
+    every K. Sampling that ends at a tolerance needs the factor twice: it ends sooner where the samples happen to be
+    small, and then their mean and their spread are small together.
     """
     return 1 + 6 / max(samples, 1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate(Summarised):
-    """A stochastic number, or an array of them, with its error bar.
+    """A stochastic number, or an array of numbers, with its error bar.
 
     ``stderr`` is the standard error from ``samples`` probes; ``samples == 0`` means a value without probes, exact but
-    for rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound, which is all that is known. ``bias_bound``
-    bounds what more probes would not remove. ``inflation`` is by how much the interval widens a standard error that
-    is known to run low, as that of leave-one-out estimates of diagonals does; ``widening`` by how much it widens
-    Student's t for few, skewed samples (`caution`), of xdiag also by the jackknife of each entry. Value, stderr and
-    bias_bound share units and shape. ``matvecs`` counts products of the operator with one vector. ``reason``: CONVERGED
-    where rtol was met or the value is exact; else what ended the sampling, with its remedy.
+    for rounding: its ``stderr`` is 0, or at PRECISION_LIMIT its bias bound. ``bias_bound`` bounds the error that more
+    probes would not remove. The interval multiplies the standard error by ``inflation`` where it is known to run low,
+    as for leave-one-out estimates of diagonals, and Student's t by ``widening`` for few, skewed samples (`caution`),
+    for xdiag also by the jackknife of each entry. Value, stderr and bias_bound share units and shape. ``matvecs``
+    counts products of the operator with one vector. ``reason`` is CONVERGED where rtol was met or the value is exact,
+    else the limit that ended the sampling, with its remedy.
     """
 
     value: Float[Tensor, "*shape"]
@@ -239,7 +240,7 @@ class Estimate(Summarised):
     def exact(
         cls, value: Tensor, matvecs: int = 0, bias_bound: Tensor | float = 0.0, reason: Reason = Reason.CONVERGED
     ) -> Estimate:
-        """A value computed without probes; where rounding decides, its standard error is what rounding can change."""
+        """Make an estimate of a value without probes; where rounding decides, its bound is the standard error."""
         stderr = torch.zeros_like(value)
         if reason is Reason.PRECISION_LIMIT:
             stderr = stderr + torch.as_tensor(bias_bound).to(stderr)
@@ -254,9 +255,9 @@ class Estimate(Summarised):
         matvecs: int = 0,
         size: Tensor | float | None = None,
     ) -> Estimate:
-        """A value without probes that rounding can have changed by `error`.
+        """Make an estimate of a value without probes that rounding can have changed by `error`.
 
-        PRECISION_LIMIT where that is more than rtol of `size`, by default of the value (2-norms of arrays).
+        Its reason is PRECISION_LIMIT where the error exceeds rtol of `size`, by default of the value (2-norms).
         """
         error = torch.as_tensor(error).detach().to(value).expand_as(value)
         whole = torch.as_tensor(value.detach() if size is None else size, dtype=torch.float64)
@@ -265,7 +266,7 @@ class Estimate(Summarised):
         return cls.exact(value, matvecs, error, Reason.CONVERGED if small else Reason.PRECISION_LIMIT)
 
     def __float__(self) -> float:
-        """The value of a single number; ValueError for an array of them."""
+        """Return the value of a single number; ValueError for an array of them."""
         if self.value.ndim:
             raise ValueError(f"an estimate of shape {tuple(self.value.shape)} is not a single number; take its value.")
         return float(self.value)
@@ -280,9 +281,9 @@ class Estimate(Summarised):
         )
 
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-        """Interval from Student's t with samples − 1 degrees of freedom, inflated and widened, plus the bias bound.
+        """Return the interval of Student's t with samples − 1 degrees of freedom, widened, plus the bias bound.
 
-        One sample gives no estimate of its spread, so its interval is the whole line.
+        One sample has no spread to estimate, so its interval is the whole line.
 
         Raises:
             ValueError: ``level`` is not strictly between 0 and 1.
@@ -297,28 +298,28 @@ class Estimate(Summarised):
         return self.value - half, self.value + half
 
     def within(self, rtol: float) -> bool:
-        """Whether inflated standard error and bias bound are each at most rtol of the value (2-norms of arrays)."""
+        """Return whether inflated standard error and bias bound are each at most rtol of the value (2-norms)."""
         goal = rtol * float(torch.linalg.vector_norm(self.value))
         bias = torch.as_tensor(self.bias_bound, dtype=self.value.dtype, device=self.value.device)
         spread = self.inflation * float(torch.linalg.vector_norm(self.stderr))
         return spread <= goal and float(torch.linalg.vector_norm(bias.expand_as(self.value))) <= goal
 
     def __add__(self, constant: float | Tensor) -> Estimate:
-        """The estimate moved by a known constant; the error bar stays."""
+        """Shift the estimate by a known constant; the error bar stays."""
         return replace(self, value=self.value + constant)
 
     def __mul__(self, factor: float) -> Estimate:
-        """The estimate and its error bar times a known factor."""
+        """Multiply the estimate and its error bar by a known factor."""
         size = abs(factor)
-        moved = replace(self, value=self.value * factor, stderr=self.stderr * size)
-        return replace(moved, bias_bound=self.bias_bound * size)
+        product = replace(self, value=self.value * factor, stderr=self.stderr * size)
+        return replace(product, bias_bound=self.bias_bound * size)
 
     __radd__ = __add__
     __rmul__ = __mul__
 
 
-def added(one: Estimate, other: Estimate) -> Estimate:
-    """The sum of two independent estimates: variances add up, and the fewer probes give the degrees of freedom."""
+def add_estimates(one: Estimate, other: Estimate) -> Estimate:
+    """Add two independent estimates: variances add up, and the fewer probes give the degrees of freedom."""
     samples = [each.samples for each in (one, other) if each.samples]
     failed = [each.reason for each in (one, other) if each.reason is not Reason.CONVERGED]
     return Estimate(
@@ -332,15 +333,15 @@ def added(one: Estimate, other: Estimate) -> Estimate:
     )
 
 
-Found = TypeVar("Found", bound="FoundPairs")
+AnyPairs = TypeVar("AnyPairs", bound="Pairs")
 
 
-class FoundPairs(Reasoned):
-    """Vectors found in pairs, each with its true residual."""
+class Pairs(Reasoned):
+    """A result of vectors in pairs, each with its true residual."""
 
     residuals: Float[Tensor, " k"]
 
-    def raise_if_failed(self: Found) -> Found:
+    def raise_if_failed(self: AnyPairs) -> AnyPairs:
         """Return self if every pair converged or is as accurate as the dtype allows, else raise RuntimeError."""
         if self.accepted:
             return self
@@ -348,11 +349,11 @@ class FoundPairs(Reasoned):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Eigenpairs(Summarised, FoundPairs):
-    """Eigenvalues, eigenvectors as columns, and ‖Av − λv‖ with a reason for each pair.
+class Eigenpairs(Summarised, Pairs):
+    """Eigenvalues and eigenvectors as columns, with the residual ‖Av − λv‖ and a reason for each pair.
 
-    ``history`` holds the recursion's residuals of the pairs wanted, best first, a row whenever they were looked at
-    until all were found (of the inverse, in the interior); inf for pairs that the space did not have yet.
+    ``history`` holds the recursion's residuals of the pairs wanted, best first, one row per check until all were found
+    (of the inverse, in the interior); inf for pairs that the space did not have yet.
     """
 
     values: Float[Tensor, " k"]
@@ -364,8 +365,8 @@ class Eigenpairs(Summarised, FoundPairs):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SingularTriplets(Summarised, FoundPairs):
-    """A ≈ U diag(values) Vᵀ on k singular triplets, descending for the largest, ascending for the smallest.
+class SingularTriplets(Summarised, Pairs):
+    """Singular triplets of A ≈ U diag(values) Vᵀ, descending for the largest, ascending for the smallest.
 
     ``residuals`` are (‖Av − σu‖² + ‖Aᵀu − σv‖²)^½, recomputed by products; ``matvecs`` counts products of A and of Aᵀ;
     ``history`` is as in `Eigenpairs`.
@@ -382,10 +383,10 @@ class SingularTriplets(Summarised, FoundPairs):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionProduct(Summarised, Reasoned):
-    """f(A) b for each column b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖.
+    """The columns f(A) b, with an estimate of the relative error ‖value − f(A) b‖/‖f(A) b‖ of each.
 
-    ``error_estimates`` holds what the method left out and what rounding in A's dtype may have done; ``inf`` where
-    nothing can be said. ``reasons`` is one a column; ``matvecs`` counts products of A with one vector.
+    ``error_estimates`` adds the truncation error of the method and the effect of rounding in A's dtype; ``inf`` where
+    neither can be estimated. ``reasons`` has one per column; ``matvecs`` counts products of A with one vector.
     """
 
     value: Vectors
@@ -407,7 +408,7 @@ class FunctionProduct(Summarised, Reasoned):
 
 
 class FunctionNotConverged(RuntimeError):
-    """A function of a matrix was not computed to the tolerance; ``product`` holds what was reached."""
+    """A function of a matrix was not computed to the tolerance; ``product`` holds the state reached."""
 
     def __init__(self, product: FunctionProduct, rtol: float) -> None:
         self.product = product

@@ -1,4 +1,4 @@
-"""Is this the matrix that it was? What a checkpoint keeps of a matrix, by name."""
+"""The description of a matrix in a checkpoint, by which a later run checks that its matrix is the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PROBES = 2
 
 @torch.no_grad()
 def problem_of(A: Matrix) -> dict[str, Any]:
-    """Size, dtype, kind, tensors and data of A, and its products with two fixed vectors, in a few numbers.
+    """Describe A in a few numbers: size, dtype, kind, tensors, data, and products with two fixed vectors.
 
-    Products that follow are served by the engine that pays for many: the first of a process and the first after a crash
-    have the same bits then.
+    Later products use the engine that pays off over many, so that the first product of a process and the first after a
+    crash have the same bits.
     """
     facts, sources = describe(A), sources_of(A)
     counts = {} if sources is None else {str(name): count for name, count in sources.counts.items()}
@@ -43,7 +43,7 @@ def problem_of(A: Matrix) -> dict[str, Any]:
 
 
 def kind_of(A: Any) -> str:
-    """The classes that A is made of."""
+    """Name the classes that A is made of."""
     if not isinstance(A, LinearOperator):
         return "tensor"
     parts = [kind_of(part) for part in A._args if isinstance(part, LinearOperator)]

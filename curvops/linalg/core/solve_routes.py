@@ -41,7 +41,7 @@ KERNEL_COPIES = 5
 and these vectors, and two in a step of Newton's method."""
 FORMED_COPIES = 4
 """Matrices of n² numbers in float64 of a formed operator: itself, plus a shift, its factor, and work."""
-SOLVED = 16
+SOLVE_VECTORS = 16
 """Vectors a column of what ends in a block solve: the right-hand side, the solution, and the solver's."""
 MOST_COLUMNS = 128
 """Right-hand sides of one CG block: beyond, the K × K work and the vectors grow faster than the products fall."""
@@ -130,7 +130,7 @@ class System:
 
     def vectors(self, length: int = 0) -> int:
         """Bytes of a block solve with vectors of that length, by default the longest."""
-        return SOLVED * self.columns * (length or max(self.rows, self.longest)) * self.itemsize
+        return SOLVE_VECTORS * self.columns * (length or max(self.rows, self.longest)) * self.itemsize
 
 
 @dataclass(frozen=True)

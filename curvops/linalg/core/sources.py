@@ -1,4 +1,4 @@
-"""Which data an operator sums over, and how many times it counts them, which its entries do not show."""
+"""The data an operator sums over, and how many times it counts them, which its entries do not show."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sources:
-    """Data by name, and the factor before each; equal names are the same data.
+    """The data of an operator by name, with the factor of each; equal names are the same data.
 
-    `partial`: there is a further part whose data are not known. `detached`: a part was detached from the weights at
-    which it was made. `repeated`: equal data are in several terms of a sum, so that their factor is no temperature.
+    `partial`: the data of a further part are unknown. `detached`: a part was detached from the weights at which it was
+    made. `repeated`: several terms of a sum have the same data, so that their factor is no temperature.
     """
 
     counts: Mapping[Hashable, float] = field(default_factory=dict)
@@ -21,28 +21,28 @@ class Sources:
     repeated: bool = False
 
     def times(self, factor: Any) -> Sources:
-        """Those of the operator times a number."""
+        """Return the sources of the operator times a number."""
         scale = float(factor)
         return replace(self, counts={name: scale * count for name, count in self.counts.items()})
 
-    def forgotten(self) -> Sources:
-        """Those of a copy that forgets the point it was made at."""
+    def detach(self) -> Sources:
+        """Return the sources of a copy that is detached from its weights."""
         return replace(self, detached=True)
 
 
 def sources_of(operator: Any) -> Sources | None:
-    """The data of an operator; None for one that does not say, as tensors and foreign operators do not."""
+    """Return the data of an operator; None where they are unknown, as for tensors and foreign operators."""
     found: Sources | None = getattr(operator, "sources", None)
     return found
 
 
 def scaled(sources: Sources | None, factor: Any) -> Sources | None:
-    """Those of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
+    """Return the sources of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
     return None if sources is None else sources.times(factor.detach() if hasattr(factor, "detach") else factor)
 
 
 def merged(*sources: Sources | None) -> Sources | None:
-    """Those of a sum of terms, where a term that does not say adds no data: a prior, say."""
+    """Return the sources of a sum, in which a term of unknown sources adds no data, as a prior."""
     known = [found for found in sources if found is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -57,7 +57,7 @@ def merged(*sources: Sources | None) -> Sources | None:
 
 
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
-    """Those of a sum of operators, any of which that does not say may be of further data."""
+    """Return the sources of a sum of operators, in which a term of unknown sources may have further data."""
     found = [sources_of(term) for term in terms]
     total = merged(*found)
     return total if total is None or None not in found else replace(total, partial=True)

@@ -1,4 +1,4 @@
-"""What an operator's rows and columns stand for, so that vectors of different meaning but equal length never mix."""
+"""The meaning of an operator's rows and columns, so that different vectors of equal length never mix."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ class Space(Protocol):
     """A vector space with a meaning of its own (the weights of one network at one point, say)."""
 
     def difference(self, other: Any) -> str | None:
-        """Why vectors of the other space are not vectors of this one, as a clause; None where they are."""
+        """Say in a clause why vectors of the other space are not vectors of this one; None where they are."""
         ...
 
-    def joined(self, other: Any) -> Any:
-        """What is known of both spaces, where they do not differ."""
+    def join(self, other: Any) -> Any:
+        """Return the space with the facts known of either, where the two do not differ."""
         ...
 
     def part(self, indices: Tensor) -> Any:
-        """The space of the entries at these positions."""
+        """Return the space of the entries at these positions."""
         ...
 
     def detached(self) -> Any:
-        """The space that differs from no other for the point at which it was made."""
+        """Return the space without the point at which it was made, which then no longer tells it from others."""
         ...
 
 
 Spaces = tuple[Space | None, Space | None]
-"""What the rows and what the columns stand for; None where it is not known."""
+"""The spaces of an operator's rows and columns; None where unknown."""
 
 
 def common(*spaces: Space | None) -> Space | None:
-    """What is known of all of these, None where nothing is; raises ValueError where two of them differ."""
+    """Join all that is known of these spaces, None where nothing is; raise ValueError where two of them differ."""
     found: Space | None = None
     for space in spaces:
         if found is None or space is None or space is found:
@@ -43,17 +43,17 @@ def common(*spaces: Space | None) -> Space | None:
         why = found.difference(space)
         if why is not None:
             raise ValueError(f"these operators do not fit together: {why}")
-        found = found.joined(space)
+        found = found.join(space)
     return found
 
 
 def spaces_of(operator: Any) -> Spaces:
-    """What the rows and columns of an operator stand for; a tensor or a foreign operator does not say."""
+    """Return the spaces of an operator's rows and columns, (None, None) for a tensor or a foreign operator."""
     found: Spaces = getattr(operator, "spaces", (None, None))
     return found
 
 
 def spaces_of_sum(terms: Sequence[Any]) -> Spaces:
-    """What the rows and columns of a sum stand for; raises ValueError where the terms differ."""
+    """Return the spaces of the rows and columns of a sum; raise ValueError where the terms differ."""
     rows, columns = zip(*map(spaces_of, terms))
     return common(*rows), common(*columns)

@@ -1,4 +1,4 @@
-"""How a result prints: each field in a few words, whatever its size."""
+"""The printed form of results: each field in a few words, whatever its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRINTED = 8
 
 
 class Summarised:
-    """A dataclass (of `repr=False`) that prints on one line: long tensors as their shapes, reasons counted."""
+    """A dataclass (with `repr=False`) that prints on one line: long tensors as their shapes, reasons counted."""
 
     def __repr__(self) -> str:
         parts = (f"{field.name}={summary(getattr(self, field.name))}" for field in fields(self))  # type: ignore[arg-type]
@@ -22,7 +22,7 @@ class Summarised:
 
 
 def summary(value: Any) -> str:
-    """A value in a few words."""
+    """Describe a value in a few words."""
     if isinstance(value, Tensor):
         numbers = value.detach()
         if numbers.ndim == 0:

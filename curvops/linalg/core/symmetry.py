@@ -1,7 +1,7 @@
-"""Telling a matrix that is not symmetric, or not positive semidefinite, from one that is rounded.
+"""Tests that tell a matrix that is not symmetric, or not positive semidefinite, from rounding errors.
 
-One rule for symmetry: of vectors X whose images AX are at hand, XᵀAX − (XᵀAX)ᵀ is compared with the size of the
-images. Of k random vectors it sees √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, all of it where A is formed.
+Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. With
+k random vectors it shows √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, and all of it where A is formed.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ ROUNDING_UNITS = 1e3
 
 
 def is_known_psd(A: Any) -> bool:
-    """Whether A is promised to be positive semidefinite; a tensor or a foreign operator promises nothing."""
+    """Return whether A is tagged as positive semidefinite; tensors and foreign operators have no tag."""
     return bool(getattr(A, "psd", False))
 
 
-def noticed_skew(eps: float) -> float:
-    """The difference between uᵀAv and vᵀAu, relative to the size of A, that rounding at ``eps`` does not explain.
+def skew_tolerance(eps: float) -> float:
+    """Return the relative difference of uᵀAv and vᵀAu beyond which rounding at ``eps`` does not explain it.
 
-    5e-6 in float64, for operators that are formed in lower precision inside, and 1.2e-4 in float32, whose products may
-    be those of a longer computation, or of a device that multiplies with fewer digits.
+    It is relative to the size of A: 5e-6 in float64, for operators that work in lower precision inside, and 1.2e-4 in
+    float32, whose products may end a longer computation, or come from a device that multiplies with fewer digits.
     """
     return max(LEAST_SKEW, ROUNDING_UNITS * eps)
 
 
 def require_symmetric(X: Tensor, eps: float, size: Tensor | float | None = None) -> None:
-    """Raise ValueError where a small matrix, or one of a batch, is not symmetric; one that is not finite passes.
+    """Raise ValueError where a small matrix, or one of a batch, is not symmetric; a non-finite one passes.
 
-    ``size`` is what its difference to its transpose is compared with, its own Frobenius norm by default.
+    The difference to the transpose is compared with ``size``, by default the Frobenius norm.
     """
     gap = torch.linalg.matrix_norm(X - X.mT)
     size = torch.linalg.matrix_norm(X) if size is None else size
-    if bool((gap > noticed_skew(eps) * size).any()):
+    if bool((gap > skew_tolerance(eps) * size).any()):
         raise ValueError(Reason.NOT_SYMMETRIC.value)
 
 
 def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
-    """Whether a symmetric matrix has an eigenvalue below zero by more than rounding explains.
+    """Return whether a symmetric matrix has an eigenvalue below zero by more than rounding explains.
 
     Costs a Cholesky factorisation, and the eigenvalues where that fails.
     """
     if not dense.numel() or not bool((torch.linalg.cholesky_ex(dense).info != 0).any()):
         return False
     if not bool(dense.isfinite().all()):
-        return False  # that is another reason
+        return False  # non-finite matrices have a reason of their own
     values = torch.linalg.eigvalsh(dense)
     noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(-1)
     return bool((values[..., 0] < -noise).any())

@@ -16,16 +16,16 @@ from curvops.linalg.core.vectors import Vectors, columns, largest, part, put, pu
 
 @dataclass(frozen=True, eq=False)
 class UsableColumns:
-    """Which columns of a block there is something to compute for, and the reasons of the others; on the host."""
+    """The columns of a block that an algorithm can use, and the reasons of the others; on the host."""
 
     heights: Float[Tensor, " K"]
-    """The largest entry of each column."""
+    """Largest absolute entry of each column."""
     live: Int[Tensor, " k"]
     reasons: dict[int, Reason]
 
     @classmethod
     def of(cls, B: Float[Vectors, "n K"]) -> UsableColumns:
-        """Look at the largest entries: one small transfer."""
+        """Find the usable columns by their largest entries: one small transfer."""
         heights = largest(B).cpu()
         reasons = dict.fromkeys((heights == 0).nonzero().squeeze(1).tolist(), Reason.ZERO_RIGHT_HAND_SIDE)
         reasons |= dict.fromkeys((~torch.isfinite(heights)).nonzero().squeeze(1).tolist(), Reason.NON_FINITE)
@@ -33,16 +33,16 @@ class UsableColumns:
         return cls(heights, torch.tensor(live, dtype=torch.long), reasons)
 
     def scaled(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
-        """The usable columns with a largest entry of 1."""
+        """Return the usable columns with a largest entry of 1."""
         return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
 
     def spread(self, values: Tensor | Sequence[float]) -> Float[Tensor, " K"]:
-        """A number for each usable column in its place, 0 for the others."""
+        """Put a number for each usable column in its place, 0 for the others."""
         every = torch.zeros(len(self.heights), dtype=torch.float64)
         return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
 
     def placed(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
-        """Answers in their places among columns of zeros, NaN for what was not finite; and the columns that are not."""
+        """Put answers in their places among zero (or NaN) columns, and list the columns that are not finite."""
         every = zero_block(X, len(self.heights))
         put_columns(every, self.live, X)
         for j, reason in self.reasons.items():

@@ -4,11 +4,11 @@ A block of K vectors of length n has shape (n, K) and is stored as ``(K, n).mT``
 Small results (scalars per column, K × K matrices) are float64 tensors whatever the vectors' dtype.
 
 Other storage (blocks sharded over devices, say) changes no algorithm. Each primitive is a `functools.singledispatch`
-function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); what
-creates blocks (``like``) for a subclass of `Description` too; and for your operators `describe`, which returns that,
-`product` and `transposed_product`. A block knows ``shape, dtype, device, ndim, to(dtype)`` and does ``+ - * /`` with a
-block, a number, or a tensor of K numbers, one a column. `Vectors` annotates what may be such a block.
-`tests/linalg/split.py` is an example.
+function whose default is for tensors: register yours for your type of block (``inner.register(Sharded, ...)``); the
+primitives that create blocks (``like``) for a subclass of `Description`, too; and for your operators `product`,
+`transposed_product`, and `describe`, which returns that subclass. A block has ``shape, dtype, device, ndim, to(dtype)``
+and ``+ - * /`` with a block, a number, or a tensor of K numbers, one per column. `Vectors` annotates arguments that may
+be blocks of any type. `tests/linalg/split.py` is an example.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from curvops.progress import counting
 
 Matrix: TypeAlias = Tensor | LinearOperator
 ScalarFunction: TypeAlias = Callable[[Tensor], Tensor]
-"""A function of numbers, of each entry on its own: of eigenvalues, say."""
+"""A function applied to each entry on its own, to eigenvalues, say."""
 CHUNK = 1 << 20
 LEAST_CHUNK = 1 << 12
 
@@ -45,7 +45,7 @@ else:
 
 
 class Description(NamedTuple):
-    """What an algorithm must know of a matrix before it multiplies by it."""
+    """The facts that an algorithm needs of a matrix before it multiplies by it: size, dtype and device."""
 
     rows: int
     columns: int
@@ -55,7 +55,7 @@ class Description(NamedTuple):
 
 @singledispatch
 def describe(A: Matrix) -> Description:
-    """Size, dtype and device of a dense or lazy matrix.
+    """Return size, dtype and device of a dense or lazy matrix.
 
     Raises:
         TypeError: A is neither a tensor nor a LinearOperator, or is not of a floating dtype of 32 bits or more.
@@ -74,7 +74,7 @@ def describe(A: Matrix) -> Description:
 
 
 def require_precision(dtype: torch.dtype) -> None:
-    """Raise TypeError for half precision: it is only multiplied."""
+    """Raise TypeError for half precision, in which matrices are only multiplied."""
     if torch.finfo(dtype).bits < 32:
         raise TypeError(
             f"{dtype} is too coarse to solve or factorise with (its rounding is {torch.finfo(dtype).eps:.1g}); "
@@ -84,7 +84,7 @@ def require_precision(dtype: torch.dtype) -> None:
 
 
 def describe_square(A: Matrix) -> Description:
-    """As ``describe``, and a ValueError when A is not square."""
+    """Return ``describe(A)``; raise ValueError where A is not square."""
     facts = describe(A)
     if facts.rows != facts.columns:
         raise ValueError(f"A must be square, got {facts.rows} x {facts.columns}.")
@@ -94,7 +94,7 @@ def describe_square(A: Matrix) -> Description:
 @counting
 @singledispatch
 def product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
+    """Return the map V -> A V on blocks (n, K), without linear_operator's re-wrapping and without recording a graph."""
     if isinstance(A, Tensor):
         dense = A.detach()
         return lambda V: dense @ V
@@ -104,7 +104,7 @@ def product(A: Matrix) -> Callable[[Tensor], Tensor]:
 @counting
 @singledispatch
 def transposed_product(A: Matrix) -> Callable[[Tensor], Tensor]:
-    """The map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
+    """Return the map U -> Aᵀ U on blocks (m, K), under the conditions of ``product``."""
     if isinstance(A, Tensor):
         dense = A.detach().mT
         return lambda U: dense @ U
@@ -123,12 +123,12 @@ def _without_graph(multiply: Callable[[Tensor], Tensor], rows: int) -> Callable[
 
 
 def as_columns(B: Vectors) -> Vectors:
-    """A vector (n,) as a block of one column; a block as it is."""
+    """Return a vector (n,) as a block of one column, and a block as it is."""
     return B.unsqueeze(1) if B.ndim == 1 else B
 
 
 def shaped_as(X: Float[Vectors, "n k"], B: Vectors) -> Vectors:
-    """X, or its only column as a vector (n,) where B was one."""
+    """Return X, or its only column as a vector (n,) where B is one."""
     return X if B.ndim == 2 else X.squeeze(1)
 
 
@@ -138,19 +138,19 @@ def _length(like: Vectors | Description) -> int:
 
 @singledispatch
 def empty_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
-    """An uninitialised block of k columns, each contiguous: like those of a block, or as a matrix takes them."""
+    """Return an uninitialised block of k contiguous columns: like those of a block, or as a matrix takes them."""
     return torch.empty(k, _length(like), dtype=like.dtype, device=like.device).mT
 
 
 @singledispatch
 def zero_block(like: Vectors | Description, k: int) -> Float[Vectors, "n k"]:
-    """A block of k zero columns; ``like`` as for `empty_block`."""
+    """Return a block of k zero columns; ``like`` as for `empty_block`."""
     return torch.zeros(k, _length(like), dtype=like.dtype, device=like.device).mT
 
 
 @singledispatch
 def part(X: Float[Tensor, "n k"], start: int, stop: int) -> Float[Tensor, "n j"]:
-    """Columns start..stop of X, sharing its memory."""
+    """Return columns start..stop of X, sharing its memory."""
     return X[:, start:stop]
 
 
@@ -171,7 +171,7 @@ def rotate(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> None:
 
 @singledispatch
 def as_block(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """A copy of X with contiguous columns."""
+    """Return a copy of X with contiguous columns."""
     return empty_block(X, X.shape[1]).copy_(X)
 
 
@@ -182,7 +182,7 @@ def random_block(
     kind: Literal["rademacher", "gaussian"] = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Float[Vectors, "n k"]:
-    """Independent random vectors with independent entries of mean 0 and variance 1; ``like`` as for `empty_block`."""
+    """Draw k independent vectors of independent entries, mean 0, variance 1; ``like`` as for `empty_block`."""
     check_generator(generator)
     home = like.device if generator is None else generator.device
     rows = torch.empty(k, _length(like), dtype=like.dtype, device=home)
@@ -193,10 +193,10 @@ def random_block(
     return rows.to(like.device).mT
 
 
-def apart(generator: torch.Generator | None) -> torch.Generator | None:
-    """A generator that is seeded by the given one and shares no numbers with another of the same seed.
+def spawn_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return a generator seeded by the given one that shares no numbers with another of the same seed.
 
-    Probes correlated with a sketch are biased, and a caller may well give both the same seed.
+    Probes that are correlated with a sketch are biased, and a caller may give both the same seed.
     """
     check_generator(generator)
     if generator is None:
@@ -207,7 +207,7 @@ def apart(generator: torch.Generator | None) -> torch.Generator | None:
 
 @singledispatch
 def columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"]) -> Float[Tensor, "n j"]:
-    """The chosen columns of X, contiguous; the index may stay on the host."""
+    """Return the chosen columns of X, contiguous; the index may stay on the host."""
     return X.mT[index.to(X.device)].mT
 
 
@@ -219,19 +219,19 @@ def put_columns(X: Float[Tensor, "n k"], index: Int[Tensor, " j"], V: Float[Tens
 
 @singledispatch
 def join(first: Float[Tensor, "n _"], *others: Float[Tensor, "n _"]) -> Float[Tensor, "n k"]:
-    """The blocks side by side, contiguous by columns."""
+    """Return the blocks side by side, contiguous by columns."""
     return torch.cat([block.mT for block in (first, *others)]).mT
 
 
 def unit_block(n: int, first: int, k: int, *, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "n k"]:
-    """The unit vectors e_first … e_(first + k − 1) as columns."""
+    """Return the unit vectors e_first … e_(first + k − 1) as columns."""
     rows = torch.zeros(k, n, dtype=dtype, device=device)
     rows.diagonal(offset=first).fill_(1)
     return rows.mT
 
 
 def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]]:
-    """The identity that A of these facts multiplies, ``width`` columns at a time."""
+    """Yield the identity that A of these facts multiplies, ``width`` columns at a time."""
     n, dtype, device = facts.columns, facts.dtype, facts.device
     for first in range(0, n, width):
         yield unit_block(n, first, min(width, n - first), dtype=dtype, device=device)
@@ -239,7 +239,7 @@ def unit_blocks(facts: Description, width: int) -> Iterator[Float[Tensor, "n k"]
 
 @singledispatch
 def entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"]) -> Float[Tensor, "*i k"]:
-    """The rows of X at the given positions."""
+    """Return the rows of X at the given positions."""
     return X[index]
 
 
@@ -250,12 +250,12 @@ def put_entries(X: Float[Tensor, "n k"], index: Int[Tensor, "*i"], rows: Float[T
 
 
 def square_sums(X: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """Squared length of each row."""
+    """Return the squared length of each row."""
     return X.square().sum(1)
 
 
 def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Generator | None = None) -> Int[Tensor, " j"]:
-    """At most k distinct positions out of k drawn in proportion to non-negative weights, not all zero."""
+    """Draw k positions in proportion to non-negative weights, not all zero; return the distinct ones."""
     check_generator(generator)
     home = weights.device if generator is None else generator.device
     cumulative = weights.double().cumsum(0)
@@ -264,7 +264,7 @@ def draw_positions(weights: Float[Tensor, " n"], k: int, generator: torch.Genera
 
 
 def _chunks(X: Tensor) -> Iterator[slice]:
-    """Rows of X, some at a time: what is made of them stays small beside a vector, however many columns there are."""
+    """Yield slices of rows of X: temporaries made from one stay small beside a vector, however many the columns."""
     step = max(LEAST_CHUNK, CHUNK // max(1, X.shape[1]))
     for start in range(0, max(len(X), 1), step):
         yield slice(start, start + step)
@@ -272,34 +272,34 @@ def _chunks(X: Tensor) -> Iterator[slice]:
 
 @singledispatch
 def finite_part(X: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """X with zero in place of NaN and Inf."""
+    """Return X with zero in place of NaN and Inf."""
     return torch.where(torch.isfinite(X), X, 0.0)
 
 
 @singledispatch
 def inner(X: Float[Tensor, "n k"], Y: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
-    """xᵀy column by column, accumulated in float64."""
+    """Return xᵀy column by column, accumulated in float64."""
     pairs = ((X[rows].double(), Y[rows].double()) for rows in _chunks(X))
     return torch.stack([torch.linalg.vecdot(*pair, dim=0) for pair in pairs]).sum(0)
 
 
 @singledispatch
 def norm(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
-    """2-norm of each column, accumulated in float64."""
+    """Return the 2-norm of each column, accumulated in float64."""
     sizes: Tensor = torch.linalg.vector_norm(X, dim=0, dtype=torch.float64)
     return sizes
 
 
 @singledispatch
 def largest(X: Float[Tensor, "n k"]) -> Float[Tensor, " k"]:
-    """Largest absolute entry of each column."""
+    """Return the largest absolute entry of each column."""
     sizes: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=0)
     return sizes.double()
 
 
 @singledispatch
 def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k"]:
-    """XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
+    """Return XᵀY in float64. For float32 vectors this doubles the condition number that CholeskyQR survives."""
     total = torch.zeros(X.shape[1], Y.shape[1], dtype=torch.float64, device=X.device)
     for rows in _chunks(X if X.shape[1] >= Y.shape[1] else Y):
         left = X[rows].double()
@@ -310,25 +310,25 @@ def gram(X: Float[Tensor, "n j"], Y: Float[Tensor, "n k"]) -> Float[Tensor, "j k
 
 @singledispatch
 def combine(X: Float[Tensor, "n j"], C: Float[Tensor, "j k"]) -> Float[Tensor, "n k"]:
-    """X C, stored with contiguous columns."""
+    """Return X C, stored with contiguous columns."""
     return (C.to(X).mT @ X.mT).mT
 
 
 @singledispatch
 def axpy(Y: Float[Tensor, "n k"], X: Float[Tensor, "n j"], C: Float[Tensor, "*j k"]) -> Float[Tensor, "n k"]:
-    """Y ← Y + X C, in place; a C (k,) holds one number for each column."""
+    """Compute Y ← Y + X C in place; a C (k,) holds one number for each column."""
     return Y.addcmul_(X, C.to(X)) if C.ndim == 1 else Y.addmm_(X, C.to(X))
 
 
 @singledispatch
 def plus(Y: Float[Tensor, "n k"], X: Float[Tensor, "n k"], c: Float[Tensor, " k"]) -> Float[Tensor, "n k"]:
-    """Y + X diag(c), a new block."""
+    """Return Y + X diag(c), a new block."""
     return torch.addcmul(Y, X, c.to(X))
 
 
 @singledispatch
 def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Tensor, "r k"]]:
-    """Thin QR of a block however ill conditioned, r = min(n, k). R is float64."""
+    """Return the thin QR of a block however ill conditioned, r = min(n, k). R is float64."""
     Q, R = torch.linalg.qr(X)
     return as_block(Q), R.double()
 
@@ -337,22 +337,22 @@ def householder(X: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n r"], Float[Te
 def project_out(
     W: Float[Tensor, "n j"], store: Float[Tensor, "n _"], room: int, used: int, which: Int[Tensor, " j"]
 ) -> tuple[Float[Tensor, "n j"], Float[Tensor, "j used"]]:
-    """Column i of W minus its projection on orthonormal basis ``which[i]``: classical Gram–Schmidt, twice.
+    """Subtract from column i of W its projection on orthonormal basis ``which[i]``: Gram–Schmidt, twice.
 
-    ``store`` holds bases of ``room`` columns one after another, of which the first ``used`` count. The components of W
-    along them come with it.
+    The Gram–Schmidt is the classical one. ``store`` holds bases of ``room`` columns one after another, the first
+    ``used`` columns of each filled. Returns the components of W along them, too.
     """
     bases, rows = store.mT.unflatten(0, (-1, room)), W.mT
     if len(which) == len(bases):
-        found, along = _projected_out(rows, bases[:, :used])
+        found, along = _subtract_projections(rows, bases[:, :used])
         return found.mT, along
     # One after the other: the bases of some vectors are no part of the store without a copy.
-    parts = [_projected_out(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
+    parts = [_subtract_projections(rows[i : i + 1], bases[j : j + 1, :used]) for i, j in enumerate(which.tolist())]
     found, along = (torch.cat(part) for part in zip(*parts))
     return found.mT, along
 
 
-def _projected_out(rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+def _subtract_projections(rows: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     along = torch.bmm(bases, rows.unsqueeze(2))
     rows = rows - torch.bmm(along.mT, bases).squeeze(1)
     again = torch.bmm(bases, rows.unsqueeze(2))

@@ -1,4 +1,4 @@
-"""How many products an estimator is given: a budget at once, or more and more until its error bar meets a tolerance."""
+"""The number of products an estimator is given: a budget at once, or more until its error bar meets a tolerance."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ EXACT = "exact"
 DEFAULT_MATVECS = 128
 FIRST_MATVECS = 16
 LEAST_VECTORS = 12
-"""What the fewest products that give an error bar keep, of the estimator that keeps most."""
+"""Vectors kept by the fewest products that give an error bar, for the estimator that keeps most."""
 
 
 @runtime_checkable
 class Estimator(Protocol):
     """An estimator that can be given more products and keeps what it has.
 
-    ``least`` products are needed for an error bar; ``first`` are spent before a tolerance is asked for; ``held`` is how
-    many vectors of length n it keeps per product.
+    ``least`` products are needed for an error bar; ``first`` are spent before a tolerance is tested; ``held`` is the
+    number of vectors of length n that it keeps per product.
     """
 
     least: int
@@ -37,14 +37,14 @@ class Estimator(Protocol):
     held: float
 
     def spend(self, matvecs: int) -> None:
-        """Go on until at most ``matvecs`` products have been spent in all."""
+        """Continue until at most ``matvecs`` products have been spent in all."""
 
     def estimate(self) -> Estimate:
-        """The estimate from what was spent, its reason left open."""
+        """Return the estimate from the products spent, its reason left open."""
 
 
-def checked(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same product, with a ValueError where a result is not finite. One small transfer a block."""
+def require_finite(multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a product to raise ValueError where a result is not finite. One small transfer a block."""
 
     def apply(V: Tensor) -> Tensor:
         result = multiply(V)
@@ -60,31 +60,31 @@ Family = TypeVar("Family", bound=Estimator)
 
 @dataclass(frozen=True, eq=False)
 class Quantity(Generic[Family]):
-    """What estimators tell of a matrix: its name, who estimates it by which method, and the value without an error."""
+    """A number that estimators give of a matrix: its name, its methods, and its computation without an error."""
 
     name: str
     families: Mapping[str, Callable[[Probed], Family]]
     exact: Callable[[Probed], Estimate]
 
-    def of(
+    def estimate(
         self, A: Matrix, method: str, limits: Limits, generator: torch.Generator | None, progress: Progress
     ) -> tuple[Estimate, Family | None]:
-        """The estimate, and what it was read from; None where the exact value was taken."""
+        """Return the estimate and its estimator, or None in its place where the exact value was taken."""
         check_choice("method", method, (*self.families, EXACT))
         with (
             torch.no_grad(),
             at_work(self.name, _most(method, describe(A).columns, limits), progress, A),
-            probing(A, generator, limits, LEAST_VECTORS, checked(product(A))) as probed,
+            probing(A, generator, limits, LEAST_VECTORS, require_finite(product(A))) as probed,
         ):
             if method == EXACT:
                 return self.exact(probed), None
             estimator = self.families[method](probed)
-            found = estimated(estimator, self.exact, probed)
+            found = spend_budget(estimator, self.exact, probed)
         return found, estimator if found.samples else None
 
 
 def _most(method: str, whole: int, limits: Limits) -> int | None:
-    """The most products that an estimate takes; None where only its tolerance ends it."""
+    """Return the most products that an estimate takes; None where only its tolerance ends it."""
     if method == EXACT:
         return whole
     if limits.rtol is None:
@@ -92,11 +92,11 @@ def _most(method: str, whole: int, limits: Limits) -> int | None:
     return limits.matvecs
 
 
-def estimated(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
+def spend_budget(estimator: Estimator, exact: Callable[[Probed], Estimate], probed: Probed) -> Estimate:
     """Spend the budget (128 products by default), or with ``rtol`` grow until the error bar meets it.
 
-    The exact value is taken where it costs no more: by a budget of as many products as A has columns, or where growth
-    comes to that many. With rtol and no budget there is no other limit.
+    The exact value is taken where it costs no more: with a budget of as many products as A has columns, or where growth
+    reaches that number. With rtol and no budget there is no other limit.
 
     Raises:
         ValueError: rtol is not positive, or the budget or the memory is too small for an error bar.
@@ -110,14 +110,14 @@ def estimated(estimator: Estimator, exact: Callable[[Probed], Estimate], probed:
         return exact(probed)
     if max_matvecs is None and whole <= FIRST_MATVECS:
         return exact(probed)
-    room = probed.held(estimator.held)
+    room = probed.capacity(estimator.held)
     if room is not None and room < estimator.least:
         raise ValueError(f"memory_budget has room for {room} products' vectors, {estimator.least} are needed.")
     if rtol is None:
         assert max_matvecs is not None
         budget = max_matvecs if room is None else min(max_matvecs, room)
         estimator.spend(budget)
-        return replace(estimator.estimate(), reason=_ended(budget, room, max_matvecs, Reason.BUDGET_SPENT))
+        return replace(estimator.estimate(), reason=_stop_reason(budget, room, max_matvecs, Reason.BUDGET_SPENT))
     most = min((m for m in (max_matvecs, room) if m is not None), default=None)
     target = estimator.first
     while True:
@@ -131,17 +131,17 @@ def estimated(estimator: Estimator, exact: Callable[[Probed], Estimate], probed:
         if following >= whole and (max_matvecs is None or target + whole <= max_matvecs):
             return replace(known := exact(probed), matvecs=known.matvecs + found.matvecs)
         if most is not None and target >= most:
-            return replace(found, reason=_ended(target, room, max_matvecs, Reason.MATVEC_LIMIT))
+            return replace(found, reason=_stop_reason(target, room, max_matvecs, Reason.MATVEC_LIMIT))
         target = following
 
 
-def _ended(spent: int, room: int | None, max_matvecs: int | None, otherwise: Reason) -> Reason:
+def _stop_reason(spent: int, room: int | None, max_matvecs: int | None, otherwise: Reason) -> Reason:
     capped = room is not None and spent >= room and (max_matvecs is None or room < max_matvecs)
     return Reason.RANK_CAPPED if capped else otherwise
 
 
 def _next(target: int, found: Estimate, rtol: float) -> int:
-    """At most twice as many: what the slowest rate, one over the square root, asks for."""
+    """Return the next number of products, at most twice this one, by the rate of one over the square root."""
     goal = rtol * float(torch.linalg.vector_norm(found.value))
     ratio = found.inflation * float(torch.linalg.vector_norm(found.stderr)) / goal if goal else math.inf
     return min(2 * target, max(target + 8, math.ceil(min(1.1 * target * ratio**2, 1e12))))

@@ -28,13 +28,14 @@ from curvops.linalg.spectra.lanczos import LockStep
 
 @dataclass(frozen=True, eq=False)
 class SpectralQuadrature:
-    """Nodes and weights of both rules, one row per probe; padding has weight 0.
+    """Nodes and weights of Gauss and Gauss–Radau quadratures of a spectrum, one row per probe.
 
-    ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own sum is known exactly
-    and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without a sketch.
-    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim; that
-    of an estimate is judged anew, by ``rtol`` of the value plus ``known``, where a tolerance was set. ``rounding`` is
-    the size of the errors that the products' dtype leaves in the eigenvalues.
+    Padding has weight 0. ``control_nodes`` and ``control_weights`` (uᵢᵀz)² belong to a Nyström approximation whose own
+    sum is known exactly and whose probe values are subtracted: tr f(G) = tr f(Ĝ) + E zᵀ[f(G) − f(Ĝ)]z. Empty without
+    a sketch.
+    ``reason`` is CONVERGED, or RANK_CAPPED where the memory or product budget ended the depth before its aim; an
+    estimate has a reason of its own where a tolerance was set, by ``rtol`` of the value plus ``known``. ``rounding``
+    is the size of the errors that the products' dtype leaves in the eigenvalues.
     """
 
     gauss_nodes: Float[Tensor, "K m"]
@@ -50,24 +51,24 @@ class SpectralQuadrature:
     known: float = 0.0
 
     def logdet(self, shift: float | int | Tensor) -> Estimate:
-        """Log det(I + G/shift) in nats, for any positive shift, or for each of a tensor (m,) of them."""
+        """Estimate log det(I + G/shift) in nats, for any positive shift, or for each of a tensor (m,)."""
         return self._each(log_ratio, shift)
 
     def effective_dimension(self, shift: float | int | Tensor) -> Estimate:
-        """Tr G (G + shift I)⁻¹ for any positive shift, or for each of a tensor (m,) of them."""
+        """Estimate tr G (G + shift I)⁻¹ for any positive shift, or for each of a tensor (m,)."""
         return self._each(share, shift)
 
     def _each(self, of_shift: Callable[[float], ScalarFunction], shift: float | int | Tensor) -> Estimate:
         if not (isinstance(shift, Tensor) and shift.ndim):
-            return self.trace_of(of_shift(float(positive(shift))))
-        return stacked([self.trace_of(of_shift(float(positive(mu)))) for mu in shift.tolist()])
+            return self.trace(of_shift(float(positive(shift))))
+        return stack([self.trace(of_shift(float(positive(mu)))) for mu in shift.tolist()])
 
-    def trace_of(self, f: ScalarFunction) -> Estimate:
-        """Tr f(G) for f with f(0) = 0 and derivatives of alternating sign, the first positive.
+    def trace(self, f: ScalarFunction) -> Estimate:
+        """Estimate tr f(G) for f with f(0) = 0 and derivatives of alternating sign, the first positive.
 
-        The value is the middle of the bracket. ``bias_bound`` is half its mean width plus what rounding of the products
-        can have changed: each eigenvalue by ``rounding``, as many of them as the weights say. The control variate is
-        used where it lowers the variance between probes.
+        The value is the middle of the bracket. ``bias_bound`` is half its mean width plus the effect of rounding of the
+        products, which changes each eigenvalue by ``rounding``, counted by the weights. The control variate is used
+        where it lowers the variance between probes.
         """
         upper, lower = self.bracket(f)
         middle, half = (upper + lower) / 2, ((upper - lower) / 2).clamp_min(0).mean()
@@ -77,19 +78,19 @@ class SpectralQuadrature:
         samples = corrected if len(known) and count > 1 and corrected.var() < middle.var() else middle
         variance = samples.var() if count > 1 else torch.full_like(half, math.inf)
         if samples is middle:
-            variance = variance + self._missed(f).square()
+            variance = variance + self._top_weight_error(f).square()
         stderr = (variance / count).sqrt()
-        rounded = self._rounded(f)
+        rounded = self._rounding_effect(f)
         found = Estimate(samples.mean(), stderr, count, self.matvecs, half + rounded, widening=caution(count))
-        return replace(found, reason=self._judged(found, float(rounded)))
+        return replace(found, reason=self._reason(found, float(rounded)))
 
-    def _missed(self, f: ScalarFunction) -> Tensor:
-        """By how much the largest eigenvalue's weight is off its expectation, in units of the sum.
+    def _top_weight_error(self, f: ScalarFunction) -> Tensor:
+        """Return the error of the largest eigenvalue's weight, in units of the sum.
 
-        The expectation is known: the multiplicity, a whole number. Where one eigenvalue dominates, zᵀf(G)z is about χ²
-        with one degree of freedom, and where it happens to be small, so is its spread between probes: a tolerance ends
-        the run just there. The spread about the known expectation, which this adds to that about the mean, is not
-        small then. 0 unless all probes found the same eigenvalue.
+        The weight's expectation is known: the multiplicity, a whole number. Where one eigenvalue dominates, zᵀf(G)z is
+        about χ² with one degree of freedom, and where it happens to be small, so is its spread between probes, and the
+        tolerance ends the run too early. The spread about the known expectation, which is added to the spread about
+        the mean, is not small then. 0 unless all probes found the same eigenvalue.
         """
         top, place = self.gauss_nodes.max(1)
         largest, alike = top.amax(), 1 - 1e-6
@@ -99,12 +100,12 @@ class SpectralQuadrature:
         below = torch.where(self.gauss_nodes < alike * largest, self.gauss_nodes, 0.0).amax()
         return (f(largest) - f(below)) * (weight - weight.round().clamp_min(1))
 
-    def _rounded(self, f: ScalarFunction) -> Tensor:
+    def _rounding_effect(self, f: ScalarFunction) -> Tensor:
         x, delta = self.gauss_nodes, self.rounding
         change = torch.maximum(f(x + delta) - f(x), f(x) - f((x - delta).clamp_min(0)))
         return (self.gauss_weights * change).sum(1).mean()
 
-    def _judged(self, found: Estimate, rounded: float) -> Reason:
+    def _reason(self, found: Estimate, rounded: float) -> Reason:
         if self.rtol is None:
             return Reason.BUDGET_SPENT if self.reason is Reason.CONVERGED else self.reason
         goal = self.rtol * abs(self.known + float(found.value))
@@ -115,23 +116,23 @@ class SpectralQuadrature:
         return Reason.MATVEC_LIMIT if self.reason is Reason.CONVERGED else self.reason
 
     def bracket(self, f: ScalarFunction) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
-        """Upper and lower bound of zᵀf(G)z for each probe."""
+        """Return the upper and lower bound of zᵀf(G)z for each probe."""
         upper = (self.gauss_weights * f(self.gauss_nodes)).sum(1)
         return upper, (self.radau_weights * f(self.radau_nodes)).sum(1)
 
 
 def log_ratio(mu: float) -> ScalarFunction:
-    """x ↦ log(1 + x/μ)."""
+    """Return the function x ↦ log(1 + x/μ)."""
     return lambda x: torch.log1p(x / mu)
 
 
 def share(mu: float) -> ScalarFunction:
-    """x ↦ x/(x + μ)."""
+    """Return the function x ↦ x/(x + μ)."""
     return lambda x: x / (x + mu)
 
 
-def stacked(estimates: list[Estimate]) -> Estimate:
-    """Estimates from the same probes as one of shape (m,); the reason is the first that is not CONVERGED."""
+def stack(estimates: list[Estimate]) -> Estimate:
+    """Join estimates from the same probes to one of shape (m,); the reason is the first not CONVERGED."""
     first = estimates[0]
     failed = [e.reason for e in estimates if e.reason is not Reason.CONVERGED]
     value, stderr = torch.stack([e.value for e in estimates]), torch.stack([e.stderr for e in estimates])
@@ -141,20 +142,20 @@ def stacked(estimates: list[Estimate]) -> Estimate:
 
 
 def single(estimate: Estimate) -> Estimate:
-    """An estimate of shape (1,) as a number."""
+    """Return an estimate of shape (1,) as a number."""
     bias = torch.as_tensor(estimate.bias_bound).squeeze()
     return replace(estimate, value=estimate.value[0], stderr=estimate.stderr[0], bias_bound=bias)
 
 
 def positive(shift: float | int | Tensor) -> float | int | Tensor:
-    """The shift, or a ValueError that says what is wrong with it."""
+    """Return a positive shift; raise ValueError for any other."""
     if not bool(shift > 0):
         raise ValueError(f"shift must be positive, got {float(shift)}.")
     return shift
 
 
 class Rules(NamedTuple):
-    """Both rules of one probe, nodes clamped at 0, and the least and greatest Ritz value before that."""
+    """The quadrature rules of one probe, nodes clamped at 0, and the extreme Ritz values before clamping."""
 
     gauss: Tensor
     gauss_weights: Tensor
@@ -165,9 +166,9 @@ class Rules(NamedTuple):
 
 
 def rules(run: LockStep, k: int, scale: float) -> Rules:
-    """Nodes and weights of Gauss and of Gauss–Radau with a node at 0, for start vector k.
+    """Return the rules of Gauss and of Gauss–Radau with a node at 0, for start vector k.
 
-    ``scale`` is the size of what the products were formed from, whose rounding may look like a negative eigenvalue.
+    ``scale`` is the size of the terms of the products, whose rounding may look like a negative eigenvalue.
 
     Raises:
         NotPositiveSemidefinite: a Ritz value is clearly below zero.
@@ -185,13 +186,13 @@ def rules(run: LockStep, k: int, scale: float) -> Rules:
     beta = float(run.betas[k, m - 1])
     if beta == 0:
         return Rules(*gauss, *gauss, lowest, highest)
-    # A node a hair below 0 is as good a lower bound, and T minus it stays regular when 0 is itself a Ritz value.
+    # A node slightly below 0 bounds as well, and T minus it stays regular when 0 is itself a Ritz value.
     below = min(lowest, 0.0) - run.eps * float(nodes[-1].abs())
     last = torch.zeros(m, dtype=torch.float64)
     last[-1] = beta**2
     found, info = torch.linalg.solve_ex(T - below * torch.eye(m, dtype=torch.float64), last)
     if int(info) or not math.isfinite(float(found[-1])):
-        # The rounding of T itself put a Ritz value there, as that of steps within an exact null space: go past it.
+        # Rounding in T put a Ritz value there, as steps within an exact null space do: go past it.
         below -= m * run.eps * highest
         found = torch.linalg.solve(T - below * torch.eye(m, dtype=torch.float64), last)
     corner = below + float(found[-1])

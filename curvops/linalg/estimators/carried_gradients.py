@@ -1,4 +1,4 @@
-"""An estimate's gradient for the tensors inside A: that of a sum of lᵀ A r over pairs of vectors held fixed.
+"""The gradient of an estimate for the tensors inside A, as that of Σ lᵀ A r over pairs of fixed vectors.
 
 For tr A the pairs are the probes; for log det A they are A⁻¹z and z, so that d log det A = tr(A⁻¹ dA) is estimated
 with the probes and solves of the value.
@@ -25,35 +25,35 @@ SOLVE_RTOL = 1e-6
 Pairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 
-def differentiated(A: Matrix) -> bool:
-    """Whether a gradient for a tensor inside A is asked for."""
+def needs_gradient(A: Matrix) -> bool:
+    """Return whether a gradient for a tensor inside A is asked for."""
     tensors = (A,) if isinstance(A, Tensor) else A.representation()
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def carried(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
-    """The estimate, its value carrying d value = Σ lᵀ dA r over the blocks (l, r) that ``pairs(A)`` gives.
+def attach_gradient(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
+    """Attach to the estimate's value the gradient d value = Σ lᵀ dA r over the blocks of ``pairs(A)``.
 
-    ``pairs`` is called in the backward pass, if there is one.
+    ``pairs`` is called in the backward pass, if there is one, and gives blocks (l, r).
     """
-    if not differentiated(A):
+    if not needs_gradient(A):
         return estimate
     if isinstance(A, Tensor):
-        value = _Carried.apply(estimate.value, None, pairs, A)  # type: ignore[no-untyped-call]
+        value = _WithGradient.apply(estimate.value, None, pairs, A)  # type: ignore[no-untyped-call]
     else:
         tree, tensors = A.representation_tree(), A.representation()
-        value = _Carried.apply(estimate.value, tree, pairs, *tensors)  # type: ignore[no-untyped-call]
+        value = _WithGradient.apply(estimate.value, tree, pairs, *tensors)  # type: ignore[no-untyped-call]
     return replace(estimate, value=value)
 
 
-def solved_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
-    """Pairs for (A + shift I)⁻¹ from probes z of Lanczos runs and (P^-½(A + shift I)P^-½)⁻¹z as far as they reach.
+def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
+    """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
 
-    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Conjugate gradients go on from what Lanczos
-    found, to a relative residual of 1e-6, in the backward pass.
+    With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos gives (P^-½(A + shift I)P^-½)⁻¹z
+    approximately; conjugate gradients continue from there to a relative residual of 1e-6, in the backward pass.
 
     Raises:
-        NotConverged: there, where a solve fails.
+        NotConverged: a solve fails, in the backward pass.
     """
 
     def pairs(A: Matrix) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,7 +70,7 @@ def solved_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditione
     return pairs
 
 
-class _Carried(Function):
+class _WithGradient(Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, tree: Any, pairs: Pairs, *tensors: Tensor) -> Tensor:
         ctx.tree, ctx.pairs = tree, pairs

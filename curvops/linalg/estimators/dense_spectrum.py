@@ -1,4 +1,4 @@
-"""The spectrum of a matrix that is small enough to be formed: one eigendecomposition for every shift."""
+"""The spectrum of a matrix small enough to be formed: one eigendecomposition for every shift."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.symmetry import require_symmetric
 from curvops.linalg.core.vectors import Description, ScalarFunction
-from curvops.linalg.estimators.brackets import SpectralQuadrature, share, stacked
+from curvops.linalg.estimators.brackets import SpectralQuadrature, share, stack
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 
 
@@ -26,12 +26,12 @@ class DenseSpectrum:
     eps: float
 
     def logdet(self, shifts: list[float], rtol: float) -> Estimate:
-        """Log det(A + μ − bound) for each μ, of shape (m,). The bias bound is what rounding can have changed.
+        """Compute log det(A + μ − bound) for each μ, of shape (m,); the bias bound is the effect of rounding.
 
         Raises:
             NotPositiveSemidefinite: an eigenvalue is not positive to working precision.
         """
-        return stacked([self._logdet(mu, rtol) for mu in shifts])
+        return stack([self._logdet(mu, rtol) for mu in shifts])
 
     def _logdet(self, mu: float, rtol: float) -> Estimate:
         values, n = self.values, len(self.values)
@@ -52,7 +52,7 @@ class DenseSpectrum:
         return Estimate.rounded(value, bias, rtol, n, torch.log1p(values / mu).abs().sum() if mu > 0 else float(n))
 
     def effective_dimension(self, mu: float, rtol: float) -> Estimate:
-        """Tr (A − bound) (A − bound + μ)⁻¹ for μ > 0. The bias bound is what rounding can have changed.
+        """Compute tr (A − bound) (A − bound + μ)⁻¹ for μ > 0; the bias bound is the effect of rounding.
 
         Raises:
             NotPositiveSemidefinite: an eigenvalue of A − bound + μ is not positive to working precision.
@@ -61,7 +61,7 @@ class DenseSpectrum:
         size = float(self.values.abs().amax())
         near = self.values.abs() <= len(self.values) * self.eps * size
         values = torch.where(near, self.values.clamp_min(0), self.values)
-        # One near zero cannot be told from zero, whatever it was found to be.
+        # An eigenvalue near zero cannot be told from zero, whatever its computed value.
         delta = torch.where(near, values, 0.0).clamp_min(ROUNDING_UNITS * self.eps * size)
         of = share(mu)
         least = torch.minimum(values, (values - delta).clamp_min(0))
@@ -69,24 +69,24 @@ class DenseSpectrum:
         return Estimate.rounded(value, bias, rtol, len(values))
 
     def inverse(self, mu: float, dtype: torch.dtype) -> Float[Tensor, "n n"]:
-        """(A + μ − bound)⁻¹."""
+        """Return (A + μ − bound)⁻¹."""
         return ((self.vectors / (self.values + mu)) @ self.vectors.mT).to(dtype)
 
-    def _clamped(self) -> Float[Tensor, " n"]:
-        """The eigenvalues, those within rounding of zero not below it where no other is."""
+    def _clamp(self) -> Float[Tensor, " n"]:
+        """Return the eigenvalues; where none is clearly negative, those within rounding of zero are at least 0."""
         noise = len(self.values) * self.eps * float(self.values.abs().amax())
         return self.values.clamp_min(0) if float(self.values[0]) >= -noise else self.values
 
-    def semidefinite(self) -> Float[Tensor, "n n"]:
-        """A − bound in float64, without the negative eigenvalues that rounding left."""
-        return (self.vectors * self._clamped()) @ self.vectors.mT
+    def semidefinite_part(self) -> Float[Tensor, "n n"]:
+        """Return A − bound in float64, without the negative eigenvalues that rounding left."""
+        return (self.vectors * self._clamp()) @ self.vectors.mT
 
-    def beside(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
-        """Log det(P) − log det(diag(d)) of P = A − bound + diag(d), d > 0, and P⁻¹ in float64, by Cholesky.
+    def plus_diagonal(self, diagonal: Float[Tensor, " n"], rtol: float) -> tuple[Estimate, Float[Tensor, "n n"]]:
+        """Compute log det(P) − log det(diag(d)) and P⁻¹ of P = A − bound + diag(d), d > 0, by Cholesky.
 
-        The bias bound is what rounding can have changed. Raises NotPositiveSemidefinite for an indefinite P.
+        P⁻¹ is float64. The bias bound is the effect of rounding. Raises NotPositiveSemidefinite for an indefinite P.
         """
-        scale, values, n = diagonal.double().rsqrt(), self._clamped(), len(self.values)
+        scale, values, n = diagonal.double().rsqrt(), self._clamp(), len(self.values)
         size = float(values.abs().amax())
         root = scale[:, None] * self.vectors
         whitened = (root * values) @ root.mT
@@ -110,16 +110,16 @@ def dense_spectrum(multiply: Multiply, facts: Description, bound: float) -> Dens
 
 @dataclass(frozen=True, eq=False)
 class KnownSpectrum(SpectralQuadrature):
-    """All eigenvalues of a positive semidefinite matrix as one quadrature: sums over them are exact to rounding."""
+    """All eigenvalues of a positive semidefinite matrix as a quadrature whose sums are exact to rounding."""
 
-    def trace_of(self, f: ScalarFunction) -> Estimate:
-        """Tr f(G); the bias bound is what rounding of the products can have changed."""
-        value, bias = f(self.gauss_nodes).sum(), self._rounded(f)
+    def trace(self, f: ScalarFunction) -> Estimate:
+        """Compute tr f(G); the bias bound is what rounding of the products can have changed."""
+        value, bias = f(self.gauss_nodes).sum(), self._rounding_effect(f)
         return Estimate.rounded(value, bias, self.rtol or 0.0, self.matvecs)
 
 
 def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> KnownSpectrum:
-    """The eigenvalues of positive semidefinite G by n products; those within rounding of zero count as zero.
+    """Compute the eigenvalues of positive semidefinite G by n products; those within rounding of zero are 0.
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue is clearly below zero.
@@ -138,7 +138,7 @@ def known_spectrum(multiply: Multiply, facts: Description, rtol: float) -> Known
 
 
 def definite_logdet(dense: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """Log det of symmetric positive definite matrices by Cholesky, with gradients.
+    """Compute log det of symmetric positive definite matrices by Cholesky, with gradients.
 
     Raises:
         NotPositiveSemidefinite: a matrix is not positive definite to working precision (it is also a ValueError).

@@ -1,4 +1,4 @@
-"""The diagonal of a matrix known by its products.
+"""Estimates of the diagonal of a matrix known by its products.
 
 >>> import torch
 >>> from curvops.linalg import diagonal
@@ -20,7 +20,7 @@ from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
 from curvops.linalg.core.vectors import CHUNK, Matrix, combine, describe_square, largest, norm, product, unit_blocks
-from curvops.linalg.estimators.adaptive import Estimator, Quantity, checked
+from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch
 from curvops.progress import Progress
 
@@ -60,12 +60,12 @@ def diagonal(
     """
     describe_square(A)
     families: dict[str, Callable[[Probed], Estimator]] = {
-        "xdiag": lambda probed: XDiag(probed, checked(product(A.mT))),
+        "xdiag": lambda probed: XDiag(probed, require_finite(product(A.mT))),
         "xnysdiag": XNysDiag,
         "bekas": Bekas,
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
-    return Quantity("diagonal", families, _exact).of(A, method, limits, generator, progress)[0]
+    return Quantity("diagonal", families, _exact).estimate(A, method, limits, generator, progress)[0]
 
 
 def _exact(probed: Probed) -> Estimate:
@@ -83,13 +83,13 @@ def _row_sums(X: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def _moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and summed squared deviations of the columns, (n, 1) each, safe from overflow by the caller's scaling."""
+    """Return mean and summed squared deviations of the columns, (n, 1) each; the caller's scale prevents overflow."""
     mean = _row_sums(samples, 1 / samples.shape[1])
     return mean, _row_sums((samples - mean).square())
 
 
 def _mean_error(samples: Tensor) -> Tensor:
-    """The root of Σ (x − x̄)²/(K (K − 1)) in each row."""
+    """Return the root of Σ (x − x̄)²/(K (K − 1)) in each row."""
     size = float(largest(samples).amax())
     size, K = size if size > 0 else 1.0, samples.shape[1]
     _, squares = _moments(samples / size)
@@ -97,14 +97,14 @@ def _mean_error(samples: Tensor) -> Tensor:
 
 
 def _estimate(samples: Tensor, known: Tensor, matvecs: int, inflation: float, bias: float) -> Estimate:
-    """``known`` plus the mean of the columns of ``samples``."""
+    """Return the estimate ``known`` plus the mean of the columns of ``samples``."""
     K, stderr = samples.shape[1], _mean_error(samples)
     value = known + _row_sums(samples, 1 / K)
     return Estimate(value[:, 0], stderr, K, matvecs, torch.full_like(stderr, bias), Reason.BUDGET_SPENT, inflation)
 
 
 class Bekas:
-    """Mean of z ∘ Az over random signs, streamed."""
+    """Bekas' estimator: the mean of z ∘ Az over random signs, streamed."""
 
     least, first, held = 2, BLOCK, 0.0
 
@@ -115,8 +115,8 @@ class Bekas:
         self.squares = torch.zeros_like(self.mean)
 
     def spend(self, matvecs: int) -> None:
-        """One product a probe."""
-        for Z in self.probed.streamed(matvecs - self.count):
+        """Spend one product per probe."""
+        for Z in self.probed.stream(matvecs - self.count):
             samples = Z * self.probed.multiply(Z)
             if not self.count and (size := float(largest(samples).amax())) > 0:
                 self.size = size
@@ -128,13 +128,13 @@ class Bekas:
             self.count = total
 
     def estimate(self) -> Estimate:
-        """Mean and standard error of each entry."""
+        """Return mean and standard error of each entry."""
         stderr = self.size * (self.squares / (self.count * (self.count - 1))).sqrt()
         return Estimate(self.size * self.mean[:, 0], stderr[:, 0], self.count, self.count, 0.0, Reason.BUDGET_SPENT)
 
 
 class XDiag(LeaveOneOut):
-    """Mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ with random signs ω; exact for rank ≤ K − 1."""
+    """XDiag: mean over i of diag(Qᵢ Qᵢᵀ A) + ωᵢ ∘ (I − QᵢQᵢᵀ) A ωᵢ with random signs ω; exact for rank ≤ K − 1."""
 
     least, first, held = 4, 16, 3.0
 
@@ -142,13 +142,13 @@ class XDiag(LeaveOneOut):
         self.sketch: RangeSketch = RangeSketch(probed, "signs", adjoint)
 
     def estimate(self) -> Estimate:
-        """Mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
+        """Return mean and standard error of each entry, the interval by the jackknife; the bias bound is rounding.
 
-        The samples share all but one probe and may all be off together, as those of `leave_one_out`.
+        The samples share all but one probe and may all be off together, as in `leave_one_out`.
         """
-        sketch, out = self.sketch, self.sketch.left_out()
+        sketch, out = self.sketch, self.sketch.leave_out()
         eps, K = torch.finfo(sketch.facts.dtype).eps, sketch.columns
-        # A ωᵢ = Q R eᵢ lies in the range, so leaving probe i out leaves (sᵢᵀR eᵢ) Q sᵢ of it.
+        # A ωᵢ = Q R eᵢ lies in the range, so its residual without probe i is (sᵢᵀR eᵢ) Q sᵢ.
         left = (out.S * sketch.R).sum(0)
         parts = [
             self._entries(part, out.S, left, eps)
@@ -162,7 +162,7 @@ class XDiag(LeaveOneOut):
 
     @staticmethod
     def _entries(part: tuple[Tensor, ...], S: Tensor, left: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, standard error by the samples and by the jackknife of the entries that these rows belong to."""
+        """Return value, standard error by the samples and by the jackknife, of the entries of these rows."""
         Omega, Q, Z = part
         QS, ZS = combine(Q, S), combine(Z, S)
         taken, residual = QS * ZS, Omega * left.to(QS)
@@ -179,7 +179,7 @@ class XDiag(LeaveOneOut):
 
 
 class XNysDiag(LeaveOneOut):
-    """Mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ with random signs, Âᵢ the Nyström approximation without probe i."""
+    """XNysDiag: mean over i of diag Âᵢ + ωᵢ ∘ (A − Âᵢ)ωᵢ, Âᵢ the Nyström approximation without probe i."""
 
     least, first, held = 2, 16, 6.0
 
@@ -187,9 +187,9 @@ class XNysDiag(LeaveOneOut):
         self.sketch: NystromSketch = NystromSketch(probed, "signs")
 
     def estimate(self) -> Estimate:
-        """Mean and standard error of each entry; the bias bound is the stabilising shift."""
+        """Return mean and standard error of each entry; the bias bound is the stabilising shift."""
         sketch = self.sketch
-        Y, inverse, _, nu = sketch.shifted()
+        Y, inverse, _, nu = sketch.shift()
         F = combine(Y, inverse)
         pivots = inverse.square().sum(1).sqrt()
         share = torch.where(pivots > 0, 1 / pivots, 0.0)

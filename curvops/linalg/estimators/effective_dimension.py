@@ -1,4 +1,4 @@
-"""The effective dimension tr (G + A)⁻¹G: how many directions the data determine.
+"""The effective dimension tr (G + A)⁻¹G: the number of directions that the data determine.
 
 >>> import torch
 >>> from curvops.linalg import effective_dimension
@@ -35,7 +35,7 @@ def effective_dimension(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Tr (G + A)⁻¹G for positive semidefinite G and a prior precision A = prior · I or diag(prior).
+    """Estimate tr (G + A)⁻¹G for positive semidefinite G and a prior precision A = prior · I or diag(prior).
 
     A vector prior is whitened: tr (G' + I)⁻¹G' with G' = A^-½GA^-½.
 
@@ -43,7 +43,7 @@ def effective_dimension(
         rtol: aim for standard error and bias bound, each relative to the value.
         max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
             by a dense eigendecomposition, and so does n ≤ 256 without a limit.
-        memory_budget: bytes for the Lanczos bases; None is what the linearisation behind G has left of its own budget.
+        memory_budget: bytes for the Lanczos bases; None takes the rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 
     Returns:
@@ -66,7 +66,7 @@ def effective_dimension(
         raise ValueError(f"prior must be positive and finite, got {float(precision.amin())}.")
     mu = 1.0 if precision.ndim else float(prior)
     exact = limits.allow_dense(facts.rows)
-    plain = product(G) if precision.ndim == 0 else _whitened(product(G), precision.rsqrt()[:, None])
+    plain = product(G) if precision.ndim == 0 else _whiten(product(G), precision.rsqrt()[:, None])
     with (
         torch.no_grad(),
         at_work("effective_dimension", facts.rows if exact else max_matvecs, progress, G),
@@ -76,5 +76,5 @@ def effective_dimension(
         return found.effective_dimension(mu)
 
 
-def _whitened(multiply: Multiply, scale: Tensor) -> Multiply:
+def _whiten(multiply: Multiply, scale: Tensor) -> Multiply:
     return lambda V: scale * multiply(scale * V)

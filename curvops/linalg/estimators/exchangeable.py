@@ -23,10 +23,10 @@ from curvops.linalg.core.vectors import axpy, combine, empty_block, gram, join, 
 
 
 class RangeSketch:
-    """Ω, Q with Q R = A Ω, and Z = B Q for a second map B (A itself by default)."""
+    """A range sketch with Ω, Q with Q R = A Ω, and Z = B Q for a second map B (A itself by default)."""
 
     cost = 2
-    """Products a column."""
+    """Products per column."""
 
     def __init__(self, probed: Probed, kind: ProbeKind, second: Multiply | None = None) -> None:
         self.probed, self.facts, self.kind = probed, probed.facts, kind
@@ -68,15 +68,15 @@ class RangeSketch:
                 C = C + overlap @ R
         return Q, R, C
 
-    def left_out(self) -> LeftOut:
-        """What leaving out each probe in turn takes from the range."""
-        W, S = gram(self.Q, self.Omega), excluded(self.R, torch.finfo(self.facts.dtype).eps)
+    def leave_out(self) -> LeftOut:
+        """Return the projections on the range without each probe in turn."""
+        W, S = gram(self.Q, self.Omega), dual_directions(self.R, torch.finfo(self.facts.dtype).eps)
         return LeftOut(W, S, (S * W).sum(0), self.facts.columns)
 
 
 @dataclass(frozen=True, eq=False)
 class LeftOut:
-    """Q(I − sᵢsᵢᵀ)Qᵀ projects on the range without probe i; ``W`` is QᵀΩ and ``overlap`` sᵢᵀwᵢ."""
+    """The projections Q(I − sᵢsᵢᵀ)Qᵀ on the range without probe i; ``W`` is QᵀΩ and ``overlap`` sᵢᵀwᵢ."""
 
     W: Float[Tensor, "K K"]
     S: Float[Tensor, "K K"]
@@ -85,18 +85,18 @@ class LeftOut:
 
     @property
     def scale(self) -> Float[Tensor, " K"]:
-        """Squared length that a residual probe should have, over what it has."""
+        """The squared length that a residual probe should have, over its actual squared length."""
         left = self.n - self.W.square().sum(0) + self.overlap.square()
         return (self.n - len(self.W) + 1) / left.clamp_min(torch.finfo(torch.float64).tiny)
 
     @property
     def residual_coefficients(self) -> Float[Tensor, "K K"]:
-        """C with (I − Pᵢ)ωᵢ = ωᵢ − Q C eᵢ."""
+        """The coefficients C with (I − Pᵢ)ωᵢ = ωᵢ − Q C eᵢ."""
         return self.W - self.S * self.overlap
 
 
-def excluded(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
-    """Unit sᵢ orthogonal to every column of R but the i-th: the normalised columns of R⁻ᵀ.
+def dual_directions(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
+    """Return unit sᵢ orthogonal to every column of R but the i-th: the normalised columns of R⁻ᵀ.
 
     Singular values are floored at eps of the largest: for an operator of low rank R is singular, and any directions
     of Q outside the range serve as well.
@@ -108,9 +108,9 @@ def excluded(R: Float[Tensor, "K K"], eps: float) -> Float[Tensor, "K K"]:
 
 
 class TwoLeftOut:
-    """Q(I − EEᵀ)Qᵀ projects on the range without probes i and j, for every pair at once: (K, K) arrays, i by rows.
+    """The projections Q(I − EEᵀ)Qᵀ on the range without probes i and j, for every pair: (K, K) arrays, i by rows.
 
-    E = [sⱼ, (sᵢ − c sⱼ)/√(1 − c²)] with c = sᵢᵀsⱼ is orthonormal. Where i = j the numbers mean nothing.
+    E = [sⱼ, (sᵢ − c sⱼ)/√(1 − c²)] with c = sᵢᵀsⱼ is orthonormal. Entries with i = j are meaningless.
     """
 
     def __init__(self, out: LeftOut) -> None:
@@ -121,45 +121,45 @@ class TwoLeftOut:
 
     @property
     def scale(self) -> Float[Tensor, "K K"]:
-        """As `LeftOut.scale`, for a sketch of one probe fewer."""
+        """The factor of `LeftOut.scale`, for a sketch of one probe fewer."""
         first, second = self.overlap
         left = self.n - self.W.square().sum(0) + first.square() + second.square()
         return (self.n - len(self.W) + 2) / left.clamp_min(torch.finfo(torch.float64).tiny)
 
     def along(self, V: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor]:
-        """Eᵀvⱼ."""
+        """Return the components Eᵀvⱼ."""
         SV = self.S.mT @ V
         first = SV.diagonal().expand_as(SV)
         return first, (SV - self.c * first) / self.sine
 
     def form(self, H: Float[Tensor, "K K"]) -> tuple[Tensor, Tensor, Tensor]:
-        """The diagonal of EᵀHE, and the sum of its entries beside the diagonal."""
+        """Return the diagonal of EᵀHE, and the sum of its entries beside the diagonal."""
         h = self.S.mT @ H @ self.S
         own = h.diagonal().expand_as(h)
         mixed = h + h.mT - 2 * self.c * own
         second = (h.diagonal()[:, None] - self.c * (h + h.mT) + self.c.square() * own) / self.sine.square()
         return own, second, mixed / self.sine
 
-    def squared(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
-        """pᵀHp for p = (I − EEᵀ)wⱼ."""
+    def quadratic(self, H: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
+        """Return pᵀHp for p = (I − EEᵀ)wⱼ."""
         (a, b), (x, y), (u, v) = self.overlap, self.along(H @ self.W), self.along(H.mT @ self.W)
         first, second, mixed = self.form(H)
         whole = (self.W * (H @ self.W)).sum(0)
         return whole - a * (x + u) - b * (y + v) + a * a * first + b * b * second + a * b * mixed
 
     def against(self, V: Float[Tensor, "K K"]) -> Float[Tensor, "K K"]:
-        """pᵀvⱼ for p = (I − EEᵀ)wⱼ."""
+        """Return pᵀvⱼ for p = (I − EEᵀ)wⱼ."""
         (a, b), (x, y) = self.overlap, self.along(V)
         return (self.W * V).sum(0) - a * x - b * y
 
 
-def spared(pairs: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
-    """For each probe i, the whole estimate without it: the mean over j ≠ i of what leaves out both."""
+def mean_over_pairs(pairs: Float[Tensor, "K K"]) -> Float[Tensor, " K"]:
+    """Return the whole estimate without each probe i: the mean over j ≠ i of the values without both."""
     return (pairs.sum(1) - pairs.diagonal()) / (len(pairs) - 1)
 
 
 def leave_one_out(samples: Tensor, without: Tensor, matvecs: int, bias: Tensor | float) -> Estimate:
-    """Mean of exchangeable estimates, with the jackknife's standard error.
+    """Return the mean of exchangeable estimates, with the jackknife's standard error.
 
     ``without`` holds the whole estimate without each probe. The samples share all but one probe, and may all be off
     together: their own spread does not show it (a tenth of the error for a spectrum of two clusters). The variance of
@@ -191,8 +191,8 @@ class XTrace(LeaveOneOut):
         self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
     def samples(self) -> Float[Tensor, " K"]:
-        """One estimate for each probe left out."""
-        sketch, out = self.sketch, self.sketch.left_out()
+        """Return one estimate for each probe left out."""
+        sketch, out = self.sketch, self.sketch.leave_out()
         W, S, d = out.W, out.S, out.overlap
         H, T = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega)
         HW, sHs = H @ W, (S * (H @ S)).sum(0)
@@ -202,26 +202,26 @@ class XTrace(LeaveOneOut):
         return H.trace() - sHs + residual * out.scale
 
     def without(self) -> Float[Tensor, " K"]:
-        """The estimate without each probe."""
-        sketch, out = self.sketch, TwoLeftOut(self.sketch.left_out())
+        """Return the estimate without each probe."""
+        sketch, out = self.sketch, TwoLeftOut(self.sketch.leave_out())
         H, T, R = gram(sketch.Q, sketch.Z), gram(sketch.Z, sketch.Omega), sketch.R
         first, second, _ = out.form(H)
-        residual = (out.W * R).sum(0) - out.against(R) - out.against(T) + out.squared(H)
-        return spared(H.trace() - first - second + out.scale * residual)
+        residual = (out.W * R).sum(0) - out.against(R) - out.against(T) + out.quadratic(H)
+        return mean_over_pairs(H.trace() - first - second + out.scale * residual)
 
     def estimate(self) -> Estimate:
-        """The mean of the samples; the bias bound is rounding."""
+        """Return the mean of the samples; the bias bound is rounding."""
         rounding = math.sqrt(self.sketch.facts.rows) * torch.finfo(self.sketch.facts.dtype).eps
         bias = rounding * norm(self.sketch.Z).square().sum().sqrt()
         return leave_one_out(self.samples(), self.without(), self.sketch.matvecs, bias)
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks L, R with E tr LᵀXR = tr X for any X that the probes do not depend on."""
-        yield from functional(self.sketch.Omega, self.sketch.Q, self.sketch.left_out())
+        """Yield blocks L, R with E tr LᵀXR = tr X for any X that the probes do not depend on."""
+        yield from functional(self.sketch.Omega, self.sketch.Q, self.sketch.leave_out())
 
 
 def functional(Omega: Tensor, Q: Tensor, out: LeftOut) -> Iterator[tuple[Tensor, Tensor]]:
-    """The leave-one-out estimator of a trace, as a linear map of the matrix for given sketches."""
+    """Yield the leave-one-out estimator of a trace as a linear map of the matrix, for given sketches."""
     K = len(out.W)
     eye = torch.eye(K, dtype=torch.float64, device=out.W.device)
     yield combine(Q, eye - out.S @ out.S.mT / K), Q
@@ -230,10 +230,10 @@ def functional(Omega: Tensor, Q: Tensor, out: LeftOut) -> Iterator[tuple[Tensor,
 
 
 class NystromSketch:
-    """Ω and Y = A Ω for positive semidefinite A, shifted by ν ≥ eps ‖Y‖/√n so that H = Ωᵀ(Y + νΩ) can be inverted."""
+    """A Nyström sketch Ω, Y = A Ω for psd A, shifted by ν ≥ eps ‖Y‖/√n so that H = Ωᵀ(Y + νΩ) is invertible."""
 
     cost = 1
-    """Products a column."""
+    """Products per column."""
 
     def __init__(self, probed: Probed, kind: ProbeKind) -> None:
         self.probed, self.facts, self.kind = probed, probed.facts, kind
@@ -252,8 +252,8 @@ class NystromSketch:
             fresh = self.probed.probes(k, self.kind)
             self.Omega, self.Y = join(self.Omega, fresh), join(self.Y, self.probed.multiply(fresh))
 
-    def shifted(self) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Y + νΩ, C⁻¹ for the Cholesky factor H = CᵀC, ΩᵀΩ, and ν.
+    def shift(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return Y + νΩ, C⁻¹ for the Cholesky factor H = CᵀC, ΩᵀΩ, and ν.
 
         Raises:
             NotPositiveSemidefinite: ΩᵀAΩ has an eigenvalue clearly below zero.
@@ -288,18 +288,18 @@ class XNysTrace(LeaveOneOut):
         self.sketch: NystromSketch = NystromSketch(probed, "spherical")
 
     def estimate(self) -> Estimate:
-        """The mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""
+        """Return the mean of the samples; the bias bound is rounding, by the stabilising shift's part of the trace."""
         samples, without, bias = self.samples()
         return leave_one_out(samples, without, self.sketch.matvecs, bias)
 
     def samples(self) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"], float]:
-        """One estimate for each probe left out, the mean without each probe, and what the stabilising shift took."""
-        Y, inverse, overlap, nu = self.sketch.shifted()
+        """Return one estimate for each probe left out, the means without each probe, and the shift's effect."""
+        Y, inverse, overlap, nu = self.sketch.shift()
         n, K = self.sketch.facts.rows, len(overlap)
         if nu == 0:
             zeros = torch.zeros(K, dtype=torch.float64, device=overlap.device)
             return zeros, zeros, 0.0
-        F = tall_qr(Y, overwrite=True)[1] @ inverse  # Y is the shifted copy
+        F = tall_qr(Y, overwrite=True)[1] @ inverse  # Y is a copy
         # With H = ΩᵀAΩ: D = A^½-weighted columns of H⁻¹, so that dᵢᵀdⱼ = (H⁻¹YᵀYH⁻¹)ᵢⱼ.
         D, N = F @ inverse.mT, torch.linalg.inv(overlap)
         pivots, sizes, whole = inverse.square().sum(1), D.square().sum(0), F.square().sum() - nu * n
@@ -311,10 +311,10 @@ class XNysTrace(LeaveOneOut):
         size = sizes - 2 * cross * share + sizes[:, None] * share.square()
         length = (n - K + 2) * (own - N.square() / own[:, None])
         pairs = whole - (sizes / pivots)[:, None] + (length - size) / pivot
-        return samples, spared(pairs), 4 * nu * n
+        return samples, mean_over_pairs(pairs), 4 * nu * n
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `XTrace.functional`, with the range of the sketch."""
+        """Yield blocks as `XTrace.functional`, with the range of the sketch."""
         Q, R = tall_qr(self.sketch.Y)
-        W, S = gram(Q, self.sketch.Omega), excluded(R, torch.finfo(self.sketch.facts.dtype).eps)
+        W, S = gram(Q, self.sketch.Omega), dual_directions(R, torch.finfo(self.sketch.facts.dtype).eps)
         yield from functional(self.sketch.Omega, Q, LeftOut(W, S, (S * W).sum(0), self.sketch.facts.rows))

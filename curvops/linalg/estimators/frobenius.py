@@ -1,4 +1,4 @@
-"""The Frobenius norm of a matrix known by its products.
+"""Estimates of the Frobenius norm of a matrix known by its products.
 
 >>> import torch
 >>> from curvops.linalg import frobenius_norm
@@ -23,7 +23,7 @@ from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, axpy, combine, describe, gram, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Estimator, Quantity
-from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, spared
+from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs
 from curvops.linalg.estimators.hutchinson import Hutchinson
 from curvops.progress import Progress
 
@@ -42,8 +42,8 @@ def frobenius_norm(
 ) -> Estimate:
     """Estimate ‖A‖_F from products with A alone (never Aᵀ).
 
-    ‖A‖_F² = tr AᵀA is estimated and its root taken, with the standard error of the delta method; the bias bound holds
-    the curvature of the root, stderr²/(2 ‖A‖_F), and rounding.
+    The estimate is the root of one of ‖A‖_F² = tr AᵀA, with the standard error of the delta method; the bias bound
+    adds the curvature of the root, stderr²/(2 ‖A‖_F), and rounding.
 
     Args:
         A: (m, n).
@@ -66,7 +66,7 @@ def frobenius_norm(
     if method == "xtrace" and not square:
         raise ValueError(f'method "xtrace" needs a square A, got {facts.rows} x {facts.columns}; use "hutchinson".')
     families: dict[str, Callable[[Probed], Estimator]] = {"xtrace": XNorm, "hutchinson": Norms}
-    return Quantity("frobenius_norm", families, _exact).of(A, method, limits, generator, progress)[0]
+    return Quantity("frobenius_norm", families, _exact).estimate(A, method, limits, generator, progress)[0]
 
 
 def _exact(probed: Probed) -> Estimate:
@@ -77,11 +77,11 @@ def _exact(probed: Probed) -> Estimate:
     return Estimate.rounded(value, rounding * value, probed.limits.tolerated, probed.facts.columns)
 
 
-def rooted(square: Estimate, eps: float) -> Estimate:
-    """The root of an estimate of a square, by the delta method."""
+def take_root(square: Estimate, eps: float) -> Estimate:
+    """Take the root of an estimate of a square, by the delta method."""
     value = square.value.clamp_min(0).sqrt()
     if not bool(value > 0):
-        # A square that came out as zero or less says only that it is below its own error.
+        # A square estimated as zero or less is known only to be below its own error.
         size = (square.inflation * square.stderr).sqrt()
         return replace(square, value=value, stderr=size, bias_bound=size)
     stderr = square.stderr / (2 * value)
@@ -89,19 +89,19 @@ def rooted(square: Estimate, eps: float) -> Estimate:
 
 
 class Norms(Hutchinson):
-    """Mean of ‖Az‖² over random signs, streamed."""
+    """The mean of ‖Az‖² over random signs, streamed."""
 
     def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
-        """‖Az‖² of each probe."""
+        """Return ‖Az‖² of each probe."""
         return norm(Y).square()
 
     def estimate(self) -> Estimate:
-        """The root of the mean."""
-        return rooted(super().estimate(), torch.finfo(self.probed.facts.dtype).eps)
+        """Return the root of the mean."""
+        return take_root(super().estimate(), torch.finfo(self.probed.facts.dtype).eps)
 
 
 class XNorm(LeaveOneOut):
-    """XTrace of AᵀA, the range sketched by A, which needs no product with Aᵀ; exact for symmetric A of rank ≤ K − 1."""
+    """XTrace of AᵀA with the range sketched by A, without products with Aᵀ; exact for symmetric A of rank ≤ K − 1."""
 
     least, first, held = 4, 16, 3.0
 
@@ -109,22 +109,22 @@ class XNorm(LeaveOneOut):
         self.sketch: RangeSketch = RangeSketch(probed, "spherical")
 
     def samples(self) -> Float[Tensor, " K"]:
-        """One estimate of ‖A‖_F² for each probe left out."""
-        sketch, out = self.sketch, self.sketch.left_out()
+        """Return one estimate of ‖A‖_F² for each probe left out."""
+        sketch, out = self.sketch, self.sketch.leave_out()
         residual = axpy(combine(sketch.Q, sketch.R), sketch.Z, -out.residual_coefficients)
         taken = norm(combine(sketch.Z, out.S)).square()
         return norm(sketch.Z).square().sum() - taken + out.scale * norm(residual).square()
 
     def without(self) -> Float[Tensor, " K"]:
-        """The estimate of ‖A‖_F² without each probe."""
-        sketch, out = self.sketch, TwoLeftOut(self.sketch.left_out())
+        """Return the estimate of ‖A‖_F² without each probe."""
+        sketch, out = self.sketch, TwoLeftOut(self.sketch.leave_out())
         H, R = gram(sketch.Z, sketch.Z), sketch.R
         first, second, _ = out.form(H)
         # A(I − P)ω = Q R eⱼ − Z p.
-        residual = R.square().sum(0) - 2 * out.against(gram(sketch.Z, sketch.Q) @ R) + out.squared(H)
-        return spared(H.trace() - first - second + out.scale * residual)
+        residual = R.square().sum(0) - 2 * out.against(gram(sketch.Z, sketch.Q) @ R) + out.quadratic(H)
+        return mean_over_pairs(H.trace() - first - second + out.scale * residual)
 
     def estimate(self) -> Estimate:
-        """The root of the mean of the samples."""
+        """Return the root of the mean of the samples."""
         square = leave_one_out(self.samples(), self.without(), self.sketch.matvecs, 0.0)
-        return rooted(square, torch.finfo(self.sketch.facts.dtype).eps)
+        return take_root(square, torch.finfo(self.sketch.facts.dtype).eps)

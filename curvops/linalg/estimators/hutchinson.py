@@ -1,4 +1,4 @@
-"""Trace estimators with independent probes: Hutchinson, and Hutch++, which takes out the dominant range first."""
+"""Trace estimators with independent probes: Hutchinson, and Hutch++, which treats the dominant range exactly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from curvops.linalg.core.vectors import axpy, empty_block, gram, inner, join, no
 from curvops.linalg.estimators.exchangeable import RangeSketch
 
 
-def mean_of(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
-    """A known part plus the mean of independent samples, with its standard error."""
+def sample_mean(samples: Tensor, matvecs: int, known: Tensor | float = 0.0, bias: Tensor | float = 0.0) -> Estimate:
+    """Return a known part plus the mean of independent samples, with its standard error."""
     stderr = samples.std() / math.sqrt(len(samples))
     value, k = known + samples.mean(), len(samples)
     return Estimate(value, stderr, k, matvecs, bias, Reason.BUDGET_SPENT, widening=caution(k))
 
 
 class Hutchinson:
-    """Mean of zᵀAz over random signs, streamed: nothing is kept but the numbers (Hutchinson 1990)."""
+    """The mean of zᵀAz over random signs, streamed: only the numbers are kept (Hutchinson 1990)."""
 
     least, first, held = 2, BLOCK, 0.0
 
@@ -33,22 +33,22 @@ class Hutchinson:
         self.kept: list[Tensor] | None = [] if keep else None
 
     def spend(self, matvecs: int) -> None:
-        """One product a probe."""
-        for Z in self.probed.streamed(matvecs - len(self.samples)):
+        """Spend one product per probe."""
+        for Z in self.probed.stream(matvecs - len(self.samples)):
             self.samples = torch.cat([self.samples, self.sample(Z, self.probed.multiply(Z))])
             if self.kept is not None:
                 self.kept.append(Z.to(torch.int8))
 
     def sample(self, Z: Tensor, Y: Tensor) -> Float[Tensor, " k"]:
-        """The samples of probes Z with products Y."""
+        """Return the samples of probes Z with products Y."""
         return inner(Z, Y)
 
     def estimate(self) -> Estimate:
-        """Mean and standard error of the samples."""
-        return mean_of(self.samples, len(self.samples))
+        """Return mean and standard error of the samples."""
+        return sample_mean(self.samples, len(self.samples))
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks L, R with E tr LᵀXR = tr X; only where the probes are kept."""
+        """Yield blocks L, R with E tr LᵀXR = tr X; only where the probes are kept."""
         assert self.kept is not None
         for signs in self.kept:
             Z = signs.to(self.probed.facts.dtype)
@@ -56,10 +56,10 @@ class Hutchinson:
 
 
 class HutchPlusPlus:
-    """tr QᵀAQ exactly, and Hutchinson's estimator on what is orthogonal to Q (Meyer et al. 2021).
+    """Hutch++: tr QᵀAQ exactly, and Hutchinson's estimator on the complement of Q (Meyer et al. 2021).
 
-    A third of the products each for the sketch, for A Q and for the residual probes. When the sketch grows, the
-    residual's products follow by a downdate with A Q.
+    The sketch, A Q and the residual probes take a third of the products each. When the sketch grows, the residual's
+    products follow by a downdate with A Q.
     """
 
     least, first, held = 6, 16, 2.0
@@ -89,16 +89,16 @@ class HutchPlusPlus:
             self.G, self.AG = join(self.G, G), join(self.AG, self.probed.multiply(G))
 
     def samples(self) -> Float[Tensor, " k"]:
-        """gᵀ(I − P)A(I − P)g for each residual probe."""
+        """Return gᵀ(I − P)A(I − P)g for each residual probe."""
         return inner(self.G, self.AG)
 
     def estimate(self) -> Estimate:
-        """The exact part plus the mean of the samples; the bias bound is rounding."""
+        """Return the exact part plus the mean of the samples; the bias bound is rounding."""
         known = inner(self.sketch.Q, self.sketch.Z).sum()
         rounding = math.sqrt(self.probed.facts.rows) * torch.finfo(self.probed.facts.dtype).eps
-        return mean_of(self.samples(), self.matvecs, known, rounding * norm(self.sketch.Z).square().sum().sqrt())
+        return sample_mean(self.samples(), self.matvecs, known, rounding * norm(self.sketch.Z).square().sum().sqrt())
 
     def functional(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks L, R with E tr LᵀXR = tr X."""
+        """Yield blocks L, R with E tr LᵀXR = tr X."""
         yield self.sketch.Q, self.sketch.Q
         yield self.G / self.G.shape[1], self.G

@@ -1,4 +1,4 @@
-"""The log-determinant of a positive definite matrix known by its products.
+"""Estimates of the log-determinant of a positive definite matrix known by its products.
 
 >>> import torch
 >>> from curvops.linalg import logdet
@@ -29,7 +29,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
 from curvops.linalg.estimators.brackets import single
-from curvops.linalg.estimators.carried_gradients import Pairs, carried, differentiated, solved_pairs
+from curvops.linalg.estimators.carried_gradients import Pairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, check_run
@@ -58,46 +58,45 @@ def logdet(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Estimate:
-    """Log det(A + shift I) in nats, for symmetric A.
+    """Estimate log det(A + shift I) in nats, for symmetric A.
 
     Args:
         A: (n, n), positive semidefinite, or positive definite where neither shift nor lower_bound is given. The value
             carries gradients for the tensors inside A, by the probes and solves of the value; a grid's does not.
-        shift: added to the diagonal. Of ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
+        shift: added to the diagonal. For ``GGN + prior`` pass the GGN and the prior precision: bounds are sharper.
             A tensor (m,) asks for a whole grid: value, stderr and interval have shape (m,), all from one run of
-            Lanczos on A itself, so that no preconditioner but a control variate is used.
+            Lanczos on A itself, with a control variate in place of a preconditioner.
         lower_bound: a known positive lower bound of A's spectrum, such as its prior precision. It is not verified.
             Where neither is given, a curvature plus a prior (``G.add_diagonal(prior)``) is split into the two.
-            "estimate" takes the smallest Ritz value less its residual, of as many steps of Lanczos as that takes: where
-            an eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
+            "estimate" takes the smallest Ritz value less its residual, after as many Lanczos steps as it needs: if an
+            eigenvalue lies below, the value is too high by an unknown amount, so that CONVERGED becomes UNVERIFIED.
         rtol: aim for standard error and bias bound, each relative to log det(I + (A − lower_bound)/μ),
             μ = shift + lower_bound, at every shift.
         max_matvecs: a limit on products; by default as many as it takes to meet rtol. n or more gives the exact value
             by a dense eigendecomposition, and so does n ≤ 256 without a limit.
         preconditioner: "auto" takes a Nyström preconditioner where the spectrum decays, at most half of the budget and
-            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None takes none. An object
+            rank 400: log det A = log det P + tr log P^-½AP^-½ (Wenger et al. 2022). None uses none. An object
             (``nystrom``, ``cholesky``, ``block_jacobi``, ``diagonal_preconditioner``, ``as_preconditioner``) is used as
             it is. The bracket stays a bound; only low-rank ones give Â ≤ A, and with others it is wider.
-        memory_budget: bytes for the bases and the sketch; None is what the linearisation behind A has left of its own
-            budget.
+        memory_budget: bytes for the bases and the sketch; None takes the rest of the budget of the linearisation
+            behind A.
         progress: as in `cg`.
 
     Returns:
-        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus what rounding of the
-        products can have changed. ``reason`` is CONVERGED only where rtol was met; PRECISION_LIMIT says that rounding
-        alone exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
+        An Estimate; ``bias_bound`` is half the width of the Gauss and Gauss–Radau bracket, plus the effect of rounding
+        in the products. ``reason`` is CONVERGED only where rtol was met; PRECISION_LIMIT says that rounding alone
+        exceeds it, as in float32 with a shift below rounding of the largest eigenvalue.
 
     Raises:
         NotPositiveSemidefinite: an eigenvalue that is not positive was met (it is also a ValueError).
         ValueError: A is not square, options are out of range, a large A that is not a curvature plus a prior is given
-            without shift or lower_bound (a singular A could not be detected), or an
-            estimated bound is not positive.
+            without shift or lower_bound (a singular A could not be detected), or an estimated bound is not positive.
     """
     with at_work("logdet", max_matvecs, progress, A):
         limits = Limits(rtol, max_matvecs, memory_budget)
-        keep = differentiated(A)
+        keep = needs_gradient(A)
         estimate, pairs = paired_logdet(A, shift, lower_bound, limits, generator, preconditioner, keep)
-    return estimate if pairs is None else carried(estimate, A, pairs)
+    return estimate if pairs is None else attach_gradient(estimate, A, pairs)
 
 
 def paired_logdet(
@@ -109,7 +108,7 @@ def paired_logdet(
     preconditioner: FactoredPreconditioner | str | None,
     keep: bool,
 ) -> tuple[Estimate, Pairs | None]:
-    """`logdet` and, with ``keep``, the pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
+    """Return `logdet` and, with ``keep``, pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
     n = describe_square(A).rows
     limits.check(min(LEAST, n))
     grid = isinstance(shift, Tensor) and shift.ndim > 0
@@ -125,11 +124,11 @@ def paired_logdet(
             return (found, None) if grid else (single(found), partial(_dense_pairs, spectrum, levels[0]))
         split = A.shifted_form() if shift is None and lower_bound is None and isinstance(A, Split) else None
         if split is not None:
-            return _of_split(A, split, limits, generator, preconditioner, keep)
+            return _split_logdet(A, split, limits, generator, preconditioner, keep)
         spent = 0
         if estimated:
             with probing(A, generator, limits, LEAST_VECTORS) as probed:
-                bound, spent = _estimated_bound(probed, min(levels) > 0)
+                bound, spent = _estimate_bound(probed, min(levels) > 0)
             levels = [bound + level for level in levels]
         if min(levels) == 0:
             raise ValueError(
@@ -141,7 +140,7 @@ def paired_logdet(
         with probing(A, generator, limits, LEAST_VECTORS) as probed:
             excess = replace(probed.after(spent), multiply=_excess(probed.multiply, bound))
             if grid:
-                found = _grid(excess, levels)
+                found = _grid_logdet(excess, levels)
             else:
                 found, pairs = _stochastic(excess, bound, levels[0], preconditioner, keep)
         if estimated:
@@ -150,8 +149,8 @@ def paired_logdet(
         return found, pairs
 
 
-class Shifted(NamedTuple):
-    """Parts of P = S⁻¹ (B + λ I) S⁻¹ with diagonal S (None: I), log det P = log det(B + λ I) + offset."""
+class ShiftedParts(NamedTuple):
+    """The parts of P = S⁻¹ (B + λ I) S⁻¹, diagonal S (None: I), log det P = log det(B + λ I) + offset."""
 
     base: LinearOperator
     level: float
@@ -163,16 +162,16 @@ class Shifted(NamedTuple):
 class Split(Protocol):
     """A matrix that may be stored as a positive semidefinite one plus a positive diagonal."""
 
-    def shifted_form(self) -> Shifted | None:
-        """The parts, or None."""
+    def shifted_form(self) -> ShiftedParts | None:
+        """Return the parts, or None."""
 
     def nearby(self) -> FactoredPreconditioner | None:
-        """A preconditioner from a closed form under another diagonal, where one is near enough for a determinant."""
+        """Return a preconditioner from a closed form under a near diagonal, None where none is near enough."""
 
 
-def _of_split(
+def _split_logdet(
     P: Matrix,
-    split: Shifted,
+    split: ShiftedParts,
     limits: Limits,
     generator: torch.Generator | None,
     preconditioner: FactoredPreconditioner | str | None,
@@ -194,12 +193,12 @@ def _of_split(
     return found + offset, lambda _: ((by_row * l, by_row * r) for l, r in pairs(base))
 
 
-def _estimated_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
-    """The smallest Ritz value of one start vector less its residual, and the products spent; 0 where a shift is there.
+def _estimate_bound(probed: Probed, shifted: bool) -> tuple[float, int]:
+    """Return the smallest Ritz value of one start vector less its residual, and the products spent.
 
     Raises:
         NotPositiveSemidefinite: the smallest Ritz value is clearly negative.
-        ValueError: it is not clearly positive, and no shift was given.
+        ValueError: it is not clearly positive, and no shift was given (with a shift, the bound is 0 then).
     """
     facts, limits = probed.facts, probed.limits
     most = min(facts.rows, max(1, limits.products // 4), MOST_STEPS)
@@ -240,13 +239,13 @@ def _check_preconditioner(preconditioner: object) -> None:
         raise ValueError(f'preconditioner must be "auto", None or an object, got {preconditioner!r}.')
     if not (preconditioner is None or isinstance(preconditioner, (str, FactoredPreconditioner))):
         raise TypeError(
-            f"a log-determinant needs the preconditioner's own root and log-determinant, which {type(preconditioner)} "
-            "does not offer; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
+            f"a log-determinant needs a preconditioner with a root and a log-determinant, {type(preconditioner)} has "
+            "none; wrap an operator or tensor P close to A in curvops.linalg.as_preconditioner(P)."
         )
 
 
 def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None) -> tuple[float, list[float]]:
-    """The lower bound, and for each shift the lower bound plus the shift."""
+    """Return the lower bound, and for each shift the lower bound plus the shift."""
     if isinstance(shift, Tensor):
         if shift.requires_grad and torch.is_grad_enabled():
             raise ValueError("shift has no gradient here; use logdet(A.add_diagonal(shift)) or detach it.")
@@ -260,7 +259,7 @@ def _levels(shift: float | int | Tensor | None, lower_bound: float | int | None)
     return bound, [bound + float(s or 0.0) for s in shifts]
 
 
-def _grid(excess: Probed, levels: list[float]) -> Estimate:
+def _grid_logdet(excess: Probed, levels: list[float]) -> Estimate:
     mus = torch.tensor(levels, dtype=torch.float64, device=excess.facts.device)
     return run(excess, levels).logdet(mus) + excess.facts.rows * mus.log()
 
@@ -277,7 +276,7 @@ def _stochastic(
     keep: bool,
     beside: float = 0.0,
 ) -> tuple[Estimate, Pairs | None]:
-    """log det(A + shift); the tolerance is relative to that of (A + shift)/μ, plus ``beside``."""
+    """Estimate log det(A + shift), its tolerance relative to log det((A + shift)/μ) plus ``beside``."""
     n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
     most = min(budget // 2, MOST_RANK, n)
     if memory is not None:
@@ -292,20 +291,20 @@ def _stochastic(
     elif preconditioner is not None and most:
         P, size, spent = _preconditioner(excess, mu, most)
         scale = bound + size
-    whitened = excess.multiply if P is None else _whitened(excess.multiply, P, mu, floor)
+    whitened = excess.multiply if P is None else _whiten(excess.multiply, P, mu, floor)
     known = 0.0 if P is None else float(P.logdet()) + n * math.log(floor / mu)
-    left = replace(excess.after(spent).with_half(), multiply=whitened)
+    left = replace(excess.after(spent).with_half_memory(), multiply=whitened)
     sampler = Sampler(left, floor, known=known + beside, scale=scale, keep=keep)
     sampler.first(min(FIRST_PROBES, budget - spent))
     sampler.add(None, None)
     estimate = sampler.quadrature(None).logdet(floor)
     total = estimate + (known + n * math.log(mu))
     found = replace(total, matvecs=estimate.matvecs + spent)
-    return found, solved_pairs(sampler.solves, P, mu - bound) if keep else None
+    return found, solve_pairs(sampler.solves, P, mu - bound) if keep else None
 
 
-def _whitened(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float) -> Multiply:
-    """What P^-½(G + μ)P^-½ exceeds its lower bound by: positive semidefinite."""
+def _whiten(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: float) -> Multiply:
+    """Return the product with P^-½(G + μ)P^-½ less its lower bound, which is positive semidefinite."""
 
     def multiply(V: Vectors) -> Vectors:
         inner = P.sqrt_inverse(V)
@@ -315,14 +314,14 @@ def _whitened(excess: Multiply, P: FactoredPreconditioner, mu: float, floor: flo
 
 
 def _size(excess: Probed, steps: int) -> tuple[float, int]:
-    """The size of the largest eigenvalue, by a few steps of Lanczos, and the products they took."""
+    """Estimate the largest eigenvalue by a few steps of Lanczos; return it and the products spent."""
     run = LockStep(excess.multiply, excess.probes(1), max(1, steps))
     run.extend(max(1, steps))
     return run.scale, run.matvecs
 
 
 def _preconditioner(excess: Probed, mu: float, most: int) -> tuple[FactoredPreconditioner | None, float, int]:
-    """A preconditioner, the largest eigenvalue, the products spent; none for a spectrum that starts flat or below μ."""
+    """Make a preconditioner; return it (None for a flat or small spectrum), the largest eigenvalue, the products."""
     pilot = grow(excess, None, min(most, PILOT_RANK))
     size = float(pilot.eigenvalues[0]) if len(pilot.eigenvalues) else 0.0
     if pilot.tail > 0.5 * size or size < mu:

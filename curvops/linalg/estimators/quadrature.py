@@ -40,11 +40,11 @@ def spectral_quadrature(
 
     Args:
         shift: the smallest μ of interest. A smaller one may be asked for later; its bracket is wider.
-        probes: how many; None adds them until the standard error of log det(I + G/shift) is rtol of its value.
+        probes: their number; None adds probes until the standard error of log det(I + G/shift) is rtol of its value.
         max_matvecs: the budget in products, sketch included; by default as many as it takes to meet rtol.
         rank: of the Nyström control variate; None takes one where it is expected to save products.
-        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None is what
-            the linearisation behind G has left of its own budget.
+        memory_budget: bytes for the Lanczos bases; caps the depth and the probes that run in lock-step. None takes the
+            rest of the budget of the linearisation behind G.
         progress: as in `cg`.
 
     The depth grows until the bracket at ``shift`` is half as wide as the error expected of the probes, then probes are
@@ -76,9 +76,9 @@ def run(
     rank: int | None = None,
     of_shift: Callable[[float], ScalarFunction] = log_ratio,
 ) -> SpectralQuadrature:
-    """Probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
+    """Add probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
     functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
-    half = probed.with_half()  # a sketch is made with half, and stays beside the probes
+    half = probed.with_half_memory()  # a sketch is made with half, and stays beside the probes
     sketch = Sketch(half)
     if rank:
         sketch.make(min(rank, budget // 2))

@@ -1,4 +1,4 @@
-"""Probes of the spectrum: how deep, how many, and whether a sketch pays."""
+"""Lanczos probes of a spectrum: their depth, their number, and whether a sketch pays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDING_UNITS = 2.0
 
 
 class Sketch:
-    """A Nyström approximation that is made at most once, or never."""
+    """A Nyström approximation that is made at most once."""
 
     def __init__(self, probed: Probed) -> None:
         self.probed = probed
@@ -48,12 +48,12 @@ class Sketch:
 
 
 class Sampler:
-    """Probes of one depth, and the rules they give, on the host, for tr f(G) to the tolerance of its limits.
+    """Probes of one depth and their quadrature rules, on the host, for tr f(G) to the tolerance of its limits.
 
-    The first of ``functions`` decides the depth; the number of probes serves all of them. ``mu`` is where the spectrum
-    of the matrix begins whose inverse times each probe is kept in ``solves``, where ``keep`` asks for it.
-    ``known`` is the part of the trace that needs no probes; the tolerance is relative to the whole.
-    ``scale`` is the size of the matrix that the products come from, where that is larger than what they show.
+    The first of ``functions`` decides the depth; the number of probes serves all of them. With ``keep``, ``solves``
+    keeps each probe and its product with (G + ``mu`` I)⁻¹. ``known`` is the part of the trace that needs no probes;
+    the tolerance is relative to the whole. ``scale`` is the size of the matrix behind the products, where it is larger
+    than they are.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Sampler:
         return LockStep(self.probed.multiply, Z, depth, most)
 
     def affordable(self, count: int, depth: int) -> int:
-        """How many of ``count`` bases of this depth fit in memory."""
+        """Return how many of ``count`` bases of this depth fit in memory."""
         return columns_at_a_time(count, (depth + 2) * self.facts.rows * self.facts.dtype.itemsize, self.memory_budget)
 
     def first(self, count: int) -> None:
@@ -98,20 +98,22 @@ class Sampler:
         run = self.start(count, 0 if deepest < 1 else capacity, deepest)
         run.reserve(min(deepest, FIRST_DEPTH))
         run.extend(min(deepest, FIRST_DEPTH))
-        self.capped = not run.deepen(deepest, lambda depth: max(FIRST_DEPTH, depth // 4), lambda: self.bracketed(run))
-        self.kept(run)
+        self.capped = not run.deepen(
+            deepest, lambda depth: max(FIRST_DEPTH, depth // 4), lambda: self.is_bracketed(run)
+        )
+        self.keep_solves(run)
         self.depth, self.matvecs = int(run.depths.max()), run.matvecs
 
-    def bracketed(self, run: LockStep) -> bool:
-        """Whether the rules of the first probes bracket their mean as narrowly as their number is worth."""
-        self.rules = self.rules_of(run)
+    def is_bracketed(self, run: LockStep) -> bool:
+        """Return whether the first probes' rules bracket their mean as narrowly as their number is worth."""
+        self.rules = self.make_rules(run)
         upper, lower = self.bounds()
         middle, half = (upper + lower) / 2, float((upper - lower).mean()) / 2
         spread = float(middle.std()) if run.K > 1 else 0.0
         best = spread * math.sqrt(max(run.alphas.shape[1], 1) / self.budget)
         return half <= 0.5 * max(self.goal(middle), best)
 
-    def kept(self, run: LockStep) -> None:
+    def keep_solves(self, run: LockStep) -> None:
         if self.keep:
             self.solves.append((self.signs[-1], run.inverse_times_start(self.mu)))
 
@@ -120,10 +122,10 @@ class Sampler:
         return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
 
     def add(self, probes: int | None, sketch: Sketch | None) -> None:
-        """More probes of the same depth, until there are ``probes``, or the error is rtol, or the budget ends."""
+        """Add probes of the same depth until there are ``probes``, or the error is rtol, or the budget ends."""
         most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
         while len(self.rules) < most:
-            wanted = probes or self.wanted(sketch)
+            wanted = probes or self.probes_needed(sketch)
             count = min(most, wanted, 2 * len(self.rules)) - len(self.rules)
             if count < 1:
                 return
@@ -131,15 +133,15 @@ class Sampler:
             run = self.start(count, self.depth)
             run.extend(self.depth)
             self.matvecs += run.matvecs
-            self.rules += self.rules_of(run)
-            self.kept(run)
+            self.rules += self.make_rules(run)
+            self.keep_solves(run)
 
-    def wanted(self, sketch: Sketch | None) -> int:
-        """How many probes the tolerance needs, by the spread of those there are."""
+    def probes_needed(self, sketch: Sketch | None) -> int:
+        """Return how many probes the tolerance needs, by the spread of the present ones."""
         quadrature = self.quadrature(sketch)
-        return max(self._wanted(quadrature.trace_of(f)) for f in self.functions)
+        return max(self._probes_needed(quadrature.trace(f)) for f in self.functions)
 
-    def _wanted(self, estimate: Estimate) -> int:
+    def _probes_needed(self, estimate: Estimate) -> int:
         if estimate.samples < 2:
             return 2
         goal = self.goal(estimate.value)
@@ -150,7 +152,7 @@ class Sampler:
         return max(TRUSTED_PROBES, estimate.samples + 1, math.ceil(min(ratio * estimate.samples, 1e9)))
 
     def sketch_rank(self) -> int:
-        """The rank that lowers the expected products, by the spectrum that the first probes saw; 0 if none does.
+        """Return the rank that lowers the expected products, by the spectrum of the first probes; 0 if none does.
 
         A sketch of rank r leaves a variance of about 2 Σ_{i>r} f(λᵢ)². It is compared with the probes' own
         spread: random signs do better than that bound where the diagonal dominates, and a sketch then saves nothing.
@@ -183,12 +185,12 @@ class Sampler:
                 best, choice = trial, rank
         return choice
 
-    def rules_of(self, run: LockStep) -> list[Rules]:
+    def make_rules(self, run: LockStep) -> list[Rules]:
         check_run(run, self.scale)
         return [rules(run, k, self.scale) for k in range(run.K)]
 
     def quadrature(self, sketch: Sketch | None, tolerance: bool = True) -> SpectralQuadrature:
-        columns = [_padded(rows) for rows in zip(*(r[:4] for r in self.rules))]
+        columns = [_pad(rows) for rows in zip(*(r[:4] for r in self.rules))]
         sketch = sketch or Sketch(self.probed)
         weights = torch.cat([sketch.weights(signs.to(self.facts.dtype)) for signs in self.signs])
         reason = Reason.RANK_CAPPED if self.capped else Reason.CONVERGED
@@ -214,12 +216,9 @@ class Sampler:
 
 
 def check_run(run: LockStep, scale: float = 0.0) -> None:
-    """Whether the products were finite and those of a symmetric matrix.
+    """Raise ValueError where the products were not finite, or not those of a symmetric matrix.
 
-    ``scale`` is the size of what they were formed from, which may be larger than they are, and so its rounding.
-
-    Raises:
-        ValueError: they were not.
+    ``scale`` is the size of the terms of the products; rounding grows with it where it is larger than the products.
     """
     if not bool(torch.isfinite(run.alphas).all() & torch.isfinite(run.betas).all()):
         raise ValueError("a product of the operator holds NaN or Inf; check the parameters and the data.")
@@ -227,5 +226,5 @@ def check_run(run: LockStep, scale: float = 0.0) -> None:
         raise ValueError(Reason.NOT_SYMMETRIC.value)
 
 
-def _padded(rows: tuple[Tensor, ...]) -> Tensor:
+def _pad(rows: tuple[Tensor, ...]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -1,4 +1,4 @@
-"""How the eigenvalues of a symmetric matrix known by its products are spread.
+"""The density of the eigenvalues of a symmetric matrix known by its products.
 
 >>> import torch
 >>> from curvops.linalg import spectral_density
@@ -37,14 +37,14 @@ FIRST_DEPTH = 10
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpectralDensity(Summarised):
-    """Density of the eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
+    """The density of eigenvalues, each a Gaussian of standard deviation ``bandwidth``, with a pointwise band.
 
     ``grid`` holds eigenvalues. On the log scale the grid is geometric, the density is per unit of log λ (natural) and
     ``bandwidth`` in that unit; eigenvalues at or below ``threshold``, negative ones among them, are not shown:
     ``zero_mass`` is their share, and the density integrates to 1 − ``zero_mass``. On the linear scale that is 0.
-    ``lower`` and ``upper`` hold the exact broadened density with probability ``level`` at each grid point: Student's t
-    over the probes (its upper end in the logarithm), widened by how much a quarter less depth changes the density.
-    ``nodes`` and ``weights`` are one Gauss rule a probe; each row of weights sums to 1, padding has weight 0.
+    ``lower`` and ``upper`` enclose the exact broadened density with probability ``level`` at each grid point: Student's
+    t over the probes (its upper end in the logarithm), widened by the change of the density with a quarter less depth.
+    ``nodes`` and ``weights`` are one Gauss rule per probe; each row of weights sums to 1, padding has weight 0.
     ``reason``: CONVERGED where that change is small beside the band, ITERATION_LIMIT or RANK_CAPPED where ``steps`` or
     the memory budget ended the depth first.
     """
@@ -64,7 +64,7 @@ class SpectralDensity(Summarised):
     reason: Reason
 
     def integral(self) -> float:
-        """The integral of the density over its grid, in λ or log λ: 1 − ``zero_mass`` to about 1e-8."""
+        """Integrate the density over its grid, in λ or log λ: 1 − ``zero_mass`` to about 1e-8."""
         x = self.grid.log() if self.scale == "log" else self.grid
         return float(torch.trapezoid(self.density, x))
 
@@ -83,19 +83,19 @@ def spectral_density(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> SpectralDensity:
-    """The density of the eigenvalues of symmetric A by stochastic Lanczos quadrature.
+    """Estimate the density of the eigenvalues of symmetric A by stochastic Lanczos quadrature.
 
     Args:
         scale: "linear", for any symmetric A; "log", for wide positive spectra.
         probes: random signs; the band narrows as 1/√probes, and one probe has none.
-        steps: largest depth of a Lanczos run. It ends sooner where more depth would not change the density. Details
-            finer than about (largest − smallest)/steps need more of them.
+        steps: largest depth of a Lanczos run, which ends sooner where more depth would not change the density. Details
+            finer than about (largest − smallest)/steps need more steps.
         grid_size: points of the grid, which reaches six bandwidths beyond the Ritz values.
         bandwidth: standard deviation of the broadening, in λ or log λ; by default 1 % of the range of Ritz values.
         threshold: on the log scale, the largest number that counts as zero, 100 eps ‖A‖ by default.
-        level: of the pointwise band.
+        level: probability of the pointwise band.
         memory_budget: bytes for the Lanczos bases: fewer probes run together, and one too deep for it is capped. None
-            is what the linearisation behind A has left of its own budget.
+            takes the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Costs at most probes × steps products and keeps as many vectors.
@@ -119,14 +119,14 @@ def spectral_density(
         view = _View(scale, float(zero), grid_size, bandwidth)
         runs.go(view, level)
     nodes, weights = runs.rules(runs.depth)
-    # With all that is known now, and once more with less depth, on one grid.
+    # At full depth, and once more with less depth, on one grid.
     x, width = view.grid(nodes, weights)
     each = view.density(nodes, weights, x, width)
     change = (each.mean(0) - view.density(*runs.rules(_less(runs.depth)), x, width).mean(0)).abs()
     if runs.complete:
         change = torch.zeros_like(change)
     half, value, place = _half_width(each, level), each.mean(0), describe_square(A).device
-    # Squared components of eigenvectors are skewed to the right: the upper end is that of the logarithm of the mean.
+    # Squared components of eigenvectors are skewed to the right: the upper end is taken on the logarithm of the mean.
     upper = torch.where(value > 0, value * torch.exp(half / value), half) + change
     lower = (value - half - change).clamp_min(0)
     zero_mass = float((weights * (nodes <= view.threshold)).sum(1).mean()) if scale == "log" else 0.0
@@ -170,7 +170,7 @@ def _half_width(each: Float[Tensor, "P G"], level: float) -> Float[Tensor, " G"]
 
 @dataclass(frozen=True)
 class _View:
-    """Where densities are looked at: the scale, its zero, the grid and the broadening."""
+    """The variable in which densities are computed: the scale, its zero, the grid and the broadening."""
 
     scale: str
     threshold: float
@@ -178,14 +178,14 @@ class _View:
     bandwidth: float | None
 
     def place(self, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes in the variable of the scale, and the weights of those that have a place on it."""
+        """Return nodes in the variable of the scale, and the weights of those that have a place on it."""
         if self.scale == "linear":
             return nodes, weights
         seen = nodes > self.threshold
         return torch.where(seen, nodes, 1.0).log(), torch.where(seen, weights, 0.0)
 
     def grid(self, nodes: Tensor, weights: Tensor) -> tuple[Float[Tensor, " G"], float]:
-        """The grid in the variable of the scale, and the bandwidth."""
+        """Return the grid in the variable of the scale, and the bandwidth."""
         places, present = self.place(nodes, weights)
         places = places[present > 0]
         if not len(places):
@@ -243,7 +243,7 @@ class _Probes:
 
     def go(self, view: _View, level: float) -> None:
         """Deepen the first probes until depth matters little, then run the others as deep."""
-        if not self.run.deepen(self.most, lambda depth: max(5, depth // 4), lambda: self._settled(view, level)):
+        if not self.run.deepen(self.most, lambda depth: max(5, depth // 4), lambda: self._is_settled(view, level)):
             self.reason = Reason.ITERATION_LIMIT if self.most == self.wanted else Reason.RANK_CAPPED
         depth = self.depth
         self._collect(self.run)
@@ -261,7 +261,7 @@ class _Probes:
         self.matvecs += run.matvecs
         self.complete &= bool(run.done.all())
 
-    def _settled(self, view: _View, level: float) -> bool:
+    def _is_settled(self, view: _View, level: float) -> bool:
         run = self.run
         if bool(run.done.all()):
             return True
@@ -280,7 +280,7 @@ class _Probes:
         return bool(change <= 0.1 * half.sum()) and run.K > 1
 
     def rules(self, depth: int) -> tuple[Float[Tensor, "P m"], Float[Tensor, "P m"]]:
-        """Nodes and weights of every probe at this depth or its own, if that is less."""
+        """Return nodes and weights of every probe at this depth, or at its own where that is less."""
         return _rules([T[:depth, :depth] for T in self.tridiagonals])
 
 

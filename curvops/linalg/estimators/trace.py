@@ -1,4 +1,4 @@
-"""The trace of a matrix known by its products.
+"""Estimates of the trace of a matrix known by its products.
 
 >>> import torch
 >>> from curvops.linalg import trace
@@ -23,7 +23,7 @@ from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.vectors import Matrix, describe_square, inner, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Quantity
-from curvops.linalg.estimators.carried_gradients import carried, differentiated
+from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient
 from curvops.linalg.estimators.exchangeable import XNysTrace, XTrace
 from curvops.linalg.estimators.hutchinson import Hutchinson, HutchPlusPlus
 from curvops.progress import Progress
@@ -69,16 +69,16 @@ def trace(
         "xtrace": XTrace,
         "xnystrace": XNysTrace,
         "hutch++": HutchPlusPlus,
-        "hutchinson": partial(Hutchinson, keep=differentiated(A)),
+        "hutchinson": partial(Hutchinson, keep=needs_gradient(A)),
     }
     limits = Limits(rtol, max_matvecs, memory_budget)
-    found, family = Quantity("trace", families, _exact).of(A, method, limits, generator, progress)
+    found, family = Quantity("trace", families, _exact).estimate(A, method, limits, generator, progress)
 
     def pairs(_: Matrix) -> Iterable[tuple[Tensor, Tensor]]:
-        """Blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
+        """Return blocks L, R with tr X = tr LᵀXR, in expectation or exactly."""
         return ((E, E) for E in unit_blocks(facts, BLOCK)) if family is None else family.functional()
 
-    return carried(found, A, pairs)
+    return attach_gradient(found, A, pairs)
 
 
 def _exact(probed: Probed) -> Estimate:

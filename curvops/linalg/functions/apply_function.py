@@ -1,4 +1,4 @@
-"""f(A) B for a symmetric matrix A known by its products, by Lanczos.
+"""Products f(A) B for a symmetric matrix A known by its products, by Lanczos.
 
 >>> import torch
 >>> from curvops.linalg import apply_function
@@ -37,7 +37,7 @@ from curvops.progress import Progress, at_work, remark
 
 MOST_ITERATIONS = 1000
 FIRST_CAPACITY = 32
-# Steps from a random start that show where the spectrum is.
+# Steps from a random start that show the range of the spectrum.
 SEEN_DEPTH = 10
 
 
@@ -54,7 +54,7 @@ def apply_function(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> FunctionProduct:
-    """f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
+    """Compute f(A) b for every column b of B; each column goes as deep as its own error estimate asks.
 
     Args:
         A: (n, n), symmetric.
@@ -65,16 +65,16 @@ def apply_function(
         max_matvecs: the budget in products, of all columns together.
         lower_bound: a known lower bound of A's spectrum, such as its prior precision. Sharper estimates, hence fewer
             products, for f with a singularity at 0. It is not verified.
-        memory_budget: bytes for the bases, which hold depth × n numbers a column.
+        memory_budget: bytes for the bases, which hold depth × n numbers per column.
         callback: called as ``callback(depth, error_estimates (K,))`` whenever the error is estimated.
         progress: as in `cg`.
 
     Returns:
-        A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: what was reached within the
-        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps.
-        PRECISION_LIMIT: rounding in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside
-        max |f| ‖b‖; an estimate of inf says that nothing is known of the value but that. SINGULAR: f has no value at
-        an eigenvalue that is zero to working precision; the value is the last approximant that was defined, or zero.
+        A FunctionProduct; ``value`` is shaped as B. RANK_CAPPED or ITERATION_LIMIT: the value reached within the
+        budgets. UNVERIFIED: the estimate is within rtol, but rests on fewer than three steps. PRECISION_LIMIT: rounding
+        in A's dtype outweighs the rest, as it does wherever f(A) b is tiny beside max |f| ‖b‖; with an estimate of inf
+        the value may be all rounding. SINGULAR: f has no value at an eigenvalue that is zero to working precision; the
+        value is the last approximant that was defined, or zero.
 
     Raises:
         TypeError, ValueError: A, B or the options do not fit, or f is not finite at a positive number in A's range.
@@ -83,9 +83,9 @@ def apply_function(
 
     Before a column counts as converged the error estimate evaluates f at about a thousand points near the Ritz values,
     so that a step or a peak between them is resolved, by up to n products. Where a column ends after few steps, and f
-    may be so large elsewhere that rounding in b would count, ten products from a random start look for the rest of the
-    spectrum, once; without the budget for them the column is UNVERIFIED. It cannot detect a narrower peak, nor an
-    eigenvalue far beyond the Ritz values along which b has almost no component.
+    may be so large elsewhere that rounding in b would count, ten products from a random start search the rest of the
+    spectrum, once; without the budget for them the column is UNVERIFIED. The estimate cannot detect a narrower peak,
+    nor an eigenvalue far beyond the Ritz values along which b has almost no component.
 
     Source: Lanczos approximation with full reorthogonalisation; the error as in `curvops.linalg.functions.ritz`.
     """
@@ -125,7 +125,7 @@ class FunctionRun:
         size = B.shape[0], B.dtype.itemsize, max(1, len(self.live)), memory_budget
         self.limit = depth_within(self.wanted, *size)
         self.given = multiply, memory_budget
-        self.seen, self.looked = torch.zeros(0, dtype=torch.float64), 0
+        self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
         self.run = LockStep(
             multiply, self.usable.scaled(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
         )
@@ -140,7 +140,7 @@ class FunctionRun:
 
     @property
     def matvecs(self) -> int:
-        return self.run.matvecs + self.looked
+        return self.run.matvecs + self.search_matvecs
 
     def solve(self, rtol: float, budget: int | None, callback: Callback | None) -> None:
         while self.active:
@@ -152,7 +152,7 @@ class FunctionRun:
             if target > self.run.capacity:
                 self.run.reserve(min(self.limit, 2 * target))
             self.run.extend(target)
-            self._judge(rtol, budget)
+            self._assess(rtol, budget)
             self.active = [k for k in self.active if not self.stopped[k]]
             remark(lambda: f"error {float(self.errors.amax()):.1e}")
             if callback is not None:
@@ -162,8 +162,8 @@ class FunctionRun:
         for k in self.active:
             self.reasons[int(self.live[k])] = Reason.UNVERIFIED if k in self.unverified else reason
 
-    def _judge(self, rtol: float, budget: int | None) -> None:
-        """Estimate the errors of the active columns, and say which are done, and why."""
+    def _assess(self, rtol: float, budget: int | None) -> None:
+        """Estimate the errors of the active columns, and stop those that are done, with reasons."""
         if self.run.skewed:
             for k in self.active:
                 self.errors[int(self.live[k])] = math.inf
@@ -182,11 +182,11 @@ class FunctionRun:
             beta = self.run.betas[together, m - 1]
             given = T, beta, self.run.dropped[together], self.f, self.run.scale, rtol
             found = approximants(*given, self.seen)
-            doubted = self._doubted(found, beta, rtol)
-            if bool(doubted.any()) and not len(self.seen) and self._look_around(budget):
+            doubtful = self._leaves_doubt(found, beta, rtol)
+            if bool(doubtful.any()) and not len(self.seen) and self._search_spectrum(budget):
                 found = approximants(*given, self.seen)
             if len(self.seen):
-                doubted[:] = False
+                doubtful[:] = False
             errors = found.relative()
             for i, k in enumerate(together):
                 complete = float(beta[i]) == 0
@@ -199,7 +199,7 @@ class FunctionRun:
                 reason = self._reason(float(errors[i]), float(found.rounding[i]), bool(found.settled[i]), rtol)
                 self.unverified.discard(k)
                 if reason is not None and bool(found.verified[i]):
-                    self._stop(k, Reason.UNVERIFIED if bool(doubted[i]) else reason)
+                    self._stop(k, Reason.UNVERIFIED if bool(doubtful[i]) else reason)
                 elif reason is Reason.CONVERGED:
                     self.unverified.add(k)
 
@@ -210,8 +210,8 @@ class FunctionRun:
             return None
         return Reason.PRECISION_LIMIT if math.isfinite(rounding) else Reason.SINGULAR
 
-    def _doubted(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
-        """Columns to end whose few Ritz values leave open where the spectrum is, and f may be large in the rest."""
+    def _leaves_doubt(self, found: Approximants, beta: Tensor, rtol: float) -> Tensor:
+        """Return columns about to end with too few Ritz values to bound f over the spectrum."""
         m = found.coefficients.shape[1]
         if m == self.run.n:
             return torch.zeros_like(found.settled)
@@ -221,18 +221,18 @@ class FunctionRun:
         threat = ROUNDING * self.f.eps * self.f.largest_within(self.run.scale)
         return few & (threat > torch.maximum(found.rounding, 0.1 * rtol * found.coefficients.norm(dim=1)))
 
-    def _look_around(self, budget: int | None) -> bool:
-        """Ritz values of a short run from a random start, within what is left of the budgets; whether there are any."""
+    def _search_spectrum(self, budget: int | None) -> bool:
+        """Find Ritz values by a short run from a random start within the budgets; return whether there are any."""
         store, (multiply, room) = self.run.store, self.given
         left = None if room is None else room - store.shape[0] * store.shape[1] * store.dtype.itemsize
         depth = depth_within(SEEN_DEPTH, store.shape[0], store.dtype.itemsize, 1, left)
         depth = depth if budget is None else min(depth, budget - self.matvecs)
         if depth < LEAST_DEPTH:
             return False
-        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's stays as it is
+        generator = torch.Generator(device=store.device).manual_seed(0)  # the user's generator is not advanced
         run = LockStep(multiply, random_block(self.B, 1, "gaussian", generator), depth)
         run.extend(depth)
-        self.looked += run.matvecs
+        self.search_matvecs += run.matvecs
         T = run.tridiagonal(0)
         if not bool(torch.isfinite(T).all()):
             return False
@@ -245,7 +245,7 @@ class FunctionRun:
         self.run.done[k] = True  # no more products for this column
 
     def value(self) -> Vectors:
-        """The approximants in B's scale; columns that overflowed, and those of NaN or Inf, are no answers."""
+        """Return the approximants in B's scale; overflowed and non-finite columns become NON_FINITE."""
         X = zero_block(self.B, len(self.live))
         for k, height in enumerate(self.usable.heights[self.live]):
             found = self.best[k]
@@ -258,7 +258,7 @@ class FunctionRun:
         return X
 
     def _note_underflow(self, X: Vectors) -> None:
-        """Entries below the smallest normal number may be anything: a tiny product may have no others."""
+        """Add the error of entries below the smallest normal number, which may have any value."""
         lengths = norm(X).cpu()
         for k, j in enumerate(self.live.tolist()):
             found = self.best[k]

@@ -6,12 +6,12 @@ Simpson 2010). The largest |h| between and beside the Ritz values bounds the err
 the ends of the spectrum. It takes no further products. The change between two depths is not used: it becomes small
 while the error stagnates.
 
-The largest value is sought at few points as long as they show an error above the tolerance. Before an error is accepted
-as small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
+The maximum is taken over few points as long as they show an error above the tolerance. Before an error is accepted as
+small, f is evaluated at about a thousand points between the Ritz values, to detect a step, a kink or a peak there.
 
 Rounding in b, and in each product with A, adds eps ‖b‖ of every eigenvector. Where f(A) b is tiny beside max |f| ‖b‖,
-those outweigh it, and T may know nothing of them: of a b near an eigenvector it has a single entry. Their part is found
-at the same points, which cover all of the spectrum that this run or one from a random start (``seen``) has found.
+these parts outweigh it, and T may not show them: for b near an eigenvector it has a single entry. They are bounded at
+the same points, which cover all of the spectrum that this run or one from a random start (``seen``) has found.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ POINTS_BELOW = 24
 MOST_POINTS = 1024
 LEAST_BETWEEN = 15
 AT_ONCE = 1024
-# Of the points in a gap, those that count where an eigenvalue may lie unseen: a pole of f takes the others.
+# The share of the points in a gap that count where an eigenvalue may be missing; the others may be near a pole of f.
 ALL_BUT_A_POLE = 0.9
-# With fewer steps too little of the spectrum is known for any estimate.
+# Fewer steps show too little of the spectrum for any estimate.
 LEAST_DEPTH = 3
 # Numbers this close, relative to the largest, are one.
 SAME = 1e-15
 
 
 class Approximants(NamedTuple):
-    """y ≈ f(T) e₁ for K columns of one depth, with absolute error estimates for start vectors of norm 1.
+    """Approximants y ≈ f(T) e₁ of K columns of one depth, with absolute errors for start vectors of norm 1.
 
     ``known`` is False where f has no value on a Ritz value that is zero to working precision; y is 0 there.
-    ``verified`` is False where too little of the spectrum was seen for the estimate to mean anything.
-    ``settled`` says where more steps help no more: within the tolerance, below rounding, or the space is complete.
+    ``verified`` is False where too little of the spectrum was found for a meaningful estimate.
+    ``settled`` is True where more steps do not help: within the tolerance, below rounding, or the space is complete.
     """
 
     coefficients: Float[Tensor, "K m"]
@@ -59,13 +59,13 @@ class Approximants(NamedTuple):
     settled: Bool[Tensor, " K"]
 
     def relative(self) -> Float[Tensor, " K"]:
-        """The error over the least that ‖f(T) e₁‖ can be within rounding: ∞ where that is 0, but 0 for no error."""
+        """Return the error over the least possible ‖f(T) e₁‖ within rounding: ∞ where that is 0, 0 for no error."""
         error, least = self.truncation + self.rounding, (self.coefficients.norm(dim=1) - self.rounding).clamp_min(0)
         return torch.where(error == 0, 0.0, torch.where(least == 0, math.inf, error / least))
 
 
 class SpectralFunction:
-    """f on Ritz values, with one rule for those at the edge of its domain.
+    """A function f on Ritz values, with one rule for those at the edge of its domain.
 
     A Ritz value below a known ``lower_bound`` by no more than rounding counts as the bound. Where f is not finite, a
     Ritz value within ``NEAR_ZERO`` · eps · ‖A‖ of zero counts as zero (a positive semidefinite A has such by rounding);
@@ -75,8 +75,8 @@ class SpectralFunction:
     def __init__(self, f: ScalarFunction, lower_bound: float | None, eps: float) -> None:
         self.f, self.lower_bound, self.eps = f, lower_bound, eps
 
-    def quietly(self, x: Tensor) -> Tensor:
-        """f(x) above the lower bound, finite or not."""
+    def unchecked(self, x: Tensor) -> Tensor:
+        """Return f(x) above the lower bound, finite or not."""
         flat = x.flatten() if self.lower_bound is None else x.flatten().clamp_min(self.lower_bound)
         y = self.f(flat.clone())
         if not isinstance(y, Tensor) or y.shape != flat.shape or y.is_complex():
@@ -85,17 +85,17 @@ class SpectralFunction:
         return y.to(x).reshape(x.shape)
 
     def largest_within(self, size: float) -> float:
-        """The largest finite |f| found on [−size, size], where all eigenvalues of a matrix of that norm are."""
+        """Return the largest finite |f| found on [−size, size], the range of eigenvalues for that norm."""
         x = torch.linspace(-size, size, 2 * MOST_POINTS + 1, dtype=torch.float64)
-        y = self.quietly(x).abs()
+        y = self.unchecked(x).abs()
         return float(y[torch.isfinite(y)].amax()) if bool(torch.isfinite(y).any()) else 0.0
 
     def at_zero(self) -> float:
-        """f(0), which need not be finite."""
-        return float(self.quietly(torch.zeros(1, dtype=torch.float64))[0])
+        """Return f(0), which need not be finite."""
+        return float(self.unchecked(torch.zeros(1, dtype=torch.float64))[0])
 
     def on_ritz_values(self, x: Float[Tensor, "K m"], size: float) -> Float[Tensor, "K m"]:
-        """f(x) by the rule above; not finite where A looks singular and f has no value at 0. ``size`` is ‖A‖.
+        """Return f(x) by the rule above; not finite where A looks singular and f has no value at 0. ``size`` is ‖A‖.
 
         Raises:
             NotPositiveSemidefinite: f is not finite at a negative Ritz value, or one is below ``lower_bound``.
@@ -107,7 +107,7 @@ class SpectralFunction:
                 f"A has an eigenvalue below {lowest:.3e}, less than lower_bound = {self.lower_bound:.3e}. "
                 f"Give a smaller lower_bound. {INDEFINITE_REMEDY}"
             )
-        y = self.quietly(x)
+        y = self.unchecked(x)
         bad = ~torch.isfinite(y)
         if not bool(bad.any()):
             return y
@@ -131,9 +131,9 @@ def approximants(
     rtol: float,
     seen: Float[Tensor, " s"],
 ) -> Approximants:
-    """f(T) e₁ for each T, and its errors; of those that are settled, once more at many more points.
+    """Return f(T) e₁ for each T with its errors, which are computed at many more points once settled.
 
-    ``dropped`` is the β below rounding level at which a space counted as complete (β = 0); ``seen`` holds Ritz values
+    ``dropped`` is the β below rounding level at which a space counts as complete (β = 0); ``seen`` holds Ritz values
     of a run from a random start, if there was one.
     """
     nodes, V = torch.linalg.eigh(T)
@@ -147,28 +147,28 @@ def approximants(
         _truncation(nodes, V, values, beta, f, _test_points(nodes, residuals, f)),
         rtol * y.norm(dim=1),
     )
-    for k in (known & _settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
+    for k in (known & _is_settled(truncation, rounding, allowed, beta)).nonzero().flatten().tolist():
         elsewhere = _rounding_elsewhere(nodes[k], V[k], values[k], float(dropped[k]), f, size, seen)
         rounding[k] = rounding[k].clamp_min(elsewhere)
         if beta[k] != 0:
             here = slice(k, k + 1)
-            between = _points_between(*_outermost(nodes[here], residuals[here], f), seen)
+            between = _points_between(*_expected_range(nodes[here], residuals[here], f), seen)
             finer = _truncation(nodes[here], V[here], values[here], beta[here], f, between[None])
             truncation[k] = torch.maximum(truncation[k], finer[0])
     # Where f is 0 at every Ritz value, f(A) b may be anything in comparison.
     truncation = torch.where((beta != 0) & (y == 0).all(1), math.inf, truncation)
     verified = (beta == 0) | (T.shape[1] >= LEAST_DEPTH)
-    return Approximants(y, truncation, rounding, known, verified, _settled(truncation, rounding, allowed, beta))
+    return Approximants(y, truncation, rounding, known, verified, _is_settled(truncation, rounding, allowed, beta))
 
 
-def _settled(truncation: Tensor, rounding: Tensor, allowed: Tensor, beta: Tensor) -> Bool[Tensor, " K"]:
+def _is_settled(truncation: Tensor, rounding: Tensor, allowed: Tensor, beta: Tensor) -> Bool[Tensor, " K"]:
     return (beta == 0) | (truncation <= torch.maximum(allowed - rounding, 0.1 * rounding))
 
 
 def _truncation(
     nodes: Tensor, V: Tensor, values: Tensor, beta: Tensor, f: SpectralFunction, points: Tensor
 ) -> Float[Tensor, " K"]:
-    """The largest |h| at these points, where f is finite."""
+    """Return the largest |h| at these points, where f is finite."""
     found = torch.zeros_like(beta)
     for k in (beta != 0).nonzero().flatten().tolist():
         weights, largest = V[k, -1] * V[k, 0], -math.inf
@@ -179,11 +179,11 @@ def _truncation(
 
 
 def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) -> Iterator[tuple[Tensor, ...]]:
-    """F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
+    """Yield F(x), x − θ and f(x) − f(θ), some points x at a time; NaN where f is not finite."""
     for part in x.split(AT_ONCE):
-        y, gaps = f.quietly(part), part[:, None] - nodes
+        y, gaps = f.unchecked(part), part[:, None] - nodes
         y = torch.where(torch.isfinite(y), y, math.nan)
-        # Points closer to a Ritz value than its own rounding say nothing of f between the two.
+        # Points closer to a Ritz value than its own rounding show nothing of f between the two.
         apart = gaps.abs() > SAME * nodes.abs().amax()
         yield y, torch.where(apart, gaps, 1.0), torch.where(apart | y.isnan()[:, None], y[:, None] - values, 0.0)
 
@@ -191,36 +191,36 @@ def _differences(x: Tensor, nodes: Tensor, values: Tensor, f: SpectralFunction) 
 def _rounding_elsewhere(
     nodes: Tensor, V: Tensor, values: Tensor, dropped: float, f: SpectralFunction, size: float, seen: Tensor
 ) -> float:
-    """What eps ‖b‖, eps ‖A‖ and a dropped β can bring in along an eigenvector anywhere in the spectrum.
+    """Bound the effect of eps ‖b‖, eps ‖A‖ and a dropped β along an eigenvector anywhere in the spectrum.
 
     A perturbation of A by E adds (f(x) − f(θ))/(x − θ) times its entry of E along the eigenvector of x, but no more
     than a full turn of the eigenvectors, f(x) − f(θ). A tenth of each gap is left out: f may have a pole there.
     """
 
-    def brought_in(x: Tensor) -> Tensor:
+    def effect(x: Tensor) -> Tensor:
         found = []
         for y, gaps, rises in _differences(x, nodes, values, f):
-            turned = (rises * (level / gaps.abs()).clamp_max(1.0)).square() @ first.square()
-            carried = dropped * ((rises / gaps) @ (last * first)).abs()
-            found.append((f.eps * y.abs() + turned.sqrt() + carried).nan_to_num(0.0))
+            rotation = (rises * (level / gaps.abs()).clamp_max(1.0)).square() @ first.square()
+            coupling = dropped * ((rises / gaps) @ (last * first)).abs()
+            found.append((f.eps * y.abs() + rotation.sqrt() + coupling).nan_to_num(0.0))
         return torch.cat(found)
 
     edges, level, first, last = torch.cat([nodes, seen]).sort().values, f.eps * size, V[0], V[-1]
-    largest = brought_in(edges).amax()
+    largest = effect(edges).amax()
     if len(edges) > 1:
-        between = brought_in(_points_between(edges)).unflatten(0, (len(edges) - 1, -1))
+        between = effect(_points_between(edges)).unflatten(0, (len(edges) - 1, -1))
         largest = torch.maximum(largest, between.quantile(ALL_BUT_A_POLE, dim=1).amax())
     return float(largest)
 
 
 def _ends(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, Tensor]:
-    """How far below and above the Ritz values eigenvalues are expected: as their residuals reach."""
+    """Return how far below and above the Ritz values eigenvalues are expected, by their residuals."""
     low, high = nodes[:, :1] - residuals[:, :1], nodes[:, -1:] + residuals[:, -1:]
     return (low if f.lower_bound is None else low.clamp_min(f.lower_bound)), high
 
 
 def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float[Tensor, "K p"]:
-    """The middles between neighbouring Ritz values, and points beside the outermost ones."""
+    """Return the middles between neighbouring Ritz values, and points beside the outermost ones."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     positive = first > 0
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
@@ -231,15 +231,15 @@ def _test_points(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> Float
     return torch.cat([low, high, middles, geometric, below], 1)
 
 
-def _outermost(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, ...]:
-    """The Ritz values of one column, and the ends of where eigenvalues are expected."""
+def _expected_range(nodes: Tensor, residuals: Tensor, f: SpectralFunction) -> tuple[Tensor, ...]:
+    """Return the Ritz values of one column, and the ends of the range where eigenvalues are expected."""
     first, (low, high) = nodes[:, :1], _ends(nodes, residuals, f)
     floor = torch.minimum(torch.maximum(low, f.eps * nodes[:, -1:]), first)
     return torch.where(first > 0, floor, low)[0], nodes[0], high[0]
 
 
 def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
-    """Points that leave no feature of f unseen: all over the range of these, denser towards each."""
+    """Return points over the whole range of the given ones, denser towards each, to find every feature of f."""
     edges = torch.cat(parts).sort().values
     count = max(LEAST_BETWEEN, MOST_POINTS // len(edges))
     share = (1 - torch.cos(math.pi * torch.arange(1, count + 1, dtype=edges.dtype) / (count + 1))) / 2
@@ -247,11 +247,11 @@ def _points_between(*parts: Tensor) -> Float[Tensor, " p"]:
 
 
 def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
+    """Return ‖f(T ± E) e₁ − f(T) e₁‖ for fixed E of the size of rounding: products in this dtype are those of A + E.
 
-    Both signs, since at the edge of its domain f may be finite for one of them alone; E of random signs, and a multiple
-    of I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value could as well be zero, and f
-    has no value there.
+    Both signs are taken, since at the edge of its domain f may be finite for only one; E has random signs, or is a
+    multiple of I, which moves every Ritz value across a jump beside it. Infinite where a Ritz value may be zero within
+    rounding, and f has no value there.
     """
     m, level = T.shape[1], ROUNDING * f.eps * size
     signs, at_zero = random_signs(m), f.at_zero()
@@ -265,13 +265,13 @@ def _rounding(T: Tensor, nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunctio
 
 
 def _change(nodes: Tensor, V: Tensor, y: Tensor, f: SpectralFunction, size: float) -> Float[Tensor, " K"]:
-    """‖f(T) e₁ − y‖ for the T of these eigenpairs."""
-    values = f.quietly(nodes)
+    """Return ‖f(T) e₁ − y‖ for the T of these eigenpairs."""
+    values = f.unchecked(nodes)
     near = nodes.abs() <= NEAR_ZERO * f.eps * size
     values = torch.where(~torch.isfinite(values) & near, f.at_zero(), values)
     return (torch.einsum("kij,kj->ki", V, values * V[:, 0]) - y).norm(dim=1)
 
 
 def random_signs(m: int) -> Float[Tensor, "2 m"]:
-    """Two rows of signs, the same for every m whenever asked."""
+    """Draw two rows of signs, the same for every m in each call."""
     return 2.0 * torch.randint(0, 2, (2, m), generator=torch.Generator().manual_seed(m)).double() - 1

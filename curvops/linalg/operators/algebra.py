@@ -20,12 +20,12 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
 from curvops.linalg.operators.draws import draw_together, normal
 
-MOST_CANCELLED = 1e-4
-"""Relative errors of Woodbury's identity that a step of refinement makes good."""
+MOST_CANCELLATION = 1e-4
+"""Relative errors of Woodbury's identity that a step of refinement corrects."""
 
 
-class OfOne(Operator):
-    """Made of an operator A, the first argument: what is known of A is known of this, where a class says no other."""
+class UnaryOperator(Operator):
+    """An operator made of an operator A, its first argument, with A's properties unless a class overrides them."""
 
     @property
     def base(self) -> LinearOperator:
@@ -49,8 +49,8 @@ class OfOne(Operator):
         return is_psd(self.base)
 
 
-class Transposed(OfOne):
-    """Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
+class Transposed(UnaryOperator):
+    """The transpose Aᵀ of an operator that is not symmetric; one transposed product with A per column."""
 
     def __init__(self, base: LinearOperator) -> None:
         super().__init__(base)
@@ -73,38 +73,38 @@ class Transposed(OfOne):
         return self.base._matmul(rhs)
 
 
-class OfSum(ClosedForm):
-    """A + W Wᵀ + diag(d) by Woodbury's identity, from A's own closed form, for A ≥ 0, d > 0 and terms of low rank.
+class SumForm(ClosedForm):
+    """The closed form of A + W Wᵀ + diag(d), A ≥ 0, d > 0, by Woodbury's identity and A's own closed form.
 
-    Its differences cancel ‖W‖² / d of the digits; what a step of refinement cannot make good is no closed form.
+    Its differences cancel ‖W‖² / d of the digits; where a step of refinement cannot correct that, it does not fit.
     """
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
-        rest, root = _parted(base)
+        rest, root = _split_terms(base)
         return (
             rest is not None
             and is_psd(rest)
             and bool((shift > 0).all())
-            and _cancelled(root, shift) <= MOST_CANCELLED
+            and _cancellation(root, shift) <= MOST_CANCELLATION
             and rest.add_diagonal(shift)._closed_form() is not None
         )
 
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
-        of_class = getattr(_parted(base)[0], "_damped_form", None)
-        near: Tensor = shift if of_class is None else of_class.nearby(_parted(base)[0], shift)
+        form_class = getattr(_split_terms(base)[0], "_damped_form", None)
+        near: Tensor = shift if form_class is None else form_class.nearby(_split_terms(base)[0], shift)
         return near
 
     @cached_property
     def root(self) -> Tensor:
-        """W, (n, r)."""
-        return _parted(self.base)[1]
+        """The root W, (n, r)."""
+        return _split_terms(self.base)[1]
 
     @cached_property
     def inner(self) -> ClosedForm:
         """The closed form of A + diag(d)."""
-        rest, _ = _parted(self.base)
+        rest, _ = _split_terms(self.base)
         form: ClosedForm = rest.add_diagonal(self.shift)._closed_form()
         return form
 
@@ -115,7 +115,7 @@ class OfSum(ClosedForm):
 
     @cached_property
     def chol(self) -> Tensor:
-        """Of I + Wᵀ (A + diag(d))⁻¹ W, (r, r)."""
+        """The Cholesky factor of I + Wᵀ (A + diag(d))⁻¹ W, (r, r)."""
         inside = self.root.mT @ self.solved
         eye = torch.eye(len(inside), dtype=inside.dtype, device=inside.device)
         return torch.linalg.cholesky(eye + (inside + inside.mT) / 2)
@@ -134,11 +134,11 @@ class OfSum(ClosedForm):
     def logdet(self) -> Tensor:
         if self.shift.ndim and self.shift.requires_grad:  # A's form may see the means of d alone: d log det P = P⁻¹ dd
             constant = self.shift.detach()
-            return OfSum(self.base, constant).logdet() + self.inverse_diagonal().detach() @ (self.shift - constant)
+            return SumForm(self.base, constant).logdet() + self.inverse_diagonal().detach() @ (self.shift - constant)
         return self.inner.logdet() + 2 * self.chol.diagonal().log().sum()
 
     def logdet_error(self) -> float:
-        return self.inner.logdet_error() + self.root.shape[1] * math.log1p(_cancelled(self.root, self.shift))
+        return self.inner.logdet_error() + self.root.shape[1] * math.log1p(_cancellation(self.root, self.shift))
 
     def inverse_diagonal(self) -> Tensor:
         lower = torch.linalg.solve_triangular(self.chol, self.solved.mT, upper=False)
@@ -156,8 +156,8 @@ class OfSum(ClosedForm):
         return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
 
 
-def _parted(total: Any) -> tuple[Any, Tensor]:
-    """The one term that is not of low rank (None where there are others), and W for the rest of them."""
+def _split_terms(total: Any) -> tuple[Any, Tensor]:
+    """Return the one term that is not of low rank (None where there are others), and W for all the rest."""
     roots = [None if not isinstance(term, Operator) else term.low_rank_root for term in total.terms]
     rest = [term for term, root in zip(total.terms, roots) if root is None]
     found = [root for root in roots if root is not None]
@@ -165,14 +165,14 @@ def _parted(total: Any) -> tuple[Any, Tensor]:
     return whole, torch.cat(found, 1) if whole is not None else torch.empty(0)
 
 
-def _cancelled(root: Tensor, shift: Tensor) -> float:
+def _cancellation(root: Tensor, shift: Tensor) -> float:
     return torch.finfo(root.dtype).eps * float(root.detach().square().sum() / shift.detach().min())
 
 
 class Sum(Operator):
-    """A + B + …: one product with each term per column."""
+    """The sum A + B + …: one product with each term per column."""
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfSum
+    _damped_form: ClassVar[type[ClosedForm] | None] = SumForm
 
     def __init__(self, *terms: LinearOperator) -> None:
         flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,))]
@@ -219,32 +219,32 @@ class Sum(Operator):
         return _add_up([term._diagonal() for term in self.terms])
 
     def _diagonal_error(self) -> Tensor:
-        """That of the terms, which may be larger than their sum."""
-        return _add_up([_error_of_diagonal(term) for term in self.terms])
+        """Return the sum of the terms' errors, since a term may be larger than the sum."""
+        return _add_up([_diagonal_error(term) for term in self.terms])
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """Independent draws of each term, added."""
+        """Add independent draws of each term."""
         return torch.stack([draw_together(term, k, generator) for term in self.terms]).sum(0)
 
 
-def _error_of_diagonal(operator: LinearOperator) -> Tensor:
+def _diagonal_error(operator: LinearOperator) -> Tensor:
     return operator._diagonal_error() if isinstance(operator, Operator) else Operator._diagonal_error(operator)
 
 
-class OfScaled(ClosedForm):
-    """c A + diag(d) = c (A + diag(d / c)): by A's own closed form, for c > 0. What A has factorised serves every c."""
+class ScaledForm(ClosedForm):
+    """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by A's own: A's factors serve every c."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
-        of_class = getattr(base.base, "_damped_form", None)
-        if of_class is None or base.factor.ndim or not bool(base.factor > 0):
+        form_class = getattr(base.base, "_damped_form", None)
+        if form_class is None or base.factor.ndim or not bool(base.factor > 0):
             return False
-        return bool(of_class.fits(base.base, shift / base.factor))
+        return bool(form_class.fits(base.base, shift / base.factor))
 
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
-        of_class = getattr(base.base, "_damped_form", None)
-        near: Tensor = shift if of_class is None else of_class.nearby(base.base, shift / base.factor) * base.factor
+        form_class = getattr(base.base, "_damped_form", None)
+        near: Tensor = shift if form_class is None else form_class.nearby(base.base, shift / base.factor) * base.factor
         return near
 
     @cached_property
@@ -255,7 +255,7 @@ class OfScaled(ClosedForm):
 
     @property
     def factor(self) -> Tensor:
-        """c."""
+        """The number c."""
         factor: Tensor = self.base.factor
         return factor
 
@@ -291,10 +291,10 @@ class OfScaled(ClosedForm):
         return None if found is None else replace(found, values=found.values * self.factor)
 
 
-class Scaled(OfOne):
-    """c A for a number c (a 0-d tensor, which may carry a gradient)."""
+class Scaled(UnaryOperator):
+    """The multiple c A for a number c (a 0-d tensor, which may carry a gradient)."""
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfScaled
+    _damped_form: ClassVar[type[ClosedForm] | None] = ScaledForm
 
     def __init__(self, base: LinearOperator, factor: Tensor) -> None:
         super().__init__(base, factor)
@@ -333,7 +333,7 @@ class Scaled(OfOne):
         return self.base._diagonal() * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor)
 
     def _diagonal_error(self) -> Tensor:
-        return _error_of_diagonal(self.base) * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor).abs()
+        return _diagonal_error(self.base) * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor).abs()
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if not self.psd or self.factor.ndim:
@@ -342,7 +342,7 @@ class Scaled(OfOne):
 
 
 class Product(Operator):
-    """A B …: one product with each factor per column. B A Bᵀ is known to be positive semi-definite where A is."""
+    """The product A B …: one product with each factor per column. B A Bᵀ is positive semi-definite where A is."""
 
     def __init__(self, *factors: LinearOperator) -> None:
         flat = [part for factor in factors for part in (factor.factors if isinstance(factor, Product) else (factor,))]
@@ -371,7 +371,7 @@ class Product(Operator):
 
     def _size(self) -> torch.Size:
         sizes = [factor.shape for factor in self.factors]
-        batches = {size[:-2] for size in sizes}  # one, mostly: torch takes its time over them
+        batches = {size[:-2] for size in sizes}  # mostly one; torch.broadcast_shapes is slow
         batch = batches.pop() if len(batches) == 1 else torch.broadcast_shapes(*batches)
         return torch.Size((*batch, sizes[0][-2], sizes[-1][-1]))
 
@@ -389,7 +389,7 @@ class Product(Operator):
         return rhs
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """B times a draw of A for B A Bᵀ, and times white noise for B Bᵀ."""
+        """Return B times a draw of A for B A Bᵀ, and times white noise for B Bᵀ."""
         if not self.psd or len(self.factors) < 2:
             return super()._draw(k, generator)
         left, *middle, _ = self.factors
@@ -398,8 +398,8 @@ class Product(Operator):
         return left._matmul(normal(left.shape[-1], k, left.dtype, left.device, generator))
 
 
-class Sliced(OfOne):
-    """A[rows, columns] for index tensors (None: all of them); one product with A per column."""
+class Sliced(UnaryOperator):
+    """The submatrix A[rows, columns] for index tensors (None: all of them); one product with A per column."""
 
     def __init__(self, base: LinearOperator, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
         super().__init__(base, rows=rows, columns=columns)
@@ -452,8 +452,8 @@ class Sliced(OfOne):
         return _take(draw_together(self.base, k, generator), self.rows)
 
 
-class Expanded(OfOne):
-    """One operator seen as a batch of equal copies, (*batch, m, n); it is multiplied once for all of them."""
+class Expanded(UnaryOperator):
+    """An operator seen as a batch of equal copies, (*batch, m, n); it is multiplied once for all of them."""
 
     def __init__(self, base: Operator, batch: Sequence[int]) -> None:
         super().__init__(base, batch=torch.Size(batch))
@@ -498,12 +498,12 @@ class Expanded(OfOne):
 
 
 def is_symmetric(operator: LinearOperator) -> bool:
-    """What is known of symmetry: our tag; nothing is assumed of a foreign class."""
+    """Return whether an operator is tagged as symmetric; a foreign class has no tag."""
     return operator.symmetric if isinstance(operator, Operator) else False
 
 
 def is_psd(operator: LinearOperator) -> bool:
-    """What is known of positive semi-definiteness: our tag; nothing is assumed of a foreign class."""
+    """Return whether an operator is tagged as positive semi-definite; a foreign class has no tag."""
     return operator.psd if isinstance(operator, Operator) else False
 
 
@@ -530,7 +530,7 @@ def _spread(rhs: Tensor, index: Tensor | None, size: int) -> Tensor:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two operators (or their arguments) are the same object, or were built from the same ones."""
+    """Return whether two operators (or their arguments) are the same object, or were built from the same ones."""
     if left is right:
         return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):

@@ -1,4 +1,4 @@
-"""The base class of every operator: what it must know, how it multiplies, and an algebra that does not leak."""
+"""The base class of every operator: its properties, its products, and an algebra that stays within our classes."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Operator(SolverContract, LinearOperator):
     work in `__init__` (linear_operator rebuilds an operator from its arguments at every product), and defines
     `_size`, `_product` on (n, K) blocks and, unless it is symmetric, `_transposed_product` on (m, K) blocks.
 
-    `symmetric` and `psd` (positive semi-definite) are promises that solvers rely on.
+    Solvers rely on its tags `symmetric` and `psd` (positive semi-definite).
     """
 
     @property
     def _memoize_cache(self) -> dict[str, Any]:
-        """Where linear_operator would keep roots and dense matrices, whatever becomes of the tensors they are of.
+        """An empty place for linear_operator's roots and dense matrices, which ignore later changes of the tensors.
 
-        It keeps nothing: what is to be kept goes through `Cache`, which looks at the tensors.
+        Values to be kept go through `Cache`, which watches the tensors.
         """
         return {}
 
@@ -80,40 +80,40 @@ class Operator(SolverContract, LinearOperator):
 
     @property
     def spaces(self) -> Spaces:
-        """What the rows and the columns stand for, from the keyword `space`, which conversions and rebuilds keep."""
+        """The spaces of rows and columns, from the keyword `space`, which conversions and rebuilds keep."""
         space = self._kwargs.get("space")
         return space, space
 
     @property
     def sources(self) -> Sources | None:
-        """Which data the operator sums over, from the keyword `sources`; None where it does not say."""
+        """The data that the operator sums over, from the keyword `sources`; None where unknown."""
         return self._kwargs.get("sources")
 
     @property
     def low_rank_root(self) -> Tensor | None:
-        """W (n, r) with A = W Wᵀ, for an operator that is kept as such and r is small; else None."""
+        """The root W (n, r) with A = W Wᵀ, for an operator stored as such with a small r; else None."""
         return None
 
     def detached_from_weights(self) -> LinearOperator:
-        """The same matrix as a constant: it may be added to operators linearised at other weights.
+        """Return the matrix as a constant, which may be added to operators linearised at other weights.
 
-        Sums across weights are refused, since they are the curvature of neither network. Where one is meant
-        (yesterday's curvature as a prior, merged Fishers) this says so. Costs nothing; shares tensors and caches.
+        Sums across weights are refused, since they are the curvature of neither network; call this where one is
+        intended (yesterday's curvature as a prior, merged Fishers). Costs nothing; shares tensors and caches.
         """
         parts = [part.detached_from_weights() if isinstance(part, Operator) else part for part in self._args]
         space, sources = self._kwargs.get("space"), self._kwargs.get("sources")
         changed: dict[str, Any] = {} if space is None else {"space": space.detached()}
-        changed |= {} if sources is None else {"sources": sources.forgotten()}
+        changed |= {} if sources is None else {"sources": sources.detach()}
         return self.__class__(*parts, **self._kwargs | changed)
 
     @property
     def memories(self) -> Memories:
-        """The memory budgets that vectors of algorithms on A come out of: those of the networks in A."""
+        """The memory budgets of the networks in A, from which algorithms on A take their vectors."""
         return frozenset().union(*(memories_of(part) for part in self._args))
 
     @property
     def progress(self) -> Progress:
-        """How algorithms on A show long work, as `linearize` was asked: by the first network in A that was asked."""
+        """The setting of progress bars for algorithms on A, from the first network in A that has one."""
         return next((asked for part in self._args if (asked := progress_of(part)) is not None), None)
 
     # Products
@@ -136,7 +136,7 @@ class Operator(SolverContract, LinearOperator):
         return self if self.symmetric else algebra.Transposed(self)
 
     def matmul(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
-        """A @ other for a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
+        """Multiply a vector (n,), a block (n, K), a batch (..., n, K), or another operator (a lazy product).
 
         Raises ValueError where dtype, device or size do not fit. One product with A per column.
         """
@@ -157,7 +157,7 @@ class Operator(SolverContract, LinearOperator):
             raise ValueError(f"cannot multiply an operator of shape {tuple(self.shape)} by {tuple(other.shape)}.")
         return super().matmul(other)
 
-    # The algebra: every spelling returns an Operator of ours
+    # The algebra: every spelling returns an Operator
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, ZeroLinearOperator) or (isinstance(other, int | float) and other == 0):
@@ -176,20 +176,20 @@ class Operator(SolverContract, LinearOperator):
             other = dense.Dense(other)
         if not isinstance(other, LinearOperator):
             raise TypeError(f"cannot add {type(other).__name__} to {type(self).__name__}; expected an operator.")
-        return other._added_to(self) if isinstance(other, Operator) else self._plus(other)
+        return other._add_to(self) if isinstance(other, Operator) else self._plus(other)
 
-    def _added_to(self, left: Operator) -> LinearOperator:
-        """B + A for an operator B: a diagonal and a damped operator are no further terms of a sum."""
+    def _add_to(self, left: Operator) -> LinearOperator:
+        """Return B + A for an operator B: a diagonal and a damped operator are no further terms of a sum."""
         return left._plus(self)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
-        """A + B for an operator B that is not a diagonal."""
+        """Return A + B for an operator B that is not a diagonal."""
         return algebra.Sum(self, other)
 
     def _plus_diagonal(self, entries: Tensor, sources: Sources | None) -> LinearOperator:
-        """A + diag(d), where d is of these data."""
+        """Return A + diag(d), where d has these sources."""
         total = self.add_diagonal(entries)
-        return total.of_sources(sources) if isinstance(total, damped.Damped) else total
+        return total.with_sources(sources) if isinstance(total, damped.Damped) else total
 
     def __radd__(self, other: Any) -> LinearOperator:
         return self + other
@@ -208,7 +208,7 @@ class Operator(SolverContract, LinearOperator):
         return algebra.Scaled(self, factor) if factor.ndim else self._times(factor)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        """c A for a number c, 0-d; a class whose multiples are of its own kind overrides it."""
+        """Return c A for a number c, 0-d; a class whose multiples are of its own kind overrides it."""
         return algebra.Scaled(self, factor)
 
     def _mul_matrix(self, other: Any) -> LinearOperator:
@@ -216,7 +216,7 @@ class Operator(SolverContract, LinearOperator):
         return dense.Dense(self.to_dense() * other.to_dense())
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
-        """A + diag(d), as `Damped`: d a number, a 0-d tensor, or a vector (n,) (a batch (..., n) broadcasts).
+        """Return A + diag(d), as `Damped`: d a number, a 0-d tensor, or a vector (n,) (a batch (..., n) broadcasts).
 
         Raises ValueError where the sizes do not fit or A is not square. Costs nothing until it is used.
         """
@@ -229,22 +229,22 @@ class Operator(SolverContract, LinearOperator):
         return damped.Damped(self, shift)
 
     def add_jitter(self, jitter_val: float = 1e-3) -> LinearOperator:
-        """A + jitter · I (linear_operator's name for a scalar `add_diagonal`)."""
+        """Return A + jitter · I (linear_operator's name for a scalar `add_diagonal`)."""
         return self.add_diagonal(jitter_val)
 
     def add_low_rank(self, low_rank_mat: Any, *args: Any, **kwargs: Any) -> LinearOperator:
-        """A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
+        """Return A + B Bᵀ for B (n, r), as a lazy sum; no root is computed."""
         root = to_linear_operator(low_rank_mat)
         return self + dense.Dense(root.to_dense() @ root.to_dense().mT)
 
     def inverse(self, rtol: float | None = None) -> LinearOperator:
-        """A⁻¹ as a lazy operator: each product is a solve, so J @ A.inverse() @ J.mT composes. `rtol` as in `cg`."""
+        """Return A⁻¹ as a lazy operator, a solve per product: J @ A.inverse() @ J.mT composes. `rtol` as in `cg`."""
         return damped.Inverse(self, rtol=rtol)
 
     # Entries, slices, batches
 
     def __getitem__(self, index: Any) -> Any:
-        """A[index] as for a tensor, entries counted from the end too; raises IndexError for an integer out of range."""
+        """Return A[index] as for a tensor, negative indices included; raise IndexError out of range."""
         given = index if isinstance(index, tuple) else (index,)
         at = next((i for i, part in enumerate(given) if part is Ellipsis), None)
         if at is not None:
@@ -267,13 +267,13 @@ class Operator(SolverContract, LinearOperator):
         return torch.cat(blocks, 1).gather(1, position.unsqueeze(1)).squeeze(1).reshape(shape)
 
     def _columns(self, index: Tensor) -> Tensor:
-        """The columns A[:, index], (m, len(index)): one product each."""
+        """Return the columns A[:, index], (m, len(index)): one product each."""
         units = torch.zeros(len(index), self.shape[-1], dtype=self.dtype, device=self.device)
         units.scatter_(1, index.unsqueeze(1), 1.0)
         return self.matmul(units.mT)
 
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
-        """(positions, A[:, positions]) of at most so many columns at a time, fewer where memory is short."""
+        """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer where memory is short."""
         width, beside = solved_at_a_time(self, min(most, len(index)))
         for part in index.split(width):
             with holding(self, beside):
@@ -285,19 +285,19 @@ class Operator(SolverContract, LinearOperator):
         return torch.cat([found[part].diagonal() for part, found in self._by_columns(positions)])
 
     def to_dense(self) -> Tensor:
-        """The matrix itself, (..., m, n): one product a column, as many at a time as the memory budget has room for.
+        """Form the matrix, (..., m, n): one product a column, as many at a time as the memory budget allows.
 
-        A small one is kept for further calls, each of which returns a copy, as long as the operator's tensors stay
-        what they were.
+        A small matrix is kept for further calls, each of which returns a copy, as long as the operator's tensors are
+        unchanged.
         """
         if max(self.matrix_shape) > routes.DENSE_SIZE:
-            return self._formed()
+            return self._form_dense()
         tensors = self.representation()
         watched = [tensor for tensor in tensors if tensor.numel() <= routes.DENSE_SIZE**2]
         cache: Cache = self.__dict__.setdefault("_dense_cache", Cache())
-        return cache.kept("dense", tensors, self._formed, watched).clone()
+        return cache.get_or_compute("dense", tensors, self._form_dense, watched).clone()
 
-    def _formed(self) -> Tensor:
+    def _form_dense(self) -> Tensor:
         m, n = self.matrix_shape
         if self.batch_shape or solved_at_a_time(self, n)[0] >= n:
             operator, size = (self.mT, m) if m < n else (self, n)
@@ -309,7 +309,7 @@ class Operator(SolverContract, LinearOperator):
 
     @property
     def diagonal_matvecs(self) -> int:
-        """How many products the diagonal takes: n where a class has no cheaper way, and for what is not ours."""
+        """The number of products the diagonal takes: n for a class without a cheaper way, ours or not."""
         if type(self)._diagonal is Operator._diagonal:
             return min(self.matrix_shape)
         parts = (part for part in self._args if isinstance(part, LinearOperator))
@@ -326,7 +326,7 @@ class Operator(SolverContract, LinearOperator):
         return self._expand_batch([self.batch_shape[dim] for dim in dims])
 
     def repeat(self, *sizes: Any) -> LinearOperator:
-        """The operator repeated over leading batch dimensions, as torch.Tensor.repeat with trailing (1, 1)."""
+        """Repeat the operator over leading batch dimensions, as torch.Tensor.repeat with trailing (1, 1)."""
         sizes = tuple(sizes[0]) if len(sizes) == 1 else sizes
         if len(sizes) < 2 or tuple(sizes[-2:]) != (1, 1):
             raise ValueError(f"only batch dimensions can be repeated: the last two sizes must be 1, got {sizes}.")
@@ -336,10 +336,10 @@ class Operator(SolverContract, LinearOperator):
     # Draws
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """k draws of N(0, A) as columns, (n, k), all together; `draw` keeps to the memory budget.
+        """Draw k columns of N(0, A), (n, k), all together; `draw` keeps to the memory budget.
 
-        A class that has a root overrides it. Otherwise a small matrix is factorised, a large one multiplied by its
-        square root where it is known to be positive semidefinite, and else an error.
+        A class with a root overrides it. Otherwise a small matrix is factorised, and noise is multiplied by the square
+        root of a large one tagged as positive semidefinite; any other raises ValueError.
         """
         if self._is_formed:
             return draw_dense(self, k, generator)
@@ -351,32 +351,32 @@ class Operator(SolverContract, LinearOperator):
         )
 
     def _exact_draws(self, k: int) -> Tensor:
-        """k draws of N(0, A) as columns, (n, k), from roots that are known; ValueError where none is."""
+        """Draw k columns of N(0, A), (n, k), from known roots; raise ValueError where none is known."""
         return draw(self, k)
 
     # Conversions
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """The same operator in another dtype or on another device; index tensors keep their dtype."""
+        """Convert the operator to another dtype or device; index tensors keep their dtype."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
         converted = [convert(arg, device, dtype) for arg in self._args]
         options = {key: convert(value, device, dtype) for key, value in self._kwargs.items()}
         return self.__class__(*converted, **options)
 
     def type(self, dtype: torch.dtype) -> LinearOperator:
-        """The same operator in another dtype."""
+        """Convert the operator to another dtype."""
         return self.to(dtype=dtype)
 
     def cpu(self) -> LinearOperator:
-        """The same operator on the CPU."""
+        """Move the operator to the CPU."""
         return self.to(device=torch.device("cpu"))
 
     def cuda(self, device_id: int | None = None) -> LinearOperator:
-        """The same operator on a CUDA device."""
+        """Move the operator to a CUDA device."""
         return self.to(device=torch.device("cuda", device_id) if device_id is not None else torch.device("cuda"))
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` of the same products, on NumPy arrays (copied through the CPU)."""
+        """Return a `scipy.sparse.linalg.LinearOperator` of these products on NumPy arrays (copied to the CPU)."""
 
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # a slow import, which few calls need
 
@@ -395,7 +395,7 @@ def _is_all(index: Any) -> bool:
 
 
 def _from_start(index: Any, size: int) -> Any:
-    """An integer or a tensor of integers counted from the first entry; linear_operator takes no negative ones."""
+    """Return an integer or integer tensor as counted from the first entry, which linear_operator requires."""
     if isinstance(index, int) and not isinstance(index, bool):
         if not -size <= index < size:
             raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
@@ -408,7 +408,7 @@ def _from_start(index: Any, size: int) -> Any:
 
 
 def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:
-    """A row or column index as a tensor of positions, None for all of them; raises IndexError out of range."""
+    """Return a row or column index as a tensor of positions, None for all; raise IndexError out of range."""
     if _is_all(index):
         return None
     positions = torch.arange(size, device=device)[index]
@@ -416,7 +416,7 @@ def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """A tensor or operator on another device, floating ones in another dtype; an empty cache; or the value itself."""
+    """Convert a tensor or operator, floating ones to another dtype; return an empty cache, or the value itself."""
     if isinstance(value, LinearOperator):
         return value.to(device=device, dtype=dtype)
     if isinstance(value, Cache):

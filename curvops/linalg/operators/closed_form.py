@@ -1,9 +1,9 @@
-"""What a closed form of P = A + diag(d) answers, and the part that every known eigenbasis shares.
+"""Closed forms of P = A + diag(d), and the part shared by all with a known eigenbasis.
 
-Each operand's own file has its closed form, which the operand's class names as its `_damped_form`. It is built from
-(A, d), d a number or a vector, factorises when first asked and keeps what it found. All of it is exact and made of
-differentiable operations; only the eigenvectors of a Kronecker product have no gradient where eigenvalues of a factor
-coincide (its solves, through `linalg.solve`, and log-determinants have).
+Each operand's file has its closed form, which the operand's class names as its `_damped_form`. It is built from (A, d),
+d a number or a vector, and factorises once, when first asked. All results are exact and made of differentiable
+operations; only the eigenvectors of a Kronecker product have no gradient where eigenvalues of a factor coincide (its
+solves, through `linalg.solve`, and log-determinants have).
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, Preci
 from curvops.linalg.operators.draws import normal
 
 MOST_EXPONENT = 50.0
-"""The exponent of what is unbounded for every purpose."""
+"""An exponent that stands for an unbounded error."""
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """P = U diag(values) Uᵀ: products with any function of P, which share their rotations. Blocks are (n, K)."""
+    """The decomposition P = U diag(values) Uᵀ, for functions of P that share rotations of blocks (n, K)."""
 
     values: Tensor
     rotate: Callable[[Tensor], Tensor]
-    """U B."""
+    """The map B -> U B."""
     rotate_back: Callable[[Tensor], Tensor]
-    """Uᵀ B."""
+    """The map B -> Uᵀ B."""
 
 
 class ClosedForm(ABC):
-    """What every closed form computes for P = A + diag(d); blocks are (n, K)."""
+    """Exact solves, determinants, draws and roots of P = A + diag(d); blocks are (n, K)."""
 
     def __init__(self, base: Any, shift: Tensor) -> None:
         self.base, self.shift = base, shift
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
-        """Whether this form holds for the operand and shift; where it does not, P is treated as any other."""
+        """Return whether this form holds for the operand and shift; otherwise P is treated as any other."""
         return True
 
     @classmethod
     def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
-        """This form where it holds, else None."""
+        """Return this form where it holds, else None."""
         return cls(base, shift) if cls.fits(base, shift) else None
 
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
-        """A shift near the one given for which this form holds, where there is one: itself where it holds."""
+        """Return a shift near the given one, or itself, for which this form holds, where there is one."""
         return shift
 
     def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
@@ -65,18 +65,18 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        """P⁻¹ B. `rtol` is for parts that have to be solved for iteratively."""
+        """Return P⁻¹ B. `rtol` is for parts that have to be solved for iteratively."""
 
     @abstractmethod
     def logdet(self) -> Tensor:
-        """log det P in nats, 0-d."""
+        """Return log det P in nats, 0-d."""
 
     def logdet_error(self) -> float:
-        """The most, in nats, by which rounding of the operand's eigenvalues can have changed `logdet`."""
+        """Return the largest change of `logdet`, in nats, by rounding of the operand's eigenvalues."""
         return 0.0
 
     def logdet_estimate(self, rtol: float) -> Estimate:
-        """`logdet` in float64; what rounding can have changed is compared with rtol of log det P − log det diag(d)."""
+        """Return `logdet` in float64; its rounding is compared with rtol of log det P − log det diag(d)."""
         value = self.logdet().double()
         size, shift = value.detach(), self.shift.detach().double()
         # The eigenvalues are added to the shift and the sum of their logarithms is kept in the operand's dtype.
@@ -87,26 +87,26 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal of P⁻¹, (n,)."""
+        """Return the diagonal of P⁻¹, (n,)."""
 
     def inverse_diagonal_error(self) -> Tensor:
-        """The most by which that rounding can have changed `inverse_diagonal`, (n,)."""
+        """Return the largest change of `inverse_diagonal`, (n,), by that rounding."""
         return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
 
     @abstractmethod
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        """k draws of N(0, P) as columns, (n, k)."""
+        """Draw k columns of N(0, P), (n, k)."""
 
     @abstractmethod
     def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        """k draws of N(0, P⁻¹) as columns, (n, k)."""
+        """Draw k columns of N(0, P⁻¹), (n, k)."""
 
     @abstractmethod
     def inverse_root(self, block: Tensor) -> Tensor:
-        """P^-½ B with the symmetric root; raises ValueError where it is not cheap."""
+        """Return P^-½ B with the symmetric root; raise ValueError where it is not cheap."""
 
     def eigenbasis(self) -> Eigenbasis | None:
-        """All eigenvectors and eigenvalues of P, where this form has them."""
+        """Return all eigenvectors and eigenvalues of P, where this form has them."""
         return None
 
     def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
@@ -114,7 +114,7 @@ class ClosedForm(ABC):
 
 
 class Spectral(ClosedForm):
-    """P = U diag(p) Uᵀ for a U known by its products: everything is a function of p."""
+    """A closed form P = U diag(p) Uᵀ with U known by its products: everything is a function of p."""
 
     @property
     @abstractmethod
@@ -123,15 +123,15 @@ class Spectral(ClosedForm):
 
     @abstractmethod
     def rotate(self, block: Tensor) -> Tensor:
-        """U B."""
+        """Return U B."""
 
     @abstractmethod
     def rotate_back(self, block: Tensor) -> Tensor:
-        """Uᵀ B."""
+        """Return Uᵀ B."""
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        """The eigenvalues, all of them positive."""
+        """The eigenvalues, all of them positive; raise NotPositiveSemidefinite otherwise."""
         smallest = self.spectrum.detach().min()
         if not bool(smallest > 0):
             raise not_definite(self.base, float(smallest))
@@ -165,10 +165,10 @@ class Spectral(ClosedForm):
 
 
 def warn_of_rounding(base: LinearOperator, error: float) -> None:
-    """Warn with `PrecisionLimit` where results may be off by more than `ROUNDING_SEEN`, relatively."""
+    """Warn with `PrecisionLimit` where relative errors of results may exceed `ROUNDING_SEEN`."""
     if error > ROUNDING_SEEN:
         warnings.warn(
-            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} can have changed the "
+            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding in {base.dtype} can have changed the "
             f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
             PrecisionLimit,
@@ -177,7 +177,7 @@ def warn_of_rounding(base: LinearOperator, error: float) -> None:
 
 
 def not_definite(base: LinearOperator, smallest: float) -> NotPositiveSemidefinite:
-    """The error that names the operand, its smallest eigenvalue and the remedy."""
+    """Return the error that names the operand, its smallest eigenvalue and the remedy."""
     return NotPositiveSemidefinite(
         f"{type(base).__name__} {tuple(base.shape)} + diag(d) is singular or indefinite: its smallest eigenvalue is "
         f"{smallest:.3g} to working precision. Add a prior precision (add_diagonal), or use the pseudo-inverse."

@@ -1,8 +1,9 @@
-"""linear_operator's own entries (solve, logdet, roots, samples) answered by our algorithms, never by its CG or Lanczos.
+"""linear_operator's own entries (solve, logdet, roots, samples), answered by our algorithms.
 
-An operator with a closed form answers by it. Others of at most `DENSE_SIZE` rows are formed and factorised, which
-costs no more than iterating and has every gradient (where one is asked for, closed forms of that size are, too);
-larger ones are only multiplied. Whatever an iteration could not reach is raised, never returned.
+linear_operator's CG and Lanczos are never called. An operator with a closed form uses it. Others of at most
+`DENSE_SIZE` rows are formed and factorised, which costs no more than iterating and has every gradient (where one is
+asked for, operators with closed forms are formed, too); larger ones are only multiplied. An iteration that does not
+converge raises.
 """
 
 from __future__ import annotations
@@ -30,74 +31,79 @@ from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import (
     INDEFINITE_REMEDY,
-    Eigenpairs,
     Estimate,
     NotPositiveSemidefinite,
-    SingularTriplets,
-    Solution,
 )
 from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.core.vectors import require_precision
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.estimators.logdet import logdet
-from curvops.linalg.estimators.spectral_density import SpectralDensity, spectral_density
+from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
 from curvops.linalg.spectra.eigsh import eigsh
-from curvops.linalg.spectra.lanczos import LanczosResult, lanczos
+from curvops.linalg.spectra.lanczos import lanczos
 from curvops.linalg.spectra.svds import svds
+from curvops.progress import Progress
 
 
 class SolverContract:
-    """The solver entries of `Operator`; it relies on nothing but products."""
+    """The solver entries of `Operator`, which rely on its products alone."""
 
-    # Our algorithms as methods: one line each, returning the result types
+    # Our algorithms as methods, whose first argument A is the operator
 
-    def cg(self, B: Tensor, **options: Any) -> Solution:
-        """Block conjugate gradients, see `co.linalg.cg`."""
-        return cg(self, B, **options)
+    cg = cg
+    """Solve by block conjugate gradients, see `co.linalg.cg`."""
+    lanczos = lanczos
+    """Tridiagonalise by Lanczos, see `co.linalg.lanczos`."""
+    eigsh = eigsh
+    """Find a few eigenpairs, see `co.linalg.eigsh`."""
+    svds = svds
+    """Find a few singular triplets, see `co.linalg.svds`."""
+    stochastic_logdet = logdet
+    """Estimate the log-determinant in nats, see `co.linalg.logdet`."""
+    spectral_density = spectral_density
+    """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
 
-    def lanczos(self, steps: int, **options: Any) -> LanczosResult:
-        """Lanczos tridiagonalisation, see `co.linalg.lanczos`."""
-        return lanczos(self, steps, **options)
+    def trace(
+        self: Any,
+        *,
+        method: str | None = None,
+        rtol: float | None = None,
+        max_matvecs: int | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int | None = None,
+        progress: Progress = None,
+    ) -> Estimate:
+        """Return the exact trace, for no product, where the diagonal is known; else as `co.linalg.trace`.
 
-    def eigsh(self, k: int, which: str = "largest", **options: Any) -> Eigenpairs:
-        """A few eigenpairs, see `co.linalg.eigsh`."""
-        return eigsh(self, k, which, **options)
-
-    def svds(self, k: int, which: str = "largest", **options: Any) -> SingularTriplets:
-        """A few singular triplets, see `co.linalg.svds`."""
-        return svds(self, k, which, **options)
-
-    def trace(self: Any, **options: Any) -> Estimate:
-        """The exact trace, for no product, where the diagonal is known; else stochastic, see `co.linalg.trace`.
-
-        With `method=` it is always that of `co.linalg.trace`.
+        With `method=` it is always that of `co.linalg.trace`, "xtrace" by default.
         """
-        if not self.is_square or self.batch_shape or "method" in options or self.diagonal_matvecs:
-            return trace(self, **options)
-        return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
+        if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
+            return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
+        return trace(
+            self,
+            method="xtrace" if method is None else method,
+            rtol=rtol,
+            max_matvecs=max_matvecs,
+            generator=generator,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
 
     def _diagonal_error(self: Any) -> Tensor:
-        """The most by which rounding can have changed the diagonal's entries."""
+        """Return the largest change of the diagonal's entries by rounding."""
         error: Tensor = ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
         return error
 
-    def stochastic_logdet(self, **options: Any) -> Estimate:
-        """Stochastic log-determinant in nats, see `co.linalg.logdet`."""
-        return logdet(self, **options)
-
-    def spectral_density(self, **options: Any) -> SpectralDensity:
-        """The density of eigenvalues with its band, see `co.linalg.spectral_density`."""
-        return spectral_density(self, **options)
-
     def plan(self: Any, columns: int = 1) -> routes.SolvePlan:
-        """How systems with so many right-hand sides are solved and why: `print(P.plan(8))` shows a table.
+        """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
 
-        For each route its products, at least, its bytes, and what speaks against it. Raises TypeError or ValueError for
-        columns that are no whole number, at least 1. Cost: none; two products where symmetry is not promised.
+        It names for each route its products (at least), its bytes, and why it is not possible where it is not. Raises
+        TypeError or ValueError unless columns is a whole number, at least 1. Cost: none; two products where symmetry
+        is not promised.
         """
         system = system_of(self, checked_whole("columns", columns, 1), whole=True)
         return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
@@ -123,15 +129,15 @@ class SolverContract:
 
     @property
     def _is_formed(self: Any) -> bool:
-        """Whether the dense matrix is at hand, or small enough to be formed: then it is factorised."""
+        """Whether the dense matrix is given, or small enough to be formed: then it is factorised."""
         return bool(self._is_small)
 
     def _closed_form(self) -> Any:
-        """The `ClosedForm` of this operator, None where it has none."""
+        """Return the `ClosedForm` of this operator, None where it has none."""
         return None
 
     def _exactly(self: Any, *others: Tensor) -> Any:
-        """The closed form to be used now: None where there is none, or the small dense matrix has more gradients."""
+        """Return the closed form, None where there is none, or where the small dense matrix has more gradients."""
         form = self._closed_form()
         if form is None or not (self._is_small and recorded((*self.representation(), *others))):
             return form
@@ -139,12 +145,12 @@ class SolverContract:
         return None
 
     def _dense(self: Any) -> Tensor:
-        """The dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
+        """Form the dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
         dense: Tensor = self.to_dense()
         return (dense + dense.mT) / 2 if self.symmetric else dense
 
     def solve(self: Any, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
-        """A⁻¹ B (or L A⁻¹ B): (n,), (n, K) or (..., n, K); differentiable in B, L and the tensors inside A.
+        """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
 
         Raises `NotConverged` (a RuntimeError carrying the `Solution`) where the tolerance was not reached and
         `NotPositiveDefinite` (also linear_operator's `NotPSDError`) where A is indefinite; warns once where the
@@ -158,12 +164,12 @@ class SolverContract:
         return solution if left_tensor is None else left_tensor @ solution
 
     def solve_to(self: Any, rhs: Tensor, rtol: float | None = None) -> Tensor:
-        """`solve` to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
+        """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
         require_precision(self.dtype)
         return solve(self, rhs, rtol=rtol)
 
     def inv_quad(self: Any, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
-        """bᵀ A⁻¹ b per column (…, K), or summed over columns."""
+        """Return bᵀ A⁻¹ b per column (…, K), or summed over columns."""
         columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.ndim == 1 else inv_quad_rhs
         terms = (columns * self.solve(columns)).sum(-2)
         return terms.sum(-1) if reduce_inv_quad else terms
@@ -171,15 +177,15 @@ class SolverContract:
     def inv_quad_logdet(
         self: Any, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
     ) -> tuple[Tensor, Tensor]:
-        """The pair (bᵀ A⁻¹ b, log det A); a term that was not asked for is an empty or zero tensor."""
+        """Return the pair (bᵀ A⁻¹ b, log det A); a term not asked for is an empty or zero tensor."""
         zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
         quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
         return quadratic, self.logdet() if logdet else zero
 
     def logdet(self: Any) -> Tensor:
-        """log det A in nats, a tensor (...,): closed form, dense Cholesky where A is small, or an `Estimate`'s value.
+        """Return log det A in nats, (...,): by closed form, dense Cholesky where A is small, or an `Estimate`.
 
-        Use `stochastic_logdet` for its standard error. NotPositiveSemidefinite where A is not positive definite.
+        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite where A is not positive definite.
         """
         require_precision(self.dtype)
         form = self._exactly()
@@ -193,7 +199,7 @@ class SolverContract:
         return value
 
     def zero_mean_mvn_samples(self: Any, num_samples: int) -> Tensor:
-        """`num_samples` draws of N(0, A), (num_samples, ..., n)."""
+        """Draw `num_samples` rows of N(0, A), (num_samples, ..., n)."""
         form = None if recorded(self.representation()) and self._is_small else self._closed_form()
         if form is not None:
             return form.draw(num_samples, None).mT
@@ -207,14 +213,15 @@ class SolverContract:
         return (root @ noise).movedim(-1, 0)
 
     def sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None = None) -> Any:
-        """A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root; differentiable in A, B and L.
+        """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
 
-        Dense where A is small, else by the closed form, else by contour quadrature (`co.linalg.inverse_sqrt`), which
-        raises `FunctionNotConverged` where the tolerance was not reached and `NotPositiveSemidefinite` where A is not.
+        Differentiable in A, B and L. Dense where A is small, else by the closed form, else by contour quadrature
+        (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` where the tolerance was not reached and
+        `NotPositiveSemidefinite` where A is not.
         """
         require_precision(self.dtype)
         if self.batch_shape and not self._is_small:
-            return self._sqrt_inv_matmul_of_batch(rhs, lhs)
+            return self._batched_sqrt_inv_matmul(rhs, lhs)
         form = None if self._is_small else self._closed_form()
         if form is not None:
             root = form.inverse_root
@@ -228,7 +235,7 @@ class SolverContract:
         left = root(lhs.mT).mT
         return left @ rhs, left.square().sum(-1)
 
-    def _sqrt_inv_matmul_of_batch(self: Any, rhs: Tensor, lhs: Tensor | None) -> Any:
+    def _batched_sqrt_inv_matmul(self: Any, rhs: Tensor, lhs: Tensor | None) -> Any:
         members = self._members()
 
         def each(given: Tensor) -> Tensor:
@@ -243,18 +250,18 @@ class SolverContract:
         return tuple(torch.stack(part).unflatten(0, self.batch_shape) for part in zip(*pairs))
 
     def _members(self: Any) -> list[Any]:
-        """The operators of a batch, one after the other."""
+        """Return the operators of a batch in a list."""
         return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
 
     def _lower_bound(self) -> float | None:
-        """A positive number that no eigenvalue of A is below, where one is known."""
+        """Return a positive lower bound of A's eigenvalues, where one is known."""
         return None
 
     def diagonalization(self: Any, method: str | None = None) -> tuple[Tensor, LinearOperator]:
-        """Eigenvalues (m,) and vectors (n, m): all of them where A is small or `method` is "symeig".
+        """Return eigenvalues (m,) and vectors (n, m), all of them where A is small or `method` is "symeig".
 
-        Else the m = `_root_decomposition_size()` (at most n) of largest absolute value, by `eigsh`; a RuntimeError
-        says which did not converge.
+        Else m = `_root_decomposition_size()` (at most n), the pairs of largest absolute value, by `eigsh`; a
+        RuntimeError names those that did not converge.
         """
         if self._is_small or method == "symeig":
             return self._symeig(eigenvectors=True)
@@ -280,10 +287,10 @@ class SolverContract:
         return "cholesky" if self._is_formed else "lanczos"
 
     def _cholesky(self: Any, upper: bool | None = False) -> TriangularLinearOperator:
-        """The Cholesky factor; of a matrix singular to rounding, with as little added as makes it definite.
+        """Return the Cholesky factor; a matrix singular to rounding gets the least jitter that makes it definite.
 
-        What is added is relative to the largest entry of the diagonal (linear_operator's jitter is absolute, and would
-        be the whole variance of small targets), from n eps up to a hundred times that jitter. Raises
+        The jitter is relative to the largest entry of the diagonal (linear_operator's is absolute, and could be the
+        whole variance of small targets), from n eps up to a hundred times linear_operator's. Raises
         NotPositiveSemidefinite where that is not enough.
         """
         dense: Tensor = self._dense()
@@ -305,7 +312,7 @@ class SolverContract:
         )
 
     def root_decomposition(self: Any, method: str | None = None) -> RootLinearOperator:
-        """R with R Rᵀ ≈ A: Cholesky where A is small, else the Lanczos root of rank `_root_decomposition_size()`."""
+        """Return R with R Rᵀ ≈ A: Cholesky where A is small, else Lanczos of rank `_root_decomposition_size()`."""
         require_precision(self.dtype)
         if self._is_formed:
             self._require_psd("a root")
@@ -327,7 +334,7 @@ class SolverContract:
     def root_inv_decomposition(
         self: Any, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
     ) -> RootLinearOperator:
-        """R with R Rᵀ ≈ A⁻¹: from the Cholesky factor where A is small, else from the Ritz pairs of Lanczos."""
+        """Return R with R Rᵀ ≈ A⁻¹: Cholesky where A is small, else from the Ritz pairs of Lanczos."""
         require_precision(self.dtype)
         if self._is_small:
             self._require_psd("a root")
@@ -347,14 +354,14 @@ class SolverContract:
             raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
         return solve(self, rhs)
 
-    # What a subclass with a closed form replaces
+    # Methods that a subclass with a closed form replaces
 
     def promises(self: Any) -> Promises:
-        """What `co.linalg.solve` may rely on."""
+        """Return the properties that `co.linalg.solve` may rely on."""
         return Promises(self.symmetric, self.psd)
 
     def exact_solver(self) -> Callable[..., Tensor] | None:
-        """The function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""
+        """Return the function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""
         form = self._closed_form()
         return None if form is None else form.solve
 
@@ -372,11 +379,11 @@ class SolverContract:
         memory_budget: int | None = None,
         checkpoint: Place | None = None,
     ) -> Any:
-        """M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
+        """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
         return None
 
     def _logdet_estimate(self: Any, rtol: float = 0.01, **options: Any) -> Estimate:
-        """log det A with its error and gradient: by its closed form, else by `co.linalg.logdet` with its options."""
+        """Estimate log det A, with gradient: by closed form, else by `co.linalg.logdet` with its options."""
         form = self._closed_form()
         return logdet(self, rtol=rtol, **options) if form is None else form.logdet_estimate(rtol)
 

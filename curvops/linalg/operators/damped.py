@@ -1,4 +1,4 @@
-"""A + diag(d), the operator of every posterior precision, its closed forms, and lazy inverses."""
+"""The operator A + diag(d) of every posterior precision, its closed forms, and lazy inverses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from curvops.checkpoint import Place, current
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
-from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVED
+from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merged, scaled
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.vectors import describe, require_precision
-from curvops.linalg.estimators.logdet import Shifted
-from curvops.linalg.operators.algebra import OfOne, is_psd, is_symmetric
+from curvops.linalg.estimators.logdet import ShiftedParts
+from curvops.linalg.operators.algebra import UnaryOperator, is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
@@ -30,16 +30,16 @@ from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner,
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3
-"""Condition numbers up to which a nearby closed form leaves a log-determinant fewer products than a sketch."""
+"""Up to this condition number a nearby closed form saves a log-determinant more products than a sketch."""
 
 
-class Damped(OfOne):
-    """P = A + diag(d) for a symmetric A (n, n) and a shift d: a number, a vector (n,), or a batch of vectors.
+class Damped(UnaryOperator):
+    """The sum P = A + diag(d) for a symmetric A (n, n) and d, a number, a vector (n,), or a batch of vectors.
 
     Made by `A.add_diagonal(d)`. Solves, log-determinants, samples, roots and the inverse's diagonal come from the
     operand's closed form where there is one, else from block CG with a Nyström preconditioner (Frangella,
-    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` says
-    which data the shift is of, where it is not a prior.
+    Tropp & Udell 2023), from stochastic Lanczos quadrature, and from perturb-and-solve. The keyword `sources` names
+    the data of a shift that is not a prior.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Damped(OfOne):
 
     @property
     def sources(self) -> Sources | None:
-        of_base, of_shift = super().sources, self._of_shift
+        of_base, of_shift = super().sources, self._shift_sources
         if of_base is None and of_shift is not None:
             return replace(of_shift, partial=True)
         return merged(of_base, of_shift)
 
     @property
-    def _of_shift(self) -> Sources | None:
+    def _shift_sources(self) -> Sources | None:
         found: Sources | None = self._kwargs["sources"]
         return found
 
-    def of_sources(self, sources: Sources | None) -> Damped:
-        """The same, whose shift is of these data, too."""
+    def with_sources(self, sources: Sources | None) -> Damped:
+        """Return the operator with further sources of its shift."""
         if sources is None:
             return self
-        return Damped(self.base, self.shift, self._cache, sources=merged(self._of_shift, sources))
+        return Damped(self.base, self.shift, self._cache, sources=merged(self._shift_sources, sources))
 
     @property
     def _cache(self) -> Cache:
@@ -97,7 +97,7 @@ class Damped(OfOne):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         transposed = self.base.mT
-        return self if transposed is self.base else Damped(transposed, self.shift, sources=self._of_shift)
+        return self if transposed is self.base else Damped(transposed, self.shift, sources=self._shift_sources)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base._matmul(rhs) + self._shift_against(rhs) * rhs
@@ -113,26 +113,26 @@ class Damped(OfOne):
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         total = super().add_diagonal(diag)
-        return Damped(self.base, self.shift + total.shift, sources=self._of_shift)
+        return Damped(self.base, self.shift + total.shift, sources=self._shift_sources)
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, Damped):
-            of_shift = merged(self._of_shift, other._of_shift)
+            of_shift = merged(self._shift_sources, other._shift_sources)
             return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
         return super().__add__(other)
 
-    def _added_to(self, left: Operator) -> LinearOperator:
+    def _add_to(self, left: Operator) -> LinearOperator:
         return self + left
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
-        return Damped(self.base + other, self.shift, sources=self._of_shift)
+        return Damped(self.base + other, self.shift, sources=self._shift_sources)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._of_shift, factor))
+        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._shift_sources, factor))
 
     def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
         shift = change(self.shift) if self.shift.ndim > 1 else self.shift
-        return Damped(base, shift, sources=self._of_shift)
+        return Damped(base, shift, sources=self._shift_sources)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         operator = self
@@ -163,14 +163,14 @@ class Damped(OfOne):
         memory_budget: int | None = None,
         checkpoint: Place | None = None,
     ) -> Any:
-        """M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
+        """Return M ≈ P⁻¹ for solves with `columns` right-hand sides, an object with `@`; None where none pays.
 
         A Nyström sketch of A^-½-scaled A, its rank chosen by expected total cost and within ``memory_budget`` bytes,
         kept for later solves. With a vector shift d the sketch is of S A S, S = diag(d)^-½, so that the prior's scales
         cost no iterations. Where A has a closed form under a shift near d (a KFAC under one number for each layer),
-        that serves instead where it bounds the condition number lower. With a ``checkpoint`` the sketch is the one of
-        that folder, or a new one, as in `nystrom`. Without a ``generator`` it has a seed of its own: a solve leaves
-        torch's generator as it is, and is the same each time.
+        that form is used if it bounds the condition number lower. With a ``checkpoint`` the sketch is the one of that
+        folder, or a new one, as in `nystrom`. Without a ``generator`` it has a seed of its own: a solve does not change
+        torch's generator, and is the same each time.
         """
         cache = self._cache
         with cache.lock:
@@ -196,9 +196,9 @@ class Damped(OfOne):
     ) -> Any:
         shift = self.shift.detach()
         generator = torch.Generator(self.device).manual_seed(0) if generator is None else generator
-        base, level, scale = self._whitened(shift)
+        base, level, scale = self._whiten(shift)
         if memory_budget is None and (room := room_for(self, None, 0)) is not None:
-            memory_budget = max(0, room - SOLVED * vector_bytes(describe(self)))  # at least a column can be solved for
+            memory_budget = max(0, room - SOLVE_VECTORS * vector_bytes(describe(self)))  # room for one column
         near = self._nearby()
         most = None if near is None else math.ceil(expected_products(near.condition, columns))
         try:
@@ -212,7 +212,7 @@ class Damped(OfOne):
                 memory_budget=memory_budget,
                 checkpoint=checkpoint,
             )
-        except NotPositiveSemidefinite:  # A itself; P may be positive definite all the same
+        except NotPositiveSemidefinite:  # A itself; P may still be positive definite
             return None
         if near is not None and near.condition <= 1 + sketch.tail / level:
             return replace(near.preconditioner, matvecs=sketch.matvecs)
@@ -221,12 +221,12 @@ class Damped(OfOne):
         return inner if scale is None else ScaledPreconditioner(scale, inner)
 
     def _nearby(self) -> Nearby | None:
-        """What A's closed form says of A + diag(m), m near d, for A + diag(d); None where there is no such form."""
-        of_class, shift = getattr(self.base, "_damped_form", None), self.shift.detach()
-        if of_class is None or self.batch_shape or not is_psd(self.base) or not bool((shift > 0).all()):
+        """Return A's closed form of A + diag(m), m near d, as a preconditioner; None where there is no such form."""
+        form_class, shift = getattr(self.base, "_damped_form", None), self.shift.detach()
+        if form_class is None or self.batch_shape or not is_psd(self.base) or not bool((shift > 0).all()):
             return None
         base = self.base.detach()
-        near = base.add_diagonal(of_class.nearby(base, shift))
+        near = base.add_diagonal(form_class.nearby(base, shift))
         if near._closed_form() is None:
             return None
         least, most = torch.aminmax(shift / near.shift)
@@ -236,34 +236,34 @@ class Damped(OfOne):
         return Nearby(replace(found, extremes=extremes, least=low), high / low)
 
     def nearby(self) -> ClosedFormPreconditioner | None:
-        """That of a closed form under a shift near d, within a factor of `NEAR`: for determinants."""
+        """Return a closed form under a shift within a factor of `NEAR` of d, for determinants."""
         near = self._nearby()
         return near.preconditioner if near is not None and near.condition <= NEAR else None
 
-    def _whitened(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
-        """B, λ, s with P = S⁻¹ (B + λ I) S⁻¹: nothing to do for a scalar shift."""
+    def _whiten(self, shift: Tensor) -> tuple[LinearOperator, float, Tensor | None]:
+        """Return B, λ, s with P = S⁻¹ (B + λ I) S⁻¹; with a scalar shift, B is A."""
         if shift.ndim == 0:
             return self.base.detach(), float(shift), None
         scale = shift.rsqrt()
-        return Whitened(self.base.detach(), scale), 1.0, scale
+        return WhitenedOperator(self.base.detach(), scale), 1.0, scale
 
-    def shifted_form(self) -> Shifted | None:
-        """B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None where d is not positive."""
+    def shifted_form(self) -> ShiftedParts | None:
+        """Return B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None unless d is positive."""
         shift = self.shift.detach()
         if self.base.batch_shape or shift.ndim > 1 or not bool((shift > 0).all()):
             return None
-        base, level, scale = self._whitened(shift)
-        return Shifted(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
+        base, level, scale = self._whiten(shift)
+        return ShiftedParts(base, level, shift.new_zeros(()) if scale is None else shift.double().log().sum(), scale)
 
     def _closed_form(self) -> ClosedForm | None:
-        """The closed form of this operand's class, where it holds; factorised once."""
-        of_class = getattr(self.base, "_damped_form", None)
-        if self.batch_shape or of_class is None:
+        """Return the closed form of this operand's class, where it holds; factorised once."""
+        form_class = getattr(self.base, "_damped_form", None)
+        if self.batch_shape or form_class is None:
             return None
         require_precision(self.dtype)
-        base, shift = self.base, self.shift  # what the cache keeps must not refer back to it
+        base, shift = self.base, self.shift  # a cached value must not refer back to the cache
         tensors = (*base.representation(), shift)
-        return self._cache.kept("form", tensors, lambda: of_class.where_it_fits(base, shift), (shift,))
+        return self._cache.get_or_compute("form", tensors, lambda: form_class.where_it_fits(base, shift), (shift,))
 
     def promises(self) -> Promises:
         known = super().promises()
@@ -298,14 +298,14 @@ class Damped(OfOne):
 
 
 class Nearby(NamedTuple):
-    """The closed form of A + diag(m) as a preconditioner of A + diag(d), and a bound of the condition number left."""
+    """The closed form of A + diag(m) as a preconditioner of A + diag(d), and a bound of the condition number."""
 
     preconditioner: ClosedFormPreconditioner
     condition: float
 
 
-class Whitened(Operator):
-    """S A S for S = diag(s): one product with A per column, and as definite as A where no entry of s is zero."""
+class WhitenedOperator(Operator):
+    """The matrix S A S for S = diag(s): one product with A per column; as definite as A if no entry of s is zero."""
 
     def __init__(self, base: LinearOperator, scale: Tensor) -> None:
         super().__init__(base, scale)
@@ -330,8 +330,8 @@ class Whitened(Operator):
         return scale * base._t_matmul(scale * block)
 
 
-class Inverse(OfOne):
-    """A⁻¹ by its solves: one solve with A per column; entries as `A.inverse()` gives them."""
+class Inverse(UnaryOperator):
+    """The inverse A⁻¹: one solve with A per column; entries as `A.inverse()` gives them."""
 
     def __init__(self, base: LinearOperator, rtol: float | None = None) -> None:
         super().__init__(base, rtol=rtol)
@@ -391,25 +391,25 @@ class Inverse(OfOne):
 
 
 def _solve_definite(form: ClosedForm, block: Tensor, rtol: float | None = None) -> Tensor:
-    """P⁻¹ B by the closed form, which may hold for indefinite P too: those are no precisions."""
+    """Return P⁻¹ B by the closed form; raise for an indefinite P, which is no precision."""
     form.require_definite()
     return form.solve(block, rtol)
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledPreconditioner:
-    """S M S for a diagonal S and a preconditioner M."""
+    """The preconditioner S M S for a diagonal S and a preconditioner M."""
 
     scale: Tensor
     inner: Any
 
     @property
     def matvecs(self) -> int:
-        """Products that M took."""
+        """The number of products that M took."""
         return self.inner.matvecs
 
     def shifted(self, shift: float) -> ScaledPreconditioner:
-        """The same for another multiple of S⁻² beside the matrix."""
+        """Return the preconditioner for another multiple of S⁻² beside the matrix."""
         return ScaledPreconditioner(self.scale, self.inner.shifted(shift))
 
     def __matmul__(self, block: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A matrix that was asked for, as an operator, and that matrix plus a diagonal by Cholesky."""
+"""A given matrix as an operator, and that matrix plus a diagonal by Cholesky."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, not_definite, warn_of_rounding
 
 
-class OfDense(ClosedForm):
-    """Cholesky of an operand that may be formed, in float64 up to `DENSE_BLOCK` rows and where its `rest` is known."""
+class DenseForm(ClosedForm):
+    """The Cholesky form of an operand that may be formed, in float64 if small or its `rest` is known."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
@@ -27,7 +27,7 @@ class OfDense(ClosedForm):
 
     @cached_property
     def dense(self) -> Tensor:
-        """P, (n, n)."""
+        """P, (n, n), in float64 up to `DENSE_BLOCK` rows."""
         dense, n = self.base.to_dense(), self.base.shape[-1]
         rest = self.base.rest if isinstance(self.base, Dense) else None
         if rest is not None or n <= routes.DENSE_BLOCK:
@@ -86,14 +86,14 @@ class OfDense(ClosedForm):
 
 
 class Dense(Operator):
-    """A tensor (..., m, n) as an operator: a matrix that was asked for, or a batch of small ones.
+    """A tensor (..., m, n) as an operator: one matrix, or a batch of small ones.
 
-    `psd` promises that the matrix is positive semi-definite; `space` says what its rows and columns stand for,
-    `sources` which data it is of. A `rest` of the same shape is the part of the matrix that rounding to its dtype left
-    out: products ignore it, factorisations add it in float64.
+    `psd` promises that the matrix is positive semi-definite; `space` is the space of its rows and columns, `sources`
+    its data. A `rest` of the same shape is the part of the matrix lost in rounding to its dtype: products ignore it,
+    factorisations add it in float64.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfDense
+    _damped_form: ClassVar[type[ClosedForm] | None] = DenseForm
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Dense(Operator):
 
     @property
     def rest(self) -> Tensor | None:
-        """What the dtype does not hold of the matrix, where it is known."""
+        """The part of the matrix lost in rounding to its dtype, where it is known."""
         return self._kwargs["rest"]
 
     @property
@@ -146,7 +146,7 @@ class Dense(Operator):
         return self.tensor.mT @ rhs
 
     def to_dense(self) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self.tensor
 
     def _diagonal(self) -> Tensor:
@@ -173,7 +173,7 @@ class Dense(Operator):
         return Dense(self.tensor.permute(*dims, -2, -1))
 
 
-def in_parts(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """A matrix in another dtype, and what that dtype does not hold of it."""
+def round_with_rest(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Round a matrix to another dtype; return it and the part lost in rounding."""
     kept = matrix.to(dtype)
     return kept, None if matrix.dtype == dtype else (matrix - kept).to(dtype)

@@ -15,8 +15,8 @@ from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_defin
 from curvops.linalg.operators.draws import normal, require_not_negative
 
 
-class OfDiagonal(Spectral):
-    """diag(a) + diag(d)."""
+class DiagonalForm(Spectral):
+    """The closed form of diag(a) + diag(d)."""
 
     @property
     def spectrum(self) -> Tensor:
@@ -38,12 +38,12 @@ class OfDiagonal(Spectral):
 
 
 class Diagonal(Operator):
-    """diag(d) for a vector d (n,); every operation is elementwise.
+    """The diagonal matrix diag(d) for a vector d (n,); every operation is elementwise.
 
-    `space` says what its rows stand for, `sources` which data it is of.
+    `space` is the space of its rows, `sources` its data.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfDiagonal
+    _damped_form: ClassVar[type[ClosedForm] | None] = DiagonalForm
 
     def __init__(self, entries: Tensor, space: Space | None = None, *, sources: Sources | None = None) -> None:
         if entries.ndim != 1:
@@ -83,7 +83,7 @@ class Diagonal(Operator):
         own = self.entries, self.sources
         return other._plus_diagonal(*own) if isinstance(other, Operator) else super()._plus(other)
 
-    def _added_to(self, left: Operator) -> LinearOperator:
+    def _add_to(self, left: Operator) -> LinearOperator:
         common(*spaces_of(left), *self.spaces)
         return left._plus_diagonal(self.entries, self.sources)
 

@@ -18,12 +18,12 @@ from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.algebra import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
-from curvops.linalg.operators.dense import OfDense
+from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.draws import draw
 
 
-class OfDirectSum(ClosedForm):
-    """Block by block: each by its own closed form, else by Cholesky up to `DENSE_BLOCK` rows; all or none."""
+class DirectSumForm(ClosedForm):
+    """The closed forms of all blocks, each its own, else Cholesky up to `DENSE_BLOCK` rows; all or none."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
@@ -32,30 +32,30 @@ class OfDirectSum(ClosedForm):
     @classmethod
     def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
         made = cls(base, shift)
-        return None if None in made._found else made
+        return None if None in made._block_forms else made
 
     @staticmethod
     def nearby(base: Any, shift: Tensor) -> Tensor:
         shifts = []
         for block in _damped_blocks(base, shift):
-            of_class = None if _form(block) is not None else block.base._damped_form
-            near = block.shift if of_class is None else of_class.nearby(block.base, block.shift)
+            form_class = None if _form(block) is not None else block.base._damped_form
+            near = block.shift if form_class is None else form_class.nearby(block.base, block.shift)
             shifts.append(near.expand(block.shape[-1]))
         found: Tensor = base.partition.join(shifts)
         return found
 
     @cached_property
-    def _found(self) -> list[ClosedForm | None]:
+    def _block_forms(self) -> list[ClosedForm | None]:
         return [_form(block) for block in _damped_blocks(self.base, self.shift)]
 
     @property
     def forms(self) -> list[ClosedForm]:
         """The closed form of each block."""
-        return [form for form in self._found if form is not None]
+        return [form for form in self._block_forms if form is not None]
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
-        """The same to be computed with: a subclass prepares here what is cheaper for all blocks at once."""
+        """The forms to compute with; a subclass prepares here all blocks at once where that is cheaper."""
         return self.forms
 
     def _join(self, parts: list[Tensor]) -> Tensor:
@@ -118,18 +118,18 @@ def _damped_blocks(base: Any, shift: Tensor) -> list[Any]:
 def _form(damped: Any) -> ClosedForm | None:
     form: ClosedForm | None = damped._closed_form()
     if form is None and damped.shape[-1] <= routes.DENSE_BLOCK and is_symmetric(damped.base):
-        return OfDense(damped.base, damped.shift)
+        return DenseForm(damped.base, damped.shift)
     return form
 
 
 class DirectSum(Operator):
-    """blocks[i] on the vector's entries positions[i], zero between blocks; (n, n), n the number of positions.
+    """The matrix with blocks[i] on the entries positions[i], zero elsewhere; (n, n), n the number of positions.
 
     Positions are LongTensors (p_i,) or ranges that together cover 0..n − 1; ranges are sliced, others gathered. A
-    product costs one with each block. `space` says what the rows stand for, `sources` which data the matrix is of.
+    product costs one with each block. `space` is the space of the rows, `sources` the data of the matrix.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfDirectSum
+    _damped_form: ClassVar[type[ClosedForm] | None] = DirectSumForm
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class DirectSum(Operator):
         self._store(blocks, positions, cache, space=space, sources=sources)
 
     def _store(self, blocks: Sequence[Operator], positions: Any, cache: Cache | None, **kept: Any) -> None:
-        """Keep the blocks, and a subclass's own keywords."""
+        """Store the blocks, and a subclass's own keywords."""
         if not isinstance(positions, Partition):
-            positions = checked(blocks, positions)
+            positions = check_blocks(blocks, positions)
         LinearOperator.__init__(self, *blocks, positions=positions, cache=Cache() if cache is None else cache, **kept)
 
     @property
@@ -154,12 +154,12 @@ class DirectSum(Operator):
 
     @property
     def partition(self) -> Partition:
-        """Which entries each block acts on."""
+        """The entries that each block acts on."""
         return self._kwargs["positions"]
 
     @property
     def cache(self) -> Cache:
-        """Where the factorisations are kept."""
+        """The cache of the factorisations."""
         return self._kwargs["cache"]
 
     @property
@@ -198,15 +198,15 @@ class DirectSum(Operator):
         return DirectSum(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:
-        return self.cache.kept("undamped", self.representation(), self._undamped)._closed_form()
+        return self.cache.get_or_compute("undamped", self.representation(), self._undamped)._closed_form()
 
     def _undamped(self) -> LinearOperator:
-        # Of a copy: what the cache keeps must not refer back to it.
+        # A copy, since a cached value must not refer back to the cache.
         return DirectSum(*self.blocks, positions=self.partition).add_diagonal(0.0)
 
 
-def checked(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:
-    """The partition for these blocks; ValueError where sizes do not fit, TypeError for what is not an Operator."""
+def check_blocks(blocks: Sequence[LinearOperator], positions: Sequence[Tensor | range]) -> Partition:
+    """Return the partition for these blocks; raise ValueError where sizes differ, TypeError for non-Operators."""
     for block in blocks:
         if not isinstance(block, Operator):
             raise TypeError(f"a block must be an Operator, got {type(block).__name__}; wrap a tensor in Dense(tensor).")

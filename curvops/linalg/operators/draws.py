@@ -1,4 +1,4 @@
-"""Exact draws of N(0, A) as columns, by the square root that an operator has, and by those that every matrix has."""
+"""Exact draws of N(0, A) as columns, by an operator's own square root or by those that every matrix has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.memory import Memories, held_in, memories_of, solved_at_a_time
+from curvops.linalg.core.memory import Memories, hold, memories_of, solved_at_a_time
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
@@ -22,21 +22,20 @@ def draw(
     generator: torch.Generator | None = None,
     memories: Memories | None = None,
 ) -> Tensor:
-    """k draws of N(0, A) as columns, (n, k), exact from the square roots that the parts of A have.
+    """Draw k columns of N(0, A), (n, k), exact from the square roots that the parts of A have.
 
     A sum adds independent draws, B A Bᵀ multiplies a draw of A, and so on down to operators with a root of their own
-    (`Operator._draw`); a small matrix is factorised; a large one known to be positive semidefinite is multiplied by its
-    square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError for any other large
-    operator.
-    Where the memory budget (of A's networks, or ``memories``) has no room for the working vectors of all draws, some of
-    them are made at a time: equal seeds then need equal budgets.
+    (`Operator._draw`); a small matrix is factorised; for a large one tagged as positive semidefinite noise is
+    multiplied by its square root (`sqrt`, to a relative error of 1e-5, or `FunctionNotConverged`). Raises ValueError
+    for any other large operator. Where the memory budget (of A's networks, or ``memories``) has no room for the working
+    vectors of all draws, some of them are made at a time: equal seeds then need equal budgets.
     """
     width, beside = solved_at_a_time(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
     if width >= k:
-        with held_in(held, beside):
+        with hold(held, beside):
             return draw_together(operator, k, generator)
-    with held_in(held, beside):
+    with hold(held, beside):
         first = draw_together(operator, width, generator)
         found = empty_block(first, k)
         put(found, 0, first)
@@ -47,13 +46,13 @@ def draw(
 
 
 def draw_together(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """All of the draws together: the operator's own method, of a foreign operator the dense matrix."""
+    """Draw all columns together: by the operator's own method, for a foreign operator by the dense matrix."""
     own = getattr(operator, "_draw", None)
     return draw_dense(operator, k, generator) if own is None else own(k, generator)
 
 
 def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """Draws by the eigenvectors of the dense matrix."""
+    """Draw by the eigenvectors of the dense matrix."""
     require_precision(operator.dtype)
     values, vectors = torch.linalg.eigh(operator.to_dense())
     require_not_negative(values, rounding=10 * len(values) * torch.finfo(values.dtype).eps * values.abs().max())
@@ -62,7 +61,7 @@ def draw_dense(operator: LinearOperator, k: int, generator: torch.Generator | No
 
 
 def draw_by_products(operator: LinearOperator, k: int, generator: torch.Generator | None) -> Tensor:
-    """A^½ z for positive semidefinite A, whose relative error is far below what any number of draws could tell."""
+    """Return A^½ z for positive semidefinite A, with a relative error far too small to show in any number of draws."""
     n, dtype, device = operator.shape[-1], operator.dtype, operator.device
     parts = [
         sqrt(operator, normal(n, count, dtype, device, generator), rtol=DRAW_RTOL).raise_if_failed(DRAW_RTOL)
@@ -80,5 +79,5 @@ def require_not_negative(values: Tensor, rounding: float | Tensor = 0.0) -> None
 
 
 def normal(n: int, k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """k standard normal vectors as columns, (n, k)."""
+    """Draw k standard normal vectors as columns, (n, k)."""
     return random_block(Description(n, n, dtype, device), k, "gaussian", generator)

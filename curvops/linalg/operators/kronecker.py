@@ -1,4 +1,4 @@
-"""Kronecker products per group (the layer blocks of KFAC), and the same in their eigenbasis."""
+"""Kronecker products per group (the layer blocks of KFAC), and their form in the eigenbasis."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_defin
 from curvops.progress import PATIENCE, Progress, shown
 
 AT_ONCE = 2**26
-"""Operations of all eigendecompositions from which on they run side by side: LAPACK makes little of threads."""
+"""From this many operations on, eigendecompositions run in parallel: LAPACK gains little from threads."""
 
 
 @dataclass(frozen=True, eq=False)
 class Details:
-    """What a factor's dtype does not hold of it, for its eigendecomposition.
+    """The parts of a factor lost in rounding to its dtype, for its eigendecomposition.
 
-    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) has the factor as rootᵀ root;
-    `rounding` is the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many;
-    `of_rows` that of the rows whose outer products it is the sum of, relative to the root of its trace.
+    `rest` (g, m, m) is added to the factor in float64; `root` (g, r, m) gives the factor as rootᵀ root; `rounding` is
+    the largest error of the factor's eigenvalues, relative to the largest, where it is a sum of many terms; `of_rows`
+    is the error of the rows whose outer products are summed, relative to the root of the factor's trace.
     """
 
     rest: Tensor | None = None
@@ -40,25 +40,25 @@ class Details:
     of_rows: float = 0.0
 
     def map(self, change: Any, change_root: Any) -> Details:
-        """The details of a factor that was changed."""
+        """Return the details of a changed factor."""
         rest, root = self.rest, self.root
         rest, root = None if rest is None else change(rest), None if root is None else change_root(root)
         return replace(self, rest=rest, root=root)
 
     def without_root(self, factor: Tensor) -> Details:
-        """The same of a factor that will be changed by more than a number: the `rest` in place of the root."""
+        """Return the details with `rest` in place of the root, for a factor changed by more than a multiple."""
         if self.root is None:
             return self
         rows = self.root.double()
         return replace(self, rest=(rows.mT @ rows - factor).to(factor.dtype), root=None)
 
     def block(self, part: slice) -> Details:
-        """The details of a diagonal block of the factor."""
+        """Return the details of a diagonal block of the factor."""
         return self.map(lambda rest: rest[:, part, part], lambda root: root[:, :, part])
 
 
-class OfEigenKronecker(Spectral):
-    """U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is one number per group."""
+class EigenKroneckerForm(Spectral):
+    """The closed form U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is one number per group."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
@@ -95,17 +95,17 @@ class OfEigenKronecker(Spectral):
         floor = torch.finfo(found.dtype).eps * found.amax(1, keepdim=True) * (self.level.detach() == 0)
         if not bool((found > floor).all()):
             raise not_definite(self.base, float((found - floor).min()))
-        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # of what float64 leaves, estimates alone tell
+        if self.eigen.rounding >= torch.finfo(torch.float32).eps:  # only estimates report the rounding of float64
             largest = self.eigen.values.detach().flatten(1).amax(1, keepdim=True)
             warn_of_rounding(self.base, float((self.eigen.rounding * largest / found).max()))
         return self.spectrum
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The least and the greatest that rounding leaves possible for each eigenvalue, (n,) in float64.
+        """The least and the greatest value of each eigenvalue within rounding, (n,) in float64.
 
         Rows R + E in place of R move the roots of the eigenvalues of RᵀR by ‖E‖ at most (Weyl): small eigenvalues by
-        far less than large ones. What their own sum and decomposition add is the same for all.
+        far less than large ones. The errors of the sum and of the decomposition are the same for all.
         """
         _ = self.definite_spectrum
         values = self.eigen.values.detach().double().flatten(1)
@@ -136,7 +136,7 @@ class OfEigenKronecker(Spectral):
     def logdet(self) -> Tensor:
         value = super().logdet()
         if self.shift.ndim and self.shift.requires_grad:
-            # d log det P / dd_i = (P⁻¹)_ii: what the mean over the group does not carry, with the value zero.
+            # d log det P / dd_i = (P⁻¹)_ii: adds the gradient that the mean over the group lacks, with value zero.
             missing = self.shift.reshape(len(self.level), -1) - self.level
             value = value + (self.inverse_diagonal().detach() * missing.flatten()).sum()
         return value
@@ -145,21 +145,21 @@ class OfEigenKronecker(Spectral):
         return self.eigen.diagonal_of(self.definite_spectrum.reciprocal())
 
 
-class OfKronecker(OfEigenKronecker):
-    """Through the eigendecomposition of the factors, which the operand keeps."""
+class KroneckerForm(EigenKroneckerForm):
+    """The closed form of a Kronecker product, by the eigendecomposition of its factors, which the operand keeps."""
 
     @cached_property
     def eigen(self) -> EigenKronecker:
         return cast(Kronecker, self.base).eigen()
 
 
-class _Grouped(Operator):
-    """Symmetric, block diagonal over groups g, each block acting on vectors seen as p × q matrices (row-major)."""
+class _GroupedBlocks(Operator):
+    """A symmetric matrix, block diagonal over groups g; blocks act on vectors as p × q matrices (row-major)."""
 
     @property
     @abstractmethod
     def sizes(self) -> tuple[int, int, int]:
-        """(g, p, q)."""
+        """The sizes (g, p, q)."""
 
     @property
     def symmetric(self) -> bool:
@@ -175,7 +175,7 @@ class _Grouped(Operator):
         return self._closed_form().draw(k, generator)
 
 
-class Kronecker(_Grouped):
+class Kronecker(_GroupedBlocks):
     """The block-diagonal matrix over groups of left_g ⊗ right_g: V (p, q) -> left_g V right_gᵀ; (n, n), n = g·p·q.
 
     left (g, p, p) or (g, p) for a diagonal factor; right (g, q, q) or (g, q). Factors are positive semi-definite.
@@ -183,7 +183,7 @@ class Kronecker(_Grouped):
     eigendecomposition more accurate than their dtype, or cheaper than their size, would allow.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfKronecker
+    _damped_form: ClassVar[type[ClosedForm] | None] = KroneckerForm
 
     def __init__(
         self,
@@ -204,17 +204,17 @@ class Kronecker(_Grouped):
 
     @property
     def left(self) -> Tensor:
-        """(g, p, p), or (g, p): the diagonal."""
+        """The left factor, (g, p, p), or its diagonal, (g, p)."""
         return self._args[0]
 
     @property
     def right(self) -> Tensor:
-        """(g, q, q), or (g, q): the diagonal."""
+        """The right factor, (g, q, q), or its diagonal, (g, q)."""
         return self._args[1]
 
     @property
     def details(self) -> tuple[Details, Details]:
-        """What is known of the two factors beyond their dtype."""
+        """The details of the two factors beyond their dtype."""
         return self._kwargs["details"]
 
     @property
@@ -231,10 +231,10 @@ class Kronecker(_Grouped):
     # Transposed factors have the same product, but their gradient differs between an entry and its mirror image.
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        return _from_groups(_both(_mirrored(self.left), _mirrored(self.right), _to_groups(block, self.sizes)))
+        return _from_groups(_both(_transpose(self.left), _transpose(self.right), _to_groups(block, self.sizes)))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return Kronecker(_mirrored(self.left), _mirrored(self.right)) if recorded(self._args) else self
+        return Kronecker(_transpose(self.left), _transpose(self.right)) if recorded(self._args) else self
 
     def _diagonal(self) -> Tensor:
         return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
@@ -247,7 +247,7 @@ class Kronecker(_Grouped):
         return Kronecker(self.left * factor, self.right, details=(scaled, of_right))
 
     def to(self, *args: Any, **kwargs: Any) -> LinearOperator:
-        """The same operator in another dtype or on another device; in float64 with all that is known of the factors."""
+        """Convert to another dtype or device; in float64, restore the parts of the factors lost in rounding."""
         device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
 
         def change(tensor: Tensor) -> Tensor:
@@ -255,14 +255,14 @@ class Kronecker(_Grouped):
 
         def converted(factor: Tensor, known: Details) -> tuple[Tensor, Details]:
             if dtype == torch.float64 and factor.ndim == 3:
-                return change(in_double(factor, known)), replace(known.map(change, change), rest=None)
+                return change(to_double(factor, known)), replace(known.map(change, change), rest=None)
             return change(factor), known.map(change, change)
 
         (left, of_left), (right, of_right) = map(converted, (self.left, self.right), self.details)
         return Kronecker(left, right, details=(of_left, of_right))
 
     def eigen(self) -> EigenKronecker:
-        """U diag(values) Uᵀ from the eigendecompositions of the factors, g·(p³ + q³) operations; it is kept.
+        """Return U diag(values) Uᵀ by the factors' eigendecompositions, g·(p³ + q³) operations; it is kept.
 
         They run in float64: in float32 the small eigenvalues are lost, and with them the solution (2 × 300 rows,
         condition 1e8, shift 1e-6: relative error 1e-2 in place of 5e-7, for half of the time), even where the factor
@@ -271,42 +271,42 @@ class Kronecker(_Grouped):
         dtype, that complete its eigenvectors. Raises NotPositiveSemidefinite where a factor has an eigenvalue below
         zero beyond its dtype's rounding.
         """
-        return self._kwargs["cache"].kept("eigen", self._args, self._eigen)
+        return self._kwargs["cache"].get_or_compute("eigen", self._args, self._eigen)
 
     @property
     def known_eigen(self) -> EigenKronecker | None:
-        """The eigendecomposition, where it was asked for before."""
-        found: EigenKronecker | None = self._kwargs["cache"].known("eigen", self._args)
+        """The eigendecomposition, where it was computed before."""
+        found: EigenKronecker | None = self._kwargs["cache"].get("eigen", self._args)
         return found
 
     def keep_eigen(self, eigen: EigenKronecker) -> None:
-        """Take an eigendecomposition that was made of the same factors."""
-        self._kwargs["cache"].kept("eigen", self._args, lambda: eigen)
+        """Keep an eigendecomposition that was made of the same factors."""
+        self._kwargs["cache"].get_or_compute("eigen", self._args, lambda: eigen)
 
     @property
     def factors(self) -> tuple[Factor, Factor]:
-        """Both factors, with what is known of them and their names."""
+        """Both factors, with their details and names."""
         return (self.left, self.details[0], "left"), (self.right, self.details[1], "right")
 
     @property
     def rounding(self) -> float:
-        """The largest error of the eigenvalues found, relative to the largest."""
+        """The largest error of the computed eigenvalues, relative to the largest."""
         return sum(_noise(known, factor) for known, factor in zip(self.details, (self.left, self.right)))
 
     def _eigen(self) -> EigenKronecker:
-        return self._of_factors(*_decompositions(self.factors))
+        return self._assemble(*_decompositions(self.factors))
 
-    def _of_factors(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
+    def _assemble(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> EigenKronecker:
         (left_values, left_vectors), (right_values, right_vectors), (of_left, of_right) = left, right, self.details
         values = left_values.unsqueeze(2) * right_values.unsqueeze(1)
         of_rows = of_left.of_rows + of_right.of_rows
         return EigenKronecker(left_vectors, right_vectors, values.to(self.dtype), self.rounding, of_rows)
 
     def heuristic_damping(self, shift: float | Tensor) -> Kronecker:
-        """(left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left): Martens & Grosse 2015, 6.3.
+        """Return (left + √λ/π I) ⊗ (right + π√λ I), π² = mean diag(right) / mean diag(left).
 
-        The two cross terms then have equal traces. It is not A + λ I, which `add_diagonal` is. π = 1 in a group where
-        a factor is zero. Raises ValueError unless λ = `shift` is one positive number.
+        Source: Martens & Grosse 2015, 6.3. The two cross terms then have equal traces. For A + λ I use `add_diagonal`.
+        π = 1 in a group where a factor is zero. Raises ValueError unless λ = `shift` is one positive number.
         """
         level = torch.as_tensor(shift, dtype=self.dtype, device=self.device)
         if level.ndim or not bool(level > 0):
@@ -316,19 +316,19 @@ class Kronecker(_Grouped):
         one = torch.ones_like(of_left)
         pi = (torch.where(usable, of_right, one) / torch.where(usable, of_left, one)).sqrt()
         known = self.details[0].without_root(self.left), self.details[1].without_root(self.right)
-        damped = _shifted(self.left, level.sqrt() / pi), _shifted(self.right, level.sqrt() * pi)
+        damped = _shift(self.left, level.sqrt() / pi), _shift(self.right, level.sqrt() * pi)
         return Kronecker(*damped, details=known)
 
 
-class EigenKronecker(_Grouped):
-    """U diag(values) Uᵀ with U = U_l ⊗ U_r in each group: the Kronecker eigenbasis with any spectrum.
+class EigenKronecker(_GroupedBlocks):
+    """The matrix U diag(values) Uᵀ with U = U_l ⊗ U_r in each group: the Kronecker eigenbasis with any spectrum.
 
     Vectors are (g, p, p) and (g, q, q), orthogonal, or ones (g, p), (g, q) for the identity; values (g, p, q). Adding
     a diagonal that is one number per group only shifts the values. `rounding` is the largest error of the values,
-    relative to the largest of them, `of_rows` that of their roots, relative to the root of their sum.
+    relative to the largest of them, `of_rows` the largest error of their roots, relative to the root of their sum.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfEigenKronecker
+    _damped_form: ClassVar[type[ClosedForm] | None] = EigenKroneckerForm
 
     def __init__(
         self,
@@ -342,12 +342,12 @@ class EigenKronecker(_Grouped):
 
     @property
     def left_vectors(self) -> Tensor:
-        """U_l, eigenvectors as columns, (g, p, p) or ones (g, p)."""
+        """The matrices U_l, eigenvectors as columns, (g, p, p) or ones (g, p)."""
         return self._args[0]
 
     @property
     def right_vectors(self) -> Tensor:
-        """U_r, eigenvectors as columns, (g, q, q) or ones (g, q)."""
+        """The matrices U_r, eigenvectors as columns, (g, q, q) or ones (g, q)."""
         return self._args[1]
 
     @property
@@ -375,16 +375,16 @@ class EigenKronecker(_Grouped):
         return bool((self.values >= 0).all())
 
     def rotate(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """U B: from the eigenbasis."""
+        """Return U B: from the eigenbasis."""
         return _from_groups(_both(self.left_vectors, self.right_vectors, _to_groups(block, self.sizes)))
 
     def rotate_back(self, block: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """Uᵀ B: into the eigenbasis."""
-        left, right = _mirrored(self.left_vectors), _mirrored(self.right_vectors)
+        """Return Uᵀ B: into the eigenbasis."""
+        left, right = _transpose(self.left_vectors), _transpose(self.right_vectors)
         return _from_groups(_both(left, right, _to_groups(block, self.sizes)))
 
     def diagonal_of(self, spectrum: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """The diagonal of U diag(spectrum) Uᵀ."""
+        """Return the diagonal of U diag(spectrum) Uᵀ."""
         weights = spectrum.reshape(self.sizes).unsqueeze(2)
         return _both(self.left_vectors.square(), self.right_vectors.square(), weights).flatten()
 
@@ -411,7 +411,7 @@ def _from_groups(groups: Tensor) -> Tensor:
 
 
 def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
-    """left_g V right_gᵀ for each group and column; factors (g, m) are diagonal."""
+    """Return left_g V right_gᵀ for each group and column; factors (g, m) are diagonal."""
     g, p, K, q = groups.shape
     if left.ndim == 2:
         groups = left[:, :, None, None] * groups
@@ -422,7 +422,7 @@ def _both(left: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     return torch.bmm(groups.reshape(g, p * K, q), right.mT).reshape(g, p, K, q)
 
 
-def _mirrored(factor: Tensor) -> Tensor:
+def _transpose(factor: Tensor) -> Tensor:
     return factor if factor.ndim == 2 else factor.mT
 
 
@@ -430,7 +430,7 @@ def _diagonal_of(factor: Tensor) -> Tensor:
     return factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)
 
 
-def _shifted(factor: Tensor, levels: Tensor) -> Tensor:
+def _shift(factor: Tensor, levels: Tensor) -> Tensor:
     diagonal = levels.unsqueeze(1).expand(factor.shape[:2])
     return factor + (diagonal if factor.ndim == 2 else torch.diag_embed(diagonal))
 
@@ -439,17 +439,17 @@ Factor = tuple[Tensor, Details, str]
 
 
 def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
-    """Make the eigendecompositions that Kronecker blocks do not have yet, side by side; each keeps its own."""
+    """Make the missing eigendecompositions of Kronecker blocks in parallel; each block keeps its own."""
     wanted = [
         b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not recorded((b.left, b.right))
     ]
     found = _decompositions([factor for block in wanted for factor in block.factors], progress)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
-        block.keep_eigen(block._of_factors(left, right))
+        block.keep_eigen(block._assemble(left, right))
 
 
 def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> list[tuple[Tensor, Tensor]]:
-    """`_eigh` of each factor. On a CPU large ones run side by side, as many threads as torch has shared among them."""
+    """Run `_eigh` on each factor; on a CPU large ones run in parallel, sharing torch's threads."""
     costs = [factor.shape[0] * factor.shape[1] ** 3 if factor.ndim == 3 else 0 for factor, *_ in factors]
     tensors = [factor for factor, *_ in factors]
     if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or recorded(tensors):
@@ -479,13 +479,13 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
                     steps.advance(finished, f"a matrix of {' and one of '.join(sizes)} rows" if sizes else "")
                 return [futures[i].result() for i in range(len(factors))]
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # of an interrupted run none begins any more
+                pool.shutdown(wait=False, cancel_futures=True)  # after an interruption none starts
     finally:
-        torch.set_num_threads(threads)  # what later threads begin with
+        torch.set_num_threads(threads)  # for later threads
 
 
 def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (g, m) in float64 with rounding set to zero, and vectors in the factor's dtype, or ones (g, m)."""
+    """Return eigenvalues (g, m) in float64 with rounding set to zero, and vectors in the factor's dtype, or ones."""
     m, eps = factor.shape[1], torch.finfo(factor.dtype).eps
     # A sum of many outer products in the factor's dtype is this far from positive semi-definite.
     slack, noise = max(eps**0.5, 10 * m * eps), _noise(details, factor)
@@ -494,7 +494,7 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
     elif details.root is not None and details.root.shape[1] < m:
         values, vectors = _eigh_of_root(details.root)
     else:
-        matrix = in_double(factor, details)
+        matrix = to_double(factor, details)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         values, vectors = values.double(), vectors.to(factor.dtype)
     largest = values.detach().abs().amax(1, keepdim=True)
@@ -507,14 +507,14 @@ def _eigh(factor: Tensor, details: Details, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _noise(details: Details, factor: Tensor) -> float:
-    """What the eigenvalues of a factor are off by, its decomposition in float64 included, relative to the largest."""
+    """Return the relative error of a factor's eigenvalues, its decomposition in float64 included."""
     if factor.ndim == 2:
         return 0.0
     return max(10 * factor.shape[1] * torch.finfo(torch.float64).eps, details.rounding)
 
 
-def in_double(factor: Tensor, details: Details) -> Tensor:
-    """The factor with what its dtype does not hold."""
+def to_double(factor: Tensor, details: Details) -> Tensor:
+    """Return the factor in float64, with the part lost in rounding to its dtype."""
     if details.root is not None:
         rows = details.root.double()
         return rows.mT @ rows
@@ -522,10 +522,10 @@ def in_double(factor: Tensor, details: Details) -> Tensor:
 
 
 def _eigh_of_root(root: Float[Tensor, "g r m"]) -> tuple[Tensor, Tensor]:
-    """The eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
+    """Return the eigendecomposition of rootᵀ root from that of root rootᵀ, (r, r) in float64, ascending.
 
-    QR takes the eigenvectors in the order of falling eigenvalues, so that what is left of rounding is carried by the
-    smallest ones, and completes them by a basis of the null space.
+    QR takes the eigenvectors in the order of falling eigenvalues, so that rounding remains in the smallest ones, and
+    completes them by a basis of the null space.
     """
     g, r, m = root.shape
     rows = root.double()

@@ -1,4 +1,4 @@
-"""U diag(s) Uᵀ, and that matrix plus a diagonal by Woodbury's identity."""
+"""A low-rank matrix U diag(s) Uᵀ, and that matrix plus a diagonal by Woodbury's identity."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.solvers.solve import default_rtol
 
 
-class OfLowRank(ClosedForm):
-    """Woodbury: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
+class LowRankForm(ClosedForm):
+    """Woodbury's form: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
 
     @staticmethod
     def fits(base: Any, shift: Tensor) -> bool:
@@ -31,7 +31,7 @@ class OfLowRank(ClosedForm):
 
     @property
     def inverse_shift(self) -> Tensor:
-        """D⁻¹ as a column, (n, 1) or 0-d."""
+        """The inverse D⁻¹ as a column, (n, 1) or 0-d."""
         return self.shift.reciprocal() if self.shift.ndim == 0 else self.shift.reciprocal().unsqueeze(-1)
 
     @cached_property
@@ -39,8 +39,8 @@ class OfLowRank(ClosedForm):
         """D⁻¹U, (n, r)."""
         return self.inverse_shift * self.base.vectors
 
-    def _pulled(self, block: Tensor) -> Tensor:
-        """UᵀD⁻¹B, (r, K): without a second matrix of U's size where d is one number."""
+    def _pull(self, block: Tensor) -> Tensor:
+        """Return UᵀD⁻¹B, (r, K): without a second matrix of U's size where d is one number."""
         if self.shift.ndim == 0:
             return self.inverse_shift * (self.base.vectors.mT @ block)
         return self.scaled.mT @ block
@@ -48,7 +48,7 @@ class OfLowRank(ClosedForm):
     @cached_property
     def capacitance(self) -> Tensor:
         """I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where an eigenvalue in S is zero."""
-        return self._eye + self._pulled(self.base.vectors) * self.base.values
+        return self._eye + self._pull(self.base.vectors) * self.base.values
 
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class OfLowRank(ClosedForm):
 
     @cached_property
     def _needs_splitting(self) -> bool:
-        """Whether Woodbury's difference would cancel more digits than `solve` promises, and U is orthonormal."""
+        """Whether Woodbury's difference cancels more digits than `solve` promises, and U is orthonormal."""
         base = self.base
         if self.shift.ndim or recorded((base.vectors, base.values, self.shift)) or not len(base.values):
             return False
@@ -71,7 +71,7 @@ class OfLowRank(ClosedForm):
         return bool((base.values.max() / self.shift * eps > default_rtol(base.dtype)) & (slack <= 1))
 
     def _split_solve(self, block: Tensor) -> Tensor:
-        """U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part cleaned of U twice."""
+        """Return U (Uᵀb)/(s + d) + (b − UUᵀb)/d, the second part orthogonalised to U twice."""
         U = self.base.vectors
         inside = U.mT @ block
         outside = block - U @ inside
@@ -82,9 +82,9 @@ class OfLowRank(ClosedForm):
         if self._needs_splitting:
             return self._split_solve(block)
         U = self.base.vectors
-        inner = torch.linalg.lu_solve(*self.factors, self._pulled(block))
+        inner = torch.linalg.lu_solve(*self.factors, self._pull(block))
         weights = self.base.values.unsqueeze(-1) * inner
-        # As (K, n): the layout of a block, and as few passes over it as there can be.
+        # As (K, n): the layout of a block, with the fewest passes over it.
         if self.shift.ndim or recorded((U, self.base.values, self.shift, block)):
             return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
         return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
@@ -108,7 +108,7 @@ class OfLowRank(ClosedForm):
 
     @cached_property
     def whitened(self) -> tuple[Tensor, Tensor]:
-        """W = D^-½U√S and f = (R² (I + R)⁻¹) with R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
+        """W = D^-½U√S and f = R² (I + R)⁻¹, R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
         W = self.inverse_shift.sqrt() * self.base.root
         R = inverse_root(self._eye + W.mT @ W)
         return W, R @ torch.linalg.solve(self._eye + R, R)
@@ -133,14 +133,14 @@ class OfLowRank(ClosedForm):
 
 
 class LowRank(Operator):
-    """U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0, (n, n).
+    """The matrix U diag(s) Uᵀ with U (n, r) and s (r,) ≥ 0, (n, n).
 
-    `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which says in `error` how close it
-    is: r products with the matrix and 16 for the error. A product is two multiplications by U, 4·n·r operations.
-    Memory: n·r numbers, three times that while it is built. Choose it for many solves where the spectrum falls fast.
+    `add_diagonal` keeps closed forms (Woodbury). Cost to build, by `co.low_rank`, which estimates the `error`: r
+    products with the matrix and 16 for the error. A product is two multiplications by U, 4·n·r operations. Memory: n·r
+    numbers, three times that while it is built. Choose it for many solves where the spectrum falls fast.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfLowRank
+    _damped_form: ClassVar[type[ClosedForm] | None] = LowRankForm
 
     def __init__(
         self,
@@ -160,22 +160,22 @@ class LowRank(Operator):
 
     @property
     def vectors(self) -> Tensor:
-        """U, (n, r)."""
+        """The matrix U, (n, r)."""
         return self._args[0]
 
     @property
     def values(self) -> Tensor:
-        """s, (r,)."""
+        """The eigenvalues s, (r,)."""
         return self._args[1]
 
     @property
     def error(self) -> Estimate | None:
-        """‖A − Â‖_F / ‖A‖_F for the matrix A that this approximates, where it was made by `co.low_rank`."""
+        """The relative error ‖A − Â‖_F / ‖A‖_F of this approximation to A, where it was made by `co.low_rank`."""
         return self._kwargs["error"]
 
     @property
     def root(self) -> Tensor:
-        """W = U √s with A = W Wᵀ, (n, r)."""
+        """The root W = U √s with A = W Wᵀ, (n, r)."""
         return self.vectors * self.values.sqrt()
 
     @property
@@ -204,7 +204,7 @@ class LowRank(Operator):
         return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:
-        """U diag(s) Uᵀ + diag(e) with e ≥ 0 such that its diagonal is the one given, that of the matrix approximated.
+        """Add diag(e), e ≥ 0, such that the sum has the given diagonal, that of the matrix approximated.
 
         A `Damped`: products, draws and `add_diagonal` are exact, solves by Woodbury where the diagonal added to e is
         positive. Raises ValueError where an entry given is smaller than that of the low-rank part beyond rounding:
@@ -215,7 +215,7 @@ class LowRank(Operator):
             raise ValueError(f"the diagonal must have shape ({n},), got {tuple(diagonal.shape)}.")
         own = self._diagonal()
         rest = diagonal - own
-        # Rounding of a Nyström approximation (its stabilising shift), and of sums over points, which both are made of.
+        # Rounding of a Nyström approximation (its stabilising shift), and of the sums over points in both.
         eps = torch.finfo(self.dtype).eps
         slack = eps * math.sqrt(n) * self.values.detach().norm() + math.sqrt(eps) * own.detach().abs()
         if not bool((rest.detach() >= -slack).all()):

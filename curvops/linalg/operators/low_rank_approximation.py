@@ -1,4 +1,4 @@
-"""A low-rank approximation of a positive semi-definite matrix known by its products, with its error measured."""
+"""Low-rank approximations of a positive semi-definite matrix known by its products, with a measured error."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from curvops.linalg.core.symmetry import is_known_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     Matrix,
-    apart,
     combine,
     describe_square,
     gram,
     norm,
     part,
     random_block,
+    spawn_generator,
 )
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.progress import Progress, at_work
 
-# Products spent on measuring the error: for an error that is one eigenvalue, its standard error is √½/√16 = 18 %.
+# Products that measure the error: for an error in one eigenvalue, its standard error is √½/√16 = 18 %.
 PROBES = 16
 FEWEST_PROBES = 4
 # Vectors that one of rank and the fewest probes take.
@@ -64,9 +64,9 @@ def low_rank(
     progress: Progress = None,
     checkpoint: Place | None = None,
 ) -> LowRank:
-    """Â = U diag(s) Uᵀ ≈ A for positive semi-definite A (n, n), with orthonormal U (n, r) and s (r,) descending.
+    """Approximate positive semi-definite A (n, n) by Â = U diag(s) Uᵀ, U (n, r) orthonormal, s (r,) descending.
 
-    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors that the approximation has not seen (from all n unit
+    `Â.error` estimates ‖A − Â‖_F / ‖A‖_F from 16 random vectors independent of the approximation (from all n unit
     vectors, exactly, where n ≤ 16). Its standard error is that of the ratio; its matvecs are all products spent.
 
     Args:
@@ -77,12 +77,12 @@ def low_rank(
         method: "nystrom" (Frangella, Tropp & Udell 2023; blocks of products) or "lanczos" (one product after the
             other; better for the rank, but it finds a repeated eigenvalue only once, which shows in the error).
         generator: source of the random vectors.
-        memory_budget: bytes for the vectors kept, which caps the rank. None is what the linearisation behind A has left
-            of its own budget; then fewer vectors, four at least, may measure the error. Without a rank, 1024 is the
-            cap where nothing is given.
+        memory_budget: bytes for the vectors kept, which caps the rank. None takes the rest of the budget of the
+            linearisation behind A; then fewer vectors, four at least, may measure the error. The rank is at most 1024
+            where neither rank nor memory_budget is given.
         progress: as in `cg`.
-        checkpoint: a folder for what is reached, every half minute at most: a run that was killed goes on from there
-            and ends with the same bits. It keeps the result, too, which a later run returns at once. "nystrom" alone.
+        checkpoint: a folder for the state, every half minute at most: a killed run continues from there and ends with
+            the same bits. It keeps the result, too, which a later run returns at once. "nystrom" alone.
 
     Warns `RankTooLow` where the budget, the cap or a Krylov space that became invariant ended the growth first.
 
@@ -106,18 +106,18 @@ def low_rank(
     if checkpoint is not None and method != "nystrom":
         raise ValueError(f'method={method!r} keeps no checkpoint; take method="nystrom".')
     kept = begin("low_rank", checkpoint, lambda: problem_of(op), facts.device)
-    generator = kept.source("generator", apart(generator), facts.device)
+    generator = kept.source("generator", spawn_generator(generator), facts.device)
 
     def satisfied(U: Tensor, values: Tensor) -> bool:
         return aim is not None and check.passes(U, values, aim)
 
     approximate = _by_nystrom if method == "nystrom" else _by_lanczos
     if kept.done:
-        ended = kept.result(_Measured)
+        ended = kept.result(_Outcome)
     else:
         with at_work("low_rank", None, progress, op), working(op, memory_budget, LEAST_VECTORS) as (multiply, room):
             probes = PROBES
-            if memory_budget is None and room is not None:  # what is given is for the vectors kept, else it is for all
+            if memory_budget is None and room is not None:  # a given budget is for the vectors kept alone
                 probes = max(FEWEST_PROBES, min(PROBES, room // (8 * vector_bytes(facts))))
                 room -= 2 * probes * vector_bytes(facts)
             limit = wanted if room is None else max(1, min(wanted, room // (KEPT * vector_bytes(facts))))
@@ -125,15 +125,15 @@ def low_rank(
             check = _Check(probed, probes)
             check.recall(kept.also("error", check.state))
             found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied, kept)
-            ended = kept.finish(_Measured(found, check(found.vectors, found.values, found.matvecs), limit))
+            ended = kept.finish(_Outcome(found, check(found.vectors, found.values, found.matvecs), limit))
     found, error = ended.found, ended.error
     _warn(found, error, aim, rank, ended.limit)
     return LowRank(found.vectors, found.values, error=error, space=spaces_of(op)[0], sources=sources_of(op))
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
-    """An approximation, the products it took, and whether the method has nothing more to find."""
+class _Approximation:
+    """An approximation, the products it took, and whether the method has exhausted the matrix."""
 
     vectors: Tensor
     values: Tensor
@@ -142,20 +142,24 @@ class _Found:
 
 
 @dataclass(frozen=True, eq=False)
-class _Measured:
+class _Outcome:
     """An approximation with its error, and the largest rank that it could have had."""
 
-    found: _Found
+    found: _Approximation
     error: Estimate
     limit: int
 
 
-def _by_nystrom(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, kept: Checkpoint) -> _Found:
+def _by_nystrom(
+    probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, kept: Checkpoint
+) -> _Approximation:
     sketch = grow(probed, limit if fixed else None, limit, satisfied=satisfied, known_psd=psd, kept=kept)
-    return _Found(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
+    return _Approximation(sketch.U, sketch.eigenvalues.to(sketch.U), sketch.matvecs, sketch.tail == 0)
 
 
-def _by_lanczos(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, _: Checkpoint) -> _Found:
+def _by_lanczos(
+    probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: Satisfied, _: Checkpoint
+) -> _Approximation:
     depth = limit if fixed else min(limit, FIRST_RANK)
     start = random_block(probed.facts, 1, "gaussian", probed.generator)
     run = LockStep(probed.multiply, start, depth)
@@ -167,12 +171,12 @@ def _by_lanczos(probed: Probed, psd: bool, limit: int, fixed: bool, satisfied: S
         vectors, values = _ritz(run, psd)
         ended = bool(run.done.all())
         if fixed or ended or depth >= limit or satisfied(vectors, values):
-            return _Found(vectors, values, run.matvecs, ended)
+            return _Approximation(vectors, values, run.matvecs, ended)
         depth = min(limit, 2 * depth)
 
 
 def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
-    """Ritz vectors as columns and positive Ritz values, descending."""
+    """Return Ritz vectors as columns and positive Ritz values, descending."""
     T = run.tridiagonal(0)
     if not bool(torch.isfinite(T).all()):
         raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
@@ -188,17 +192,17 @@ def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Check:
-    """‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A is multiplied by them once."""
+    """The relative error ‖A − Â‖_F / ‖A‖_F from the same random vectors at every rank; A multiplies them once."""
 
     def __init__(self, probed: Probed, count: int) -> None:
         self.probed, self.count = probed, count
 
     def state(self) -> dict[str, Tensor]:
-        """What was drawn and multiplied so far."""
+        """Return the probes and images made so far."""
         return {name: vars(self)[name] for name in ("probes", "images") if name in vars(self)}
 
     def recall(self, state: dict[str, Tensor] | None) -> None:
-        """Take what was drawn and multiplied before."""
+        """Restore the probes and images of a state."""
         vars(self).update(state or {})
 
     @cached_property
@@ -224,7 +228,7 @@ class _Check:
         width = max(1, CHUNK // self.probed.facts.rows)
         columns = range(0, count, width)
         errors, seen = (torch.cat(sizes) for sizes in zip(*(self._sizes(U, values, j, j + width) for j in columns)))
-        # A's products and Â's, which is no larger than A, are off by their own size times this.
+        # The products with A, and with Â, which is no larger, have errors of their own size times this.
         rounding = 2 * rounding_level(self.probed.facts.dtype, self.probed.facts.rows)
         if self.exact:
             size = norm(self.images).square().sum()
@@ -243,7 +247,7 @@ class _Check:
         return Estimate(value, stderr, count, matvecs + count, rounding)
 
     def _sizes(self, U: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
+        """Return ‖(A − Â)z‖² and ‖Âz‖² of some of the probes."""
         seen = combine(U, values[:, None] * gram(U, part(self.probes, start, stop)))
         size = norm(seen).square()
         return norm(seen.sub_(part(self.images, start, stop))).square(), size
@@ -253,7 +257,7 @@ def _bound(error: Estimate) -> float:
     return float(error.value + 2 * error.stderr)
 
 
-def _warn(found: _Found, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:
+def _warn(found: _Approximation, error: Estimate, aim: float | None, rank: int | None, limit: int) -> None:
     r = len(found.values)
     if aim is not None:
         short = _bound(error) > aim

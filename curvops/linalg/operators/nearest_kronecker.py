@@ -1,4 +1,4 @@
-"""The Kronecker product nearest to a sum of them, in Frobenius norm (Van Loan & Pitsianis 1993)."""
+"""The Kronecker product nearest to a sum of Kronecker products, in Frobenius norm (Van Loan & Pitsianis 1993)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.operators.dense import in_parts
-from curvops.linalg.operators.kronecker import Details, Kronecker, in_double
+from curvops.linalg.operators.dense import round_with_rest
+from curvops.linalg.operators.kronecker import Details, Kronecker, to_double
 
 
 class Nearest(NamedTuple):
-    """A Kronecker product B ⊗ A, and the squares of ‖S − B ⊗ A‖_F and ‖S‖_F for the sum S that it is nearest to."""
+    """A Kronecker product B ⊗ A, and the squares of ‖S − B ⊗ A‖_F and ‖S‖_F for the sum S that it approximates."""
 
     operator: Kronecker
     error: Float[Tensor, ""]
@@ -23,12 +23,12 @@ class Nearest(NamedTuple):
 
 @torch.no_grad()
 def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
-    """The Kronecker product nearest to Σ_i B_i ⊗ A_i in each group, for factors of equal sizes.
+    """Return the Kronecker product nearest to Σ_i B_i ⊗ A_i in each group, for factors of equal sizes.
 
     Rearranged, Σ_i B_i ⊗ A_i is the matrix Σ_i vec(B_i) vec(A_i)ᵀ, and the product nearest to it is that matrix's first
     singular pair: B = Σ_i b_i B_i and A = σ Σ_i a_i A_i with b an eigenvector of K_A K_B, the matrices of the inner
-    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These are not negative for positive semidefinite factors, hence (Perron) nor are
-    b and a: B and A are positive semidefinite. Errors are exact, to rounding of √ε.
+    products ⟨A_i, A_j⟩ and ⟨B_i, B_j⟩. These are not negative for positive semidefinite factors, hence (Perron) neither
+    are b and a: B and A are positive semidefinite. Errors are exact, to rounding of √ε.
 
     Cost: k² inner products of the factors for k terms, in float64.
     """
@@ -36,8 +36,8 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
         raise ValueError(
             f"the factors differ in their sizes: {[(term.left.shape, term.right.shape) for term in terms]}."
         )
-    lefts = torch.stack([in_double(term.left, term.details[0]) for term in terms], 1)  # (g, k, …)
-    rights = torch.stack([in_double(term.right, term.details[1]) for term in terms], 1)
+    lefts = torch.stack([to_double(term.left, term.details[0]) for term in terms], 1)  # (g, k, …)
+    rights = torch.stack([to_double(term.right, term.details[1]) for term in terms], 1)
     of_lefts, of_rights = _inner_products(lefts), _inner_products(rights)
     values, vectors = torch.linalg.eigh(of_lefts)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.mT
@@ -48,8 +48,8 @@ def nearest_kronecker(terms: Sequence[Kronecker]) -> Nearest:
     b = (of_rights @ (root @ first.unsqueeze(2))).squeeze(2) * scale.square()
     a = (of_lefts @ b.unsqueeze(2)).squeeze(2) * scale
     b, a = b.abs(), a.abs()  # of one sign, but for rounding
-    left, of_left = _combined(lefts, b, terms, 0)
-    right, of_right = _combined(rights, a * sigma.unsqueeze(1), terms, 1)
+    left, of_left = _combine(lefts, b, terms, 0)
+    right, of_right = _combine(rights, a * sigma.unsqueeze(1), terms, 1)
     total = squares.sum()
     error = torch.zeros_like(total) if len(terms) == 1 else squares[:, :-1].sum()
     return Nearest(Kronecker(left, right, details=(of_left, of_right)), error, total)
@@ -60,11 +60,11 @@ def _inner_products(factors: Float[Tensor, "g k *m"]) -> Float[Tensor, "g k k"]:
     return flat @ flat.mT
 
 
-def _combined(
+def _combine(
     factors: Float[Tensor, "g k *m"], weights: Float[Tensor, "g k"], terms: Sequence[Kronecker], side: int
 ) -> tuple[Tensor, Details]:
-    """Σ_i w_i F_i in the terms' dtype, with what that does not hold."""
+    """Return Σ_i w_i F_i in the terms' dtype, with the part lost in rounding."""
     total = (weights.unsqueeze(1) @ factors.flatten(2)).squeeze(1).unflatten(1, factors.shape[2:])
-    kept, rest = in_parts(total, terms[0].dtype)
+    kept, rest = round_with_rest(total, terms[0].dtype)
     rounding, of_rows = (max(getattr(t.details[side], name) for t in terms) for name in ("rounding", "of_rows"))
     return kept, Details(rest if total.ndim == 3 else None, None, rounding, of_rows)

@@ -1,1 +1,1 @@
-"""Approximate inverses; they know no solver."""
+"""Approximate inverses, below all solvers."""

@@ -33,7 +33,7 @@ COLUMNS = 64
 
 @dataclass(frozen=True, eq=False)
 class EqualBlocks:
-    """g blocks of one size s."""
+    """A group of g diagonal blocks of one size s, each by its eigendecomposition."""
 
     positions: Int[Tensor, "g s"]
     vectors: Float[Tensor, "g s s"]
@@ -42,17 +42,17 @@ class EqualBlocks:
 
 @dataclass(frozen=True, eq=False)
 class BlockPreconditioner(FilteredPreconditioner):
-    """P block-diagonal, each block by its eigendecomposition; blocks of one size are multiplied together."""
+    """A block-diagonal P, each block by its eigendecomposition; blocks of one size are multiplied together."""
 
     groups: tuple[EqualBlocks, ...]
     matvecs: int = 0
 
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
+        """Return log det P, exact."""
         return torch.stack([group.values.double().log().sum() for group in self.groups]).sum()
 
     def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest eigenvalue of P."""
+        """Return the smallest and the largest eigenvalue of P."""
         every = torch.cat([group.values.flatten() for group in self.groups])
         return float(every.amin()), float(every.amax())
 
@@ -73,15 +73,15 @@ def block_jacobi(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> BlockPreconditioner:
-    """P = the diagonal blocks of A + shift I, each factorised.
+    """Make P = the diagonal blocks of A + shift I, each factorised.
 
     Args:
         A: (n, n), positive semidefinite.
         blocks: one size for all blocks (the last may be smaller), the size of each, a Partition, or sets of positions.
-        memory_budget: bytes for the blocks, of which Σ s² numbers are kept.
+        memory_budget: bytes for the blocks, which hold Σ s² numbers.
         progress: as in `cg`.
 
-    Of a tensor the blocks are read off; any other A costs one product for each column, n in all, since a product
+    The blocks of a tensor are read off; any other A costs one product for each column, n in all, since a product
     with several blocks at once would mix their contributions. For the layers of a network
     ``as_preconditioner(co.BlockDiagonal(lin).add_diagonal(prior))`` is cheaper.
 
@@ -107,7 +107,7 @@ def block_jacobi(
 
 
 def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor]:
-    """The positions of each block, checked."""
+    """Check the blocks and return the positions of each."""
     if isinstance(blocks, Partition):
         found = blocks
     else:
@@ -127,7 +127,7 @@ def _positions(blocks: BlockChoice, n: int, device: torch.device) -> list[Tensor
 
 
 def _group(A: Matrix, positions: Tensor, shift: float) -> EqualBlocks:
-    """Blocks of one size: read or multiplied, then factorised in float64."""
+    """Read or multiply blocks of one size, and factorise them in float64."""
     g, s = positions.shape
     if isinstance(A, Tensor):
         dense = A.detach()[positions.unsqueeze(2), positions.unsqueeze(1)]

@@ -24,7 +24,7 @@ from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
-from curvops.linalg.core.symmetry import noticed_skew, require_symmetric
+from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
     axpy,
@@ -50,10 +50,11 @@ MOST_CONDITION = 28.0
 
 @dataclass(frozen=True, eq=False)
 class PivotedCholesky:
-    """A ≈ F Fᵀ, exact in the rows and columns of the pivots; A − F Fᵀ is positive semidefinite.
+    """A partial Cholesky factor, A ≈ F Fᵀ, exact in the rows and columns of the pivots.
 
-    ``trace_left`` is its trace, a bound of its largest eigenvalue. ``reason`` is CONVERGED for the rank or accuracy
-    asked for, or where the range of A is exhausted, and RANK_CAPPED where a budget ended the growth.
+    A − F Fᵀ is positive semidefinite; ``trace_left`` is its trace, a bound of its largest eigenvalue. ``reason`` is
+    CONVERGED for the rank or accuracy asked for, or where the range of A is exhausted, and RANK_CAPPED where a budget
+    ended the growth.
     ``matvecs`` counts columns of A, and the diagonal where that takes products.
     """
 
@@ -65,10 +66,10 @@ class PivotedCholesky:
     reason: Reason
 
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
-        """P = F Fᵀ + shift I (Woodbury, in the eigenbasis of F Fᵀ); the shift defaults to that of ``cholesky``.
+        """Make P = F Fᵀ + shift I (Woodbury, in F Fᵀ's eigenbasis); the shift defaults to that of ``cholesky``.
 
-        With shift 0 the mean eigenvalue left out takes its place outside the range of F. If P^-½(A + shift)P^-½ then
-        has condition number at most 1 + trace_left/shift.
+        With shift 0 the mean eigenvalue left out takes its place outside the range of F. With a positive shift,
+        P^-½(A + shift)P^-½ has condition number at most 1 + trace_left/shift.
 
         Raises:
             ValueError: the shift is negative, or zero where F Fᵀ is singular and nothing was left out.
@@ -90,7 +91,7 @@ class PivotedCholesky:
         return LowRankPreconditioner(combine(Q, V[:, :kept]), values, added, level, self.matvecs)
 
     def __matmul__(self, V: Float[Tensor, "n *k"]) -> Float[Tensor, "n *k"]:
-        """The approximation times a vector or a block."""
+        """Multiply the approximation by a vector or a block."""
         return combine(self.F, gram(self.F, V.reshape(len(V), -1))).reshape(V.shape)
 
 
@@ -110,14 +111,14 @@ def cholesky(
 
     Args:
         A: (n, n). A column is read from a tensor or a kernel, and costs one product with any other operator.
-        rank: how many columns; None stops by the trace left, after 1024 at most.
+        rank: the number of columns; None stops by the trace left, after 1024 at most.
         pivoting: "greedy" takes the largest diagonal entry left, one column at a time; "random" draws entries in
             proportion to the diagonal left, in blocks: it is robust to outliers, and gives the better preconditioner.
         shift: of the preconditioner; with rank=None columns are added until its condition number is at most 28.
         rtol: stop when the trace left is at most this share of A's.
-        diagonal: A's diagonal where it is known, as for a GGN ``co.DiagonalGGN(lin)``, which would take n products.
-        memory_budget: bytes for F and its orthonormal basis, which caps the rank; None is what the linearisation behind
-            A has left of its own budget.
+        diagonal: A's diagonal where it is known, as ``co.DiagonalGGN(lin)`` of a GGN; else it may take n products.
+        memory_budget: bytes for F and its orthonormal basis, which caps the rank; None takes the rest of the budget of
+            the linearisation behind A.
         progress: as in `cg`.
 
     Raises:
@@ -156,7 +157,7 @@ def _check(rank: int | None, pivoting: str, shift: float | int) -> None:
 
 
 def _scale(diagonal: Tensor) -> float:
-    """The largest entry, of a diagonal that is finite and not negative."""
+    """Return the largest entry of a diagonal; raise where it is not finite or negative."""
     low, high = torch.stack([diagonal.amin(), diagonal.amax()]).tolist()
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("the diagonal of A holds NaN or Inf; check the parameters and the data.")
@@ -166,13 +167,13 @@ def _scale(diagonal: Tensor) -> float:
 
 
 def _aim(trace: float, rank: int | None, shift: float, rtol: float | int | None) -> float:
-    """The trace that may be left."""
+    """Return the trace that may be left."""
     by_share = 0.0 if rtol is None else float(rtol) * trace
     by_condition = (MOST_CONDITION - 1) * shift if rank is None and rtol is None else 0.0
     return max(by_share, by_condition)
 
 
-class _Grown(NamedTuple):
+class _Factor(NamedTuple):
     F: Tensor
     pivots: Tensor
     trace_left: float
@@ -182,8 +183,8 @@ class _Grown(NamedTuple):
 
 def _grow(
     A: Matrix, left: Tensor, limit: int, block: int, aim: float, scale: float, generator: torch.Generator | None
-) -> _Grown:
-    """Columns in blocks until ``limit``, the aim, or nothing but rounding is left. One small transfer a block."""
+) -> _Factor:
+    """Add columns in blocks up to ``limit``, the aim, or rounding. One small transfer a block."""
     n = len(left)
     F = empty_block(left, min(limit, FIRST_ROOM))
     floor = n * torch.finfo(left.dtype).eps * scale
@@ -203,7 +204,7 @@ def _grow(
         core, expected = core[:, :-1], core[:, -1]
         _check_core(core, expected, scale, left.dtype)
         require_symmetric(core, torch.finfo(left.dtype).eps, scale)
-        kept, L = _pivoted((core + core.mT) / 2, floor)
+        kept, L = _factor((core + core.mT) / 2, floor)
         if len(kept):
             where = kept.to(G.device)
             inverse = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype), upper=False)
@@ -218,18 +219,18 @@ def _grow(
         stray = torch.cat([strays.flatten(), strays.new_zeros(1)]).abs().amax()
         seen = torch.stack([left.amin().double(), left.amax().double(), left.double().sum(), stray.double()])
         low, high, total, skew = seen.tolist()
-        if skew > noticed_skew(torch.finfo(left.dtype).eps) * scale:
+        if skew > skew_tolerance(torch.finfo(left.dtype).eps) * scale:
             raise ValueError(Reason.NOT_SYMMETRIC.value)
         if not low >= -1e2 * floor:
             raise _indefinite(low) if math.isfinite(low) else ValueError("a column of A holds NaN or Inf.")
         left = left.clamp_min(0)
         trace, exhausted = total, high <= floor
     found = torch.cat(pivots) if pivots else torch.zeros(0, dtype=torch.long, device=left.device)
-    return _Grown(F[:, :r], found, max(trace, 0.0), spent, exhausted)
+    return _Factor(F[:, :r], found, max(trace, 0.0), spent, exhausted)
 
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Entries given by both the columns and the diagonal must agree."""
+    """Raise ValueError where the columns and the diagonal disagree."""
     if not bool(torch.isfinite(core).all()):
         raise ValueError("a column of A holds NaN or Inf; check the parameters and the data.")
     gap = (core.diagonal() - expected).abs().amax()
@@ -240,8 +241,8 @@ def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype
         )
 
 
-def _pivoted(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Rows of a small matrix that are independent of each other, in order of pivots, and their Cholesky factor."""
+def _factor(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Return independent rows of a small matrix, in order of pivots, and their Cholesky factor."""
     rest = core.clone()
     kept: list[int] = []
     while len(kept) < len(core):

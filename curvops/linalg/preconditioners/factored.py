@@ -1,4 +1,4 @@
-"""What a preconditioner P ≈ A + μI offers beyond P⁻¹: its square root, its log-determinant, bounds of its spectrum.
+"""Preconditioners P ≈ A + μI with a square root, a log-determinant and bounds of the spectrum besides P⁻¹.
 
 ``cg`` needs ``P @ V`` alone; a preconditioned log-determinant needs the rest. ``nystrom``, ``cholesky``,
 ``block_jacobi`` and ``diagonal_preconditioner`` make them, ``as_preconditioner`` turns an operator or a small matrix
@@ -27,68 +27,68 @@ from curvops.linalg.core.vectors import ScalarFunction, Vectors, as_columns, com
 
 @runtime_checkable
 class FactoredPreconditioner(Protocol):
-    """Symmetric positive definite P with its symmetric root; vectors (n,) or blocks (n, k)."""
+    """A symmetric positive definite P with its symmetric root, for vectors (n,) or blocks (n, k)."""
 
     @property
     def matvecs(self) -> int:
         """Products with A that were spent on making P."""
 
     def __matmul__(self, V: Vectors, /) -> Vectors:
-        """P⁻¹V."""
+        """Return P⁻¹V."""
 
     def sqrt_inverse(self, V: Vectors, /) -> Vectors:
-        """P^-½V, the symmetric root."""
+        """Return P^-½V, by the symmetric root."""
 
     def sqrt(self, V: Vectors, /) -> Vectors:
-        """P^½V, the symmetric root."""
+        """Return P^½V, by the symmetric root."""
 
     def logdet(self) -> Tensor:
-        """Log det P in nats, exact."""
+        """Return log det P in nats, exact."""
 
     def bounds(self) -> tuple[float, float]:
-        """A lower and an upper bound of the eigenvalues of P."""
+        """Return a lower and an upper bound of the eigenvalues of P."""
 
     def floor(self, level: float) -> float:
-        """A positive c with P^-½ B P^-½ ≥ c I for the matrix B ≥ level · I that P was made for."""
+        """Return a positive c with P^-½ B P^-½ ≥ c I for the matrix B ≥ level · I that P was made for."""
 
 
 class FilteredPreconditioner(ABC):
-    """P by its functions: P⁻¹, P^-½ and P^½ as a filter of its eigenvalues, on vectors (n,) or blocks (n, k)."""
+    """A preconditioner whose P⁻¹, P^-½ and P^½ are filters of P's eigenvalues, for vectors or blocks."""
 
     matvecs: int
 
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P⁻¹V for a vector or a block."""
+        """Return P⁻¹V for a vector or a block."""
         return shaped_as(self._filtered(torch.reciprocal, as_columns(V)), V)
 
     def sqrt_inverse(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P^-½V for a vector or a block."""
+        """Return P^-½V for a vector or a block."""
         return shaped_as(self._filtered(torch.rsqrt, as_columns(V)), V)
 
     def sqrt(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """P^½V for a vector or a block."""
+        """Return P^½V for a vector or a block."""
         return shaped_as(self._filtered(torch.sqrt, as_columns(V)), V)
 
     def floor(self, level: float) -> float:
-        """Level over the largest eigenvalue of P: of B itself no more is known than B ≥ level."""
+        """Return level over the largest eigenvalue of P, since of B itself only B ≥ level is known."""
         return level / self.bounds()[1]
 
     @abstractmethod
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
+        """Return log det P, exact."""
 
     @abstractmethod
     def bounds(self) -> tuple[float, float]:
-        """A lower and an upper bound of the eigenvalues of P, attained where they are known."""
+        """Return a lower and an upper bound of the eigenvalues of P, attained where they are known."""
 
     @abstractmethod
     def _filtered(self, function: ScalarFunction, V: Float[Vectors, "n k"]) -> Float[Vectors, "n k"]:
-        """function(P) V for function one of torch.reciprocal, rsqrt and sqrt."""
+        """Return function(P) V for function one of torch.reciprocal, rsqrt and sqrt."""
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPreconditioner(FilteredPreconditioner):
-    """P = U diag(values) Uᵀ + level (I − UUᵀ), from an approximation Â = U diag(eigenvalues) Uᵀ ≤ A.
+    """A preconditioner P = U diag(values) Uᵀ + level (I − UUᵀ), from Â = U diag(eigenvalues) Uᵀ ≤ A.
 
     Rank 0 is a multiple of the identity.
     """
@@ -100,22 +100,23 @@ class LowRankPreconditioner(FilteredPreconditioner):
     matvecs: int = 0
 
     def shifted(self, shift: float) -> LowRankPreconditioner:
-        """(Â + shift)/shift: of the same approximation, for another multiple of the identity beside it."""
+        """Return (Â + shift)/shift: the same approximation plus another multiple of the identity."""
         return replace(self, values=(self.eigenvalues + shift) / shift, level=1.0)
 
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P."""
+        """Return log det P."""
         return self.values.log().sum() + (self.U.shape[0] - len(self.values)) * math.log(self.level)
 
     def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest eigenvalue of P."""
+        """Return the smallest and the largest eigenvalue of P."""
         every = [self.level] if len(self.values) < self.U.shape[0] else []
         if len(self.values):
             every += [float(self.values.amin()), float(self.values.amax())]
         return min(every), max(every)
 
     def floor(self, level: float) -> float:
-        """A c with B ≥ c P: from B ≥ Â and B ≥ level follows B ≥ (Â + level)/2, which U diagonalises as it does P."""
+        """Return a c with B ≥ c P, by B ≥ (Â + level)/2, which follows from B ≥ Â and B ≥ level."""
+        # U diagonalises (Â + level)/2 as it does P.
         ratios = [level / (2 * self.level)] if len(self.values) < self.U.shape[0] else []
         if len(self.values):
             ratios.append(float(((self.eigenvalues + level) / (2 * self.values)).amin()))

@@ -24,17 +24,17 @@ from curvops.linalg.preconditioners.factored import FilteredPreconditioner
 
 @dataclass(frozen=True, eq=False)
 class DiagonalPreconditioner(FilteredPreconditioner):
-    """P = diag(entries), all positive."""
+    """The preconditioner P = diag(entries), all positive."""
 
     entries: Float[Tensor, " n"]
     matvecs: int = 0
 
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
+        """Return log det P, exact."""
         return self.entries.double().log().sum()
 
     def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest entry."""
+        """Return the smallest and the largest entry."""
         return float(self.entries.amin()), float(self.entries.amax())
 
     def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ class DiagonalPreconditioner(FilteredPreconditioner):
 
 
 def diagonal_preconditioner(A: Matrix | Float[Tensor, " n"], shift: float | int = 0.0) -> DiagonalPreconditioner:
-    """P = diag(A) + shift I, for a matrix or operator A (n, n) or its diagonal (n,), which may be an estimate.
+    """Make P = diag(A) + shift I for a matrix or operator A (n, n) or its diagonal (n,), maybe an estimate.
 
-    Costs what A's diagonal costs: n products for an operator that has no cheaper way, which are counted.
+    Its cost is that of A's diagonal: n products for an operator without a cheaper way, which are counted.
 
     Raises:
         ValueError: A is neither square nor a vector, or an entry is not finite.

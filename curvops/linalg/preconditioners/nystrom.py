@@ -21,7 +21,6 @@ from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
-    apart,
     as_block,
     as_columns,
     axpy,
@@ -34,6 +33,7 @@ from curvops.linalg.core.vectors import (
     part,
     random_block,
     rotate,
+    spawn_generator,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.progress import Progress, at_work
@@ -41,14 +41,14 @@ from curvops.progress import Progress, at_work
 FIRST_RANK = 8
 MOST_RANK = 1024
 KEPT = 3
-"""Arrays of n × rank numbers that are held at once."""
+"""The number of n × rank arrays that are held at once."""
 KEPT_TOGETHER = 32
-"""Products that a sketch with a checkpoint makes together."""
+"""Products that a sketch with a checkpoint makes between two saves."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Nystrom(Summarised):
-    """G ≈ U diag(eigenvalues) Uᵀ with orthonormal U and descending positive eigenvalues.
+    """A Nyström approximation G ≈ U diag(eigenvalues) Uᵀ, U orthonormal, eigenvalues positive and descending.
 
     ``tail`` is the size of the largest eigenvalue left out: the smallest one kept, or 0 where the sketch exhausted
     the range. ``reason`` is CONVERGED for the rank asked for or chosen, RANK_CAPPED where a budget ended the growth.
@@ -64,10 +64,10 @@ class Nystrom(Summarised):
     history: Float[Tensor, "ranks 2"]
 
     def preconditioner(self, shift: float | None = None) -> LowRankPreconditioner:
-        """P = (Ĝ + μI)/μ for G + μI and this approximation Ĝ; the shift μ defaults to the one the rank was chosen for.
+        """Make P = (Ĝ + μI)/μ for G + μI from this Ĝ; the shift μ defaults to the one the rank was chosen for.
 
         With E = G − Ĝ the preconditioned condition number is at most 1 + ‖E‖/μ. (Frangella, Tropp & Udell scale by
-        τ + μ in place of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; with μ = 0 this does, too.) Rank 0 gives the identity.
+        τ + μ in place of μ, τ the ``tail``, for 1 + (τ + ‖E‖)/μ; so does this where μ = 0.) Rank 0 gives the identity.
 
         Raises:
             ValueError: the shift is negative, or zero where the approximation is exhausted (P would be singular).
@@ -81,7 +81,7 @@ class Nystrom(Summarised):
         return LowRankPreconditioner(self.U, self.eigenvalues, ratios, 1.0, self.matvecs)
 
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
-        """The approximation times a vector or a block."""
+        """Multiply the approximation by a vector or a block."""
         found = combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V)))
         return found if V.ndim == 2 else found.squeeze(1)
 
@@ -103,9 +103,9 @@ def nystrom(
 
     With ``rank=None`` the rank doubles until the smallest eigenvalue found is of the order of ``shift``, or until the
     products that a larger one would save a CG solve of A + shift I with ``rhs`` right-hand sides no longer pay for it;
-    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, or what
-    the linearisation behind A has left of its own. ``progress`` is as in `cg`. ``checkpoint``, a folder, keeps what is
-    reached, so that a run that was killed goes on, and the result.
+    earlier products are kept. Three n × rank arrays are held meanwhile; ``memory_budget`` (bytes) caps them, else the
+    rest of the budget of the linearisation behind A. ``progress`` is as in `cg`. ``checkpoint``, a folder, keeps the
+    state, from which a killed run continues, and the result.
 
     Raises:
         ValueError: A is not square or not symmetric, or rank, shift, rhs, max_rank or memory_budget is negative, or the
@@ -123,7 +123,7 @@ def nystrom(
     check_limits(memory_budget=memory_budget)
     limit = min(n, MOST_RANK if rank is None else rank, n if max_rank is None else max_rank)
     kept = begin("nystrom", checkpoint, lambda: problem_of(A), facts.device)
-    source = kept.source("generator", apart(generator), facts.device)
+    source = kept.source("generator", spawn_generator(generator), facts.device)
     if kept.done:
         return kept.result(Nystrom)
     with (
@@ -144,9 +144,10 @@ def grow(
     known_psd: bool = False,
     kept: Checkpoint = NOTHING,
 ) -> Nystrom:
-    """Sketch until ``rank``, or until more does not pay, within ``limit`` products and the memory; earlier are kept.
+    """Sketch up to ``rank``, or until more does not pay, within ``limit`` products and the memory.
 
-    ``satisfied(U, eigenvalues)`` is asked after each doubling in place of what pays. ``known_psd``: see `negligible`.
+    Earlier products are kept. ``satisfied(U, eigenvalues)`` replaces the test of whether doubling pays. ``known_psd``:
+    see `negligible`.
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
@@ -173,7 +174,7 @@ def grow(
         history.append([float(Y.shape[1]), float(values[-1]) if len(values) else 0.0])
         if rank is not None or exhausted or target >= limit:
             break
-        if not _worth_doubling(values, shift, rhs) if satisfied is None else satisfied(U, values):
+        if not _doubling_pays(values, shift, rhs) if satisfied is None else satisfied(U, values):
             break
         del U
         target = min(limit, 2 * target)
@@ -182,7 +183,7 @@ def grow(
         limit < wanted
         and target >= limit
         and not exhausted
-        and not (rank is None and len(values) and _enough(values, shift))
+        and not (rank is None and len(values) and _reaches_shift(values, shift))
     )
     tail = 0.0 if exhausted or not len(values) else float(values[-1])
     reason = Reason.RANK_CAPPED if cut else Reason.CONVERGED
@@ -190,16 +191,16 @@ def grow(
 
 
 def negligible(eps: float, known_psd: bool) -> float:
-    """The size of a negative eigenvalue, relative to the matrix, that is rounding.
+    """Return the size of a negative eigenvalue, relative to the matrix, that rounding explains.
 
     The products of an operator that is positive semidefinite by construction may round by far more than their own
-    size (near p = 1 a softmax multiplies large derivatives by the small 1 − p): there, the root of the precision.
+    size (near p = 1 a softmax multiplies large derivatives by the small 1 − p): for it, the root of the precision.
     """
     return math.sqrt(eps) if known_psd else 100 * eps
 
 
 def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tensor, bool]:
-    """U, eigenvalues above rounding, and whether some fell below it: then the range of A is exhausted."""
+    """Return U, the eigenvalues above rounding, and whether some fell below: then the range of A is exhausted."""
     n, r = Omega.shape
     size = float(norm(Y).square().sum().sqrt())
     if not math.isfinite(size):
@@ -214,16 +215,14 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         lowest = float(torch.linalg.eigvalsh(core)[0])
-        if (
-            -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size
-        ):  # rounding inside the products: what it hid is shifted
-            nu = nu + 2 * abs(lowest)
+        if -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size:
+            nu = nu + 2 * abs(lowest)  # rounding inside the products, covered by a larger shift
             L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         raise NotPositiveSemidefinite(
             f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. {INDEFINITE_REMEDY}"
         )
-    # B = (Y + νΩ) L⁻ᵀ, of which only the small factor of a QR needs a singular value decomposition.
+    # B = (Y + νΩ) L⁻ᵀ; only the small factor of its QR needs a singular value decomposition.
     shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
     rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)
     Q, R = tall_qr(shifted, overwrite=True)
@@ -235,20 +234,20 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
 
 
 def expected_products(condition: float, rhs: float | int) -> float:
-    """Expected products of block CG to rtol 1e-6: the classical bound, ½ √κ log(2/rtol) iterations, over √K.
+    """Return the expected products of block CG to rtol 1e-6: the bound ½ √κ log(2/rtol), over √K.
 
-    That a block of K columns takes 1/√K of the iterations of one is what networks on digits show, not a theorem.
+    The factor 1/√K of a block of K columns is measured on networks of digits, not a theorem.
     """
     return math.sqrt(rhs * condition) * math.log(2e6) / 2
 
 
-def _enough(values: Tensor, shift: float) -> bool:
+def _reaches_shift(values: Tensor, shift: float) -> bool:
     floor = shift if shift > 0 else torch.finfo(values.dtype).eps ** 0.5 * float(values[0])
     return float(values[-1]) <= floor
 
 
-def _worth_doubling(values: Tensor, shift: float, rhs: float | int) -> bool:
-    if _enough(values, shift):
+def _doubling_pays(values: Tensor, shift: float, rhs: float | int) -> bool:
+    if _reaches_shift(values, shift):
         return False
     if shift == 0:
         return True

@@ -19,7 +19,7 @@ METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "m
 
 @dataclass(frozen=True, eq=False)
 class ClosedFormPreconditioner(FilteredPreconditioner):
-    """P, an operator whose solves, symmetric inverse root and log-determinant are known in closed form.
+    """An operator P whose solves, symmetric inverse root and log-determinant have a closed form.
 
     `least` is a lower bound of the eigenvalues of P⁻¹B for the matrix B that P was made for, where one is known.
     """
@@ -31,15 +31,15 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
     least: float | None = None
 
     def floor(self, level: float) -> float:
-        """The lower bound that is known, or ``level`` over the largest eigenvalue of P."""
+        """Return the lower bound that is known, or ``level`` over the largest eigenvalue of P."""
         return super().floor(level) if self.least is None else self.least
 
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det P, exact."""
+        """Return log det P, exact."""
         return self.form.logdet().detach()
 
     def bounds(self) -> tuple[float, float]:
-        """The smallest and largest eigenvalue where the form knows them, else 0 and the trace of P."""
+        """Return the extreme eigenvalues where the form has its spectrum, else 0 and the trace of P."""
         return self.extremes
 
     def _filtered(self, function: ScalarFunction, V: Tensor) -> Tensor:
@@ -51,11 +51,11 @@ class ClosedFormPreconditioner(FilteredPreconditioner):
 
 
 def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditioner:
-    """P ≈ A + μI, for use as ``preconditioner=`` of any solver or of ``logdet``: ``P.add_diagonal(μ)`` of a KFAC, say.
+    """Make P ≈ A + μI a preconditioner for any solver and for ``logdet``: ``KFAC(lin).add_diagonal(μ)``, say.
 
     Takes an operator with a closed form (a damped KFAC, EKFAC, LowRank, DirectSum or Dense; Diagonal), a
-    positive definite tensor, which is factorised, or a preconditioner, which is returned. A solver that is given an
-    operator itself multiplies by it, so that it must be the inverse; here it is P.
+    positive definite tensor, which is factorised, or a preconditioner, which is returned. A solver multiplies by an
+    operator given as ``preconditioner``, which must then be P⁻¹; here the operator is P.
 
     Raises:
         TypeError: no closed form of P is known.

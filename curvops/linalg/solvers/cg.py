@@ -1,4 +1,4 @@
-"""Solving A X = B for symmetric positive definite A by block conjugate gradients.
+"""Solutions of A X = B for symmetric positive definite A by block conjugate gradients.
 
 >>> import torch
 >>> from curvops.linalg import cg
@@ -46,26 +46,26 @@ from curvops.linalg.solvers.systems import (
     Callback,
     Preconditioner,
     UnitSystems,
-    applied,
+    as_function,
     check,
     iterations_allowed,
-    solved,
+    solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, looked_at
+from curvops.linalg.solvers.verdicts import ANSWERED, CHECK_EVERY, UNDECIDED, check_level
 from curvops.progress import Progress
 from curvops.records import from_record, restore, state_of
 
 VECTORS = 12
 """Working vectors per right-hand side, temporaries included."""
 REFINED = 16
-"""As many more for iterative refinement: what it keeps in float64."""
+"""Further working vectors for iterative refinement, in float64."""
 SKEWED = 0.01
-"""⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ from which on a failure is put down to Aᵀ ≠ A, not to noisy products."""
+"""⟨x, Aq⟩ − ⟨Ax, q⟩ relative to ‖A‖‖x‖‖q‖ above which a failure is attributed to Aᵀ ≠ A, not to noisy products."""
 STATE = ("active", "x", "r", "norm_A", "nearest", "checked", "strikes", "drifted", "null_met", "renewed", "renewals")
 MOST_RENEWALS = 4
-"""Times that a column may begin again; of consistent systems none was seen to take more than two."""
+"""The number of times that a column may restart; no consistent system was seen to take more than two."""
 DRIFT = 0.1
-"""The difference of the recursion's residual from the true one, as a share of it, from which on it is replaced."""
+"""The share of the true residual by which the recursion's residual may differ before it is replaced."""
 
 
 @resumable
@@ -90,20 +90,21 @@ def cg(
         A: (n, n), symmetric positive definite.
         B: (n,) or (n, K). Columns may be zero, dependent, of any scale, or more than n.
         preconditioner: M⁻¹ as an object with ``@``, a matrix, or a function on blocks (n, k).
-        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖. 0 asks for all the dtype has.
+        rtol: a column has converged when its true residual ‖b − Ax‖ is at most rtol ‖b‖. 0 asks for the best that the
+            dtype allows.
         maxiter: most block products; by default 10 n, at least 100, at most 10 000.
         x0: initial guess, shaped as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
-        block: search all columns' directions together; False gives K textbook recurrences that share the product.
+        block: share the search directions of all columns; False gives K textbook recurrences that share the product.
         refine: iterative refinement with residuals in float64, ``A.to(torch.float64)``. The answer is float64. True
             solves for corrections in A's dtype; torch.float32 in ``A.to(torch.float32)``, so that of the products with
             a float64 operator only ``exact_matvecs``, one per column and four digits, are taken in float64.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None is what the linearisation behind A has left of its own budget.
+            None takes the rest of the budget of the linearisation behind A.
         progress: None shows a bar of the products on a terminal after two seconds, True wherever standard error leads,
             False nothing at all. A function (what, products so far, total or None) is called after each product.
-        checkpoint: a folder for the state of the iteration, every half minute at most: after a crash the same call
-            goes on from there, with an equal preconditioner, and ends with the same bits. It keeps the solution, too.
+        checkpoint: a folder for the state of the iteration, every half minute at most: after a crash the same call,
+            with an equal preconditioner, continues from there and ends with the same bits. It keeps the solution, too.
             Not with ``refine``.
 
     Returns:
@@ -125,13 +126,13 @@ def cg(
     if not isinstance(refine, bool) and refine not in (torch.float32, torch.float64):
         raise ValueError(f"refine must be True, False, torch.float32 or torch.float64, got {refine}.")
     if checkpoint is not None and refine is not False:
-        raise ValueError(f"cg keeps no checkpoint of iterative refinement: leave checkpoint or refine={refine} out.")
+        raise ValueError(f"cg keeps no checkpoint of iterative refinement: omit checkpoint or refine={refine}.")
     most = iterations_allowed(facts.rows, maxiter)
     kept = begin("cg", checkpoint, lambda: problem_of(A), facts.device, parts=refine is False)
     if kept.done:
         return kept.result(Solution)
     B, x0 = kept.also("right-hand sides", lambda: [B, x0]) or (B, x0)
-    apply = applied(preconditioner)
+    apply = as_function(preconditioner)
 
     done: list[int] = []
 
@@ -145,11 +146,11 @@ def cg(
         return Refinement(A.to(torch.float64), low, part, start).solve(correct, float(rtol), most, callback)
 
     vectors = VECTORS + (0 if refine is False else REFINED)
-    return kept.finish(solved("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
+    return kept.finish(solve_in_groups("cg", solve, A, B, x0, vectors, memory_budget, progress, kept))
 
 
 def _in_dtype(precondition: Multiply, dtype: torch.dtype) -> Multiply:
-    """The preconditioner in the dtype it was made for, on blocks of another."""
+    """Return the preconditioner in the dtype it was made for, on blocks of another."""
     return lambda V: precondition(V.to(dtype)).to(V.dtype)
 
 
@@ -178,10 +179,10 @@ def _solve(
 
 
 class ConjugateGradients:
-    """K systems with right-hand sides of unit norm, of which those in ``active`` have no reason to stop yet.
+    """The iteration on K systems with right-hand sides of unit norm; columns in ``active`` have no reason yet.
 
     ``x``, ``r`` are the active columns; ``records`` holds the best answer of every column, by true residual. Numbers
-    per column are Python lists on the host, looked at once per iteration.
+    per column are Python lists on the host, read once per iteration.
     """
 
     def __init__(
@@ -206,17 +207,17 @@ class ConjugateGradients:
             self.r -= multiply(system.X)
         self.records = system.records(norm(self.r), rtol, maxiter, callback)
         self.records.matvecs = self.K if warm else 0
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
         self.norm_A = torch.zeros((), dtype=torch.float64, device=self.B.device)
         self.nearest = list(self.records.best)
         """The least backward error of each column."""
         self.checked = [math.inf] * self.K
-        """The least residual of each column in checks that showed drift, and how many in a row have not halved it."""
+        """The least residual of each column in checks that showed drift; `strikes`: how often none was halved."""
         self.strikes = [0] * self.K
         self.drifted = [False] * self.K
         self.last: Step | None = None
         self.null_met = False
-        """Whether a direction was left out of a step since rounding is all of its image."""
+        """Whether a direction was left out of a step because its image is only rounding."""
         self.renewed = list(self.active)
         """Columns whose directions are their residuals, conjugate to nothing."""
         self.renewals = [0] * self.K
@@ -249,7 +250,7 @@ class ConjugateGradients:
                     P = self.propose(step)
                     _, _, overlap = self.fetch(P, None)
                 else:
-                    P, overlap = columns(P, kept), _selected(overlap, kept)
+                    P, overlap = columns(P, kept), _select(overlap, kept)
             if not self.active:
                 return
             if self.records.iteration >= self.maxiter:
@@ -264,18 +265,18 @@ class ConjugateGradients:
                 self.kept.save(partial(self.state, step, P))
 
     def state(self, step: Step, P: Vectors) -> dict[str, Any]:
-        """What a run that goes on after this step, with these directions, needs."""
+        """Return the state from which a run continues after this step, with these directions."""
         return state_of(self, STATE) | {"records": self.records.state(), "step": step, "P": P}
 
     def recall(self, state: Mapping[str, Any]) -> tuple[Step, Vectors]:
-        """Go on from there; returns the last step and the next directions."""
+        """Continue from a state; return the last step and the next directions."""
         restore(self, STATE, state)
         self.records.recall(state["records"])
         self.last = from_record(Step, state["step"])
         return self.last, state["P"]
 
     def take_step(self, Q: Vectors) -> Step:
-        """The one block product of an iteration."""
+        """Make the one block product of an iteration."""
         AQ = self.multiply(Q)
         self.records.matvecs += Q.shape[1]
         self.records.iteration += 1
@@ -286,25 +287,23 @@ class ConjugateGradients:
         return step
 
     def advance(self, step: Step) -> None:
-        """x ← x + Q α, r ← r − AQ α."""
+        """Update x ← x + Q α, r ← r − AQ α."""
         axpy(self.x, step.Q, step.alpha)
         axpy(self.r, step.AQ, -step.alpha)
 
     def propose(self, step: Step | None) -> Vectors:
-        """The next directions: preconditioned residuals, conjugate to those of the last step."""
+        """Return the next directions: preconditioned residuals, conjugate to those of the last step."""
         Z = self.precondition(self.r)
         return Z if step is None else self.directions.conjugate(Z, step)
 
     def repair(self, step: Step) -> Step:
-        """Take a step along its safe directions alone; columns for which there is none begin again, or stop.
+        """Take a step along its safe directions alone; columns without one restart, or stop.
 
-        Conjugating may leave nothing but rounding of a residual that A can still reduce: a direction of nearly no
-        curvature, taken before, has made it larger. Where the residual itself is such a direction, nothing can.
+        Conjugation may leave only rounding of a residual that A can still reduce, after a direction of nearly no
+        curvature has made it larger: then the column restarts. Where the residual itself is such a direction, it stops.
         """
         step, failed = self.directions.repair(step, self.r, self.norm_A)
-        again = [
-            j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_begin_again(self.active[j])
-        ]
+        again = [j for j, reason in failed.items() if reason is Reason.SINGULAR and self.may_restart(self.active[j])]
         self.renewed = [self.active[j] for j in again]
         for column in self.renewed:
             self.renewals[column] += 1
@@ -316,13 +315,13 @@ class ConjugateGradients:
         self.advance(step)
         return step
 
-    def may_begin_again(self, column: int) -> bool:
-        """Whether its residual, small already, has not been a direction just now, or too often before."""
+    def may_restart(self, column: int) -> bool:
+        """Return whether a column's small residual was not just a direction, and it has restarts left."""
         small = self.records.current[column] <= ANSWERED
         return small and column not in self.renewed and self.renewals[column] < MOST_RENEWALS
 
     def fetch(self, P: Vectors, step: Step | None) -> tuple[list[float], bool, Tensor]:
-        """The one small transfer of an iteration: residual norms, soundness of the step, overlap of the directions."""
+        """Transfer residual norms, soundness of the step and overlap of the directions, once an iteration."""
         overlap = self.directions.overlap(P)
         sound = torch.ones((), device=P.device) if step is None else step.sound.all()
         k = self.r.shape[1]
@@ -330,7 +329,7 @@ class ConjugateGradients:
         return packet[:k].tolist(), bool(packet[k]), packet[k + 1 :].view(overlap.shape)
 
     def due(self, recursion: list[float]) -> list[int]:
-        """Active positions whose true residual must be looked at now."""
+        """Return the active positions whose true residual must be checked now."""
         if self.records.iteration and self.records.iteration % CHECK_EVERY == 0:
             return list(range(len(recursion)))
         return [j for j, value in enumerate(recursion) if not value > self.trigger]
@@ -367,7 +366,7 @@ class ConjugateGradients:
         return bool(replaced)
 
     def asymmetry(self, x: Vectors, image: Vectors) -> Tensor:
-        """The largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
+        """Return the largest of |xᵀAq − (Ax)ᵀq| over the last directions q: no product is spent on it."""
         if self.last is None or not self.last.Q.shape[1]:
             return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
         return (gram(x, self.last.AQ) - gram(image, self.last.Q)).abs().amax(1)
@@ -383,7 +382,7 @@ class ConjugateGradients:
             self.records.keep(column, x, residual, backward)
 
     def verdict(self, column: int, residual: float, drift: float, backward: float) -> Reason | None:
-        """Whether a column may stop: converged, or checks that show drift and no gain by half.
+        """Return a reason to stop: converged, or checks that show drift and did not halve the residual.
 
         At the rounding level one such check is enough, elsewhere it takes three in a row.
         """
@@ -400,7 +399,7 @@ class ConjugateGradients:
         return Reason.STAGNATION if self.records.idle(column) > self.records.patience else None
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """The reason of a stop, from the best true residual and the least backward error."""
+        """Return the reason of a stop, from the best true residual and the least backward error."""
         records = self.records
         best, least = records.best[column], min(records.backward[column], self.nearest[column])
         if best <= records.rtol:
@@ -415,13 +414,13 @@ class ConjugateGradients:
         return reason
 
     def stop_all(self, reason: Reason) -> None:
-        """Every active column stops."""
+        """Stop every active column."""
         everyone = range(len(self.active))
         self.inspect(everyone, dict.fromkeys(everyone, reason))
         self.shrink()
 
     def shrink(self) -> Tensor:
-        """Drop the columns that have a reason; returns the active positions kept."""
+        """Drop the columns that have a reason; return the active positions kept."""
         kept = [j for j, column in enumerate(self.active) if column not in self.records.reasons]
         index = torch.tensor(kept, dtype=torch.long)
         if len(kept) < len(self.active):
@@ -430,13 +429,13 @@ class ConjugateGradients:
         return index
 
 
-def _selected(overlap: Tensor, kept: Tensor) -> Tensor:
+def _select(overlap: Tensor, kept: Tensor) -> Tensor:
     return overlap[kept][:, kept] if overlap.ndim == 2 else overlap[kept]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Orthonormal directions Q, their images AQ, their curvature QᵀAQ (or its diagonal) and the step along them."""
+    """One step: orthonormal directions Q, images AQ, curvature QᵀAQ (or its diagonal), and the coefficients."""
 
     Q: Float[Vectors, "n r"]
     AQ: Float[Vectors, "n r"]
@@ -456,34 +455,36 @@ class Directions(ABC):
 
     @abstractmethod
     def overlap(self, P: Vectors) -> Tensor:
-        """What ``basis`` must know of P, to travel to the host with the residual norms."""
+        """Return the numbers that ``basis`` needs of P, which go to the host with the residual norms."""
 
     @abstractmethod
     def basis(self, P: Vectors, overlap_host: Tensor) -> Vectors:
-        """Orthonormal directions spanning P."""
+        """Return orthonormal directions spanning P."""
 
     @abstractmethod
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
-        """The energy-minimising step; nothing moves along directions that are not safely positive."""
+        """Return the energy-minimising step; nothing moves along directions that are not safely positive."""
 
     @abstractmethod
     def conjugate(self, Z: Vectors, step: Step) -> Vectors:
-        """Z made A-conjugate to the directions of the last step."""
+        """Return Z made A-conjugate to the directions of the last step."""
 
     @abstractmethod
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
-        """The step without its unsafe directions, and the columns that must stop, with their reasons."""
+        """Return the step without its unsafe directions, and the columns that must stop, with their reasons."""
 
     @abstractmethod
     def keep(self, step: Step, index: Tensor) -> Step:
-        """The step that the remaining columns took."""
+        """Return the step that the remaining columns took."""
 
 
-def judged(curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Which directions are sound, which prove that A is not positive definite, which are null to rounding.
+def classify_directions(
+    curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which directions are sound, which prove A not positive definite, which are null to rounding.
 
     For positive semidefinite A, ‖Aq‖² ≤ ‖A‖ qᵀAq: a direction of no curvature has no image. An image without
-    curvature therefore disproves it (a nilpotent matrix), whatever the sign of the rounding error.
+    curvature therefore disproves semidefiniteness (a nilpotent matrix), whatever the sign of the rounding error.
     """
     finite = torch.isfinite(curvature) & torch.isfinite(image)
     floor = noise * norm_A
@@ -493,7 +494,7 @@ def judged(curvature: Tensor, image: Tensor, norm_A: Tensor, noise: float) -> tu
 
 
 class BlockDirections(Directions):
-    """All columns share one block of directions (O'Leary 1980)."""
+    """One block of directions shared by all columns (O'Leary 1980)."""
 
     def overlap(self, P: Vectors) -> Tensor:
         return gram(P, P)
@@ -525,7 +526,7 @@ class BlockDirections(Directions):
         values, V = torch.linalg.eigh(curvature)
         V = V.to(R.device)
         Q, AQ = combine(step.Q, V), combine(step.AQ, V)
-        sound, indefinite, _ = judged(values, norm(AQ).cpu(), norm_A.cpu(), self.noise)
+        sound, indefinite, _ = classify_directions(values, norm(AQ).cpu(), norm_A.cpu(), self.noise)
         if bool(indefinite.any()):
             return step, dict.fromkeys(everyone, Reason.NOT_POSITIVE_DEFINITE)
         failed = {} if bool(sound.any()) else dict.fromkeys(everyone, Reason.SINGULAR)
@@ -539,7 +540,7 @@ class BlockDirections(Directions):
 
 
 class ColumnDirections(Directions):
-    """Each column has its own direction: textbook CG for K systems that share the block product."""
+    """One direction per column: textbook CG for K systems that share the block product."""
 
     def overlap(self, P: Vectors) -> Tensor:
         return norm(P)
@@ -550,7 +551,7 @@ class ColumnDirections(Directions):
 
     def step(self, Q: Vectors, AQ: Vectors, R: Vectors, norm_A: Tensor) -> Step:
         curvature, image = inner(Q, AQ), norm(AQ)
-        sound, _, _ = judged(curvature, image, norm_A, self.noise)
+        sound, _, _ = classify_directions(curvature, image, norm_A, self.noise)
         alpha = inner(Q, R) / torch.where(sound, curvature, 1.0)
         return Step(Q, AQ, curvature, torch.where(sound, alpha, 0.0), sound)
 
@@ -560,7 +561,7 @@ class ColumnDirections(Directions):
 
     def repair(self, step: Step, R: Vectors, norm_A: Tensor) -> tuple[Step, dict[int, Reason]]:
         curvature, image = step.curvature.cpu(), norm(step.AQ).cpu()
-        sound, indefinite, null = judged(curvature, image, norm_A.cpu(), self.noise)
+        sound, indefinite, null = classify_directions(curvature, image, norm_A.cpu(), self.noise)
         failed = {}
         for j in (~sound).nonzero().squeeze(1).tolist():
             known = Reason.NOT_POSITIVE_DEFINITE if bool(indefinite[j]) else Reason.NON_FINITE

@@ -33,8 +33,8 @@ from curvops.linalg.core.vectors import (
     random_block,
     zero_block,
 )
-from curvops.linalg.solvers.systems import Callback, UnitSystems, check, solved
-from curvops.linalg.solvers.verdicts import grown
+from curvops.linalg.solvers.systems import Callback, UnitSystems, check, solve_in_groups
+from curvops.linalg.solvers.verdicts import raise_norm
 from curvops.progress import Progress, as_step
 
 EPOCHS = 200
@@ -44,7 +44,7 @@ MOST_HALVINGS = 20
 VECTORS = 8
 """Working vectors per right-hand side, temporaries included."""
 PATIENCE = 20, 400
-"""Epochs, and steps, without a residual that is lower by a hundredth, after which the descent ends."""
+"""The epochs, and the steps, without a residual lower by a hundredth after which the descent ends."""
 
 
 def dual_descent(
@@ -67,7 +67,7 @@ def dual_descent(
 
     Args:
         K: (n, n), symmetric positive semidefinite with rows that are cheap: a tensor, or an operator whose
-            ``K[index, :]`` evaluates nothing else (of an operator known by its products a row costs a product).
+            ``K[index, :]`` evaluates nothing else (a row of an operator known by its products costs a product).
         B: (n,) or (n, K).
         noise: added to the diagonal.
         batch_size: rows in a step, drawn without replacement.
@@ -82,13 +82,13 @@ def dual_descent(
         generator: draws the batches.
         callback: called as ``callback(epoch, relative_residuals (K,))``.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None is what the linearisation behind K has left of its own budget.
+            None takes the rest of the budget of the linearisation behind K.
         progress: as in `cg`.
 
     Returns:
         A Solution with true residuals. ``iterations`` counts epochs, and ``matvecs`` products with one vector, rows
-        read counting as their share of a product. STAGNATION says that steps of this size no longer lower the residual,
-        ITERATION_LIMIT that more epochs would.
+        read as their share of a product. STAGNATION: steps of this size no longer lower the residual. ITERATION_LIMIT:
+        more epochs would.
 
     Raises:
         TypeError: K, B or x0 is not of one real dtype, float32 or float64.
@@ -114,12 +114,12 @@ def dual_descent(
         descent.solve()
         return system.solution(descent.records)
 
-    return solved("dual_descent", solve, K, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups("dual_descent", solve, K, B, x0, VECTORS, memory_budget, progress)
 
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """How to descend."""
+    """The options of a descent: noise, batch size, step size, momentum, epochs and generator."""
 
     noise: float
     batch: int
@@ -130,7 +130,7 @@ class DescentOptions:
 
 
 class DualDescent:
-    """K systems with right-hand sides of unit norm that share their batches; ``records`` is the outcome."""
+    """The descent on K systems with right-hand sides of unit norm that share their batches; see ``records``."""
 
     def __init__(
         self, K: Matrix, system: UnitSystems, options: DescentOptions, rtol: float, callback: Callback | None
@@ -143,11 +143,11 @@ class DualDescent:
         self.norm_A = 0.0
 
     def multiply(self, V: Vectors) -> Vectors:
-        """(K + noise I) V."""
+        """Return (K + noise I) V."""
         return self.plain(V) + self.options.noise * V
 
     def solve(self) -> None:
-        """Epochs until every column has converged, the answers no longer change, or the limit is reached."""
+        """Run epochs until every column has converged, the answers no longer change, or the limit is reached."""
         records, k = self.records, self.B.shape[1]
         finite = self.inspect(self.alpha)
         if k and finite and not self.done():
@@ -174,11 +174,11 @@ class DualDescent:
             records.stop(column, reason)
 
     def done(self) -> bool:
-        """Whether every column has converged."""
+        """Return whether every column has converged."""
         return all(residual <= self.records.rtol for residual in self.records.best)
 
     def epoch(self) -> None:
-        """One pass over the rows in random batches."""
+        """Pass once over the rows in random batches."""
         options, n = self.options, self.n
         check_generator(options.generator)
         home = self.B.device if options.generator is None else options.generator.device
@@ -195,12 +195,12 @@ class DualDescent:
             self.average += share * (self.alpha - self.average)
 
     def inspect(self, alpha: Float[Vectors, "n k"]) -> bool:
-        """Look at the true residuals: a product each. False where one is not finite or ten times the best."""
+        """Compute the true residuals, a product each; return False where one is not finite or ten times the best."""
         records, k = self.records, self.B.shape[1]
         image = self.multiply(alpha)
         records.matvecs += k
         residuals, sizes, images = torch.stack([norm(self.B - image), norm(alpha), norm(image)]).cpu().tolist()
-        self.norm_A = grown(self.norm_A, images, sizes)
+        self.norm_A = raise_norm(self.norm_A, images, sizes)
         for column, (residual, size) in enumerate(zip(residuals, sizes)):
             records.measure(column, residual)
             if residual <= records.best[column]:
@@ -209,7 +209,7 @@ class DualDescent:
         return all(residual <= 10 * best for residual, best in zip(residuals, records.best))
 
     def default_step(self) -> float:
-        """1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
+        """Return 1/L, L = λ_max + (n/b) max_i (K_ii + noise): batches of b coordinates (Richtárik & Takáč 2016)."""
         n, b = self.n, self.options.batch
         V = random_block(self.B, 1, generator=self.options.generator)
         size = 0.0

@@ -1,4 +1,4 @@
-"""Small systems by a factorisation of the dense matrix, certified by their residuals as an iteration's are."""
+"""Small systems solved by a dense factorisation and certified by their residuals, as in an iteration."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from curvops.linalg.solvers.verdicts import precision_limited
 
 
 def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: bool, definite: bool) -> Tensor:
-    """A⁻¹ B (..., n, K) by LU, with gradients; NotConverged where A is singular to working precision.
+    """Compute A⁻¹ B (..., n, K) by LU, with gradients; raise NotConverged for a numerically singular A.
 
-    ``definite`` says that A is no covariance or precision unless it is positive definite: NotPositiveDefinite where it
-    is indefinite, as from `cg`. It costs a Cholesky factorisation.
+    With ``definite``, for covariances and precisions, an indefinite A raises NotPositiveDefinite, as in `cg`, at the
+    cost of a Cholesky factorisation.
     """
     matrix = operator.to_dense()
     if symmetric:
         matrix = (matrix + matrix.mT) / 2  # so that gradients inside A are symmetric, too
     x, info = torch.linalg.solve_ex(matrix, B)
     with torch.no_grad():
-        found = _certified(matrix.detach(), x.detach(), B.detach(), info, rtol)
+        found = _certify(matrix.detach(), x.detach(), B.detach(), info, rtol)
         if definite and clearly_indefinite(matrix.detach()):
             reasons = (Reason.NOT_POSITIVE_DEFINITE,) * len(found.reasons)
             found = replace(found, reasons=reasons, converged=converged(reasons))
@@ -34,7 +34,7 @@ def solve_dense(operator: LinearOperator, B: Tensor, rtol: float, symmetric: boo
     return x
 
 
-def _certified(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
+def _certify(matrix: Tensor, x: Tensor, B: Tensor, info: Tensor, rtol: float) -> Solution:
     r = B - matrix @ x
     sizes = (torch.linalg.vector_norm(V, dim=-2, dtype=torch.float64) for V in (r, x, B.expand_as(r)))
     residual, size, length = sizes

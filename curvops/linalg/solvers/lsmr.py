@@ -38,15 +38,15 @@ from curvops.linalg.core.vectors import (
 from curvops.linalg.solvers.rotations import (
     ColumnState,
     Numbers,
-    marked,
+    marked_positions,
     not_finite,
-    on_host,
     ratio,
     reflection,
     to_device,
+    to_host,
 )
-from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solved
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
+from curvops.linalg.solvers.systems import Callback, UnitSystems, check, iterations_allowed, solve_in_groups
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, check_level, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 14
@@ -66,13 +66,13 @@ def lsmr(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Solution:
-    """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; of all minimisers, the one nearest to x0.
+    """Minimise ‖Ax − b‖² + damp² ‖x‖² for every column b of B; of all minimisers, return the one nearest to x0.
 
     Args:
         A: (m, n), any shape and rank; its transposed product is needed too.
         B: (m,) or (m, K). The columns share the block products and nothing else.
         damp: the square root of a ridge. Not negative.
-        consistent: a solution of Ax = b is wanted: a minimum with a residual above rtol counts as SINGULAR (as
+        consistent: require a solution of Ax = b: a minimum with a residual above rtol counts as SINGULAR (as
             STAGNATION where rounding hides the minimum: in float32, b less than about 1e-4 ‖b‖ outside the range).
         rtol: a column has converged when ‖b − Ax‖ ≤ rtol ‖b‖ (damp = 0) or ‖Aᵀr − damp² x‖ ≤ rtol ‖A‖ ‖(r, damp x)‖,
             by true products.
@@ -80,12 +80,12 @@ def lsmr(
         x0: initial guess, (n,) or (n, K) as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None is what the linearisation behind A has left of its own budget.
+            None takes the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Returns:
-        A Solution. ``relative_residuals`` says whether a converged column solves Ax = b, ``normal_residuals`` how
-        near it is to a minimum. An iteration costs one product of A and one of Aᵀ per active column, and so does each
+        A Solution. ``relative_residuals`` shows whether a converged column solves Ax = b, ``normal_residuals`` its
+        distance from a minimum. An iteration costs one product of A and one of Aᵀ per active column, and so does each
         check of the true residual, every 50 iterations and at the end.
 
     Raises:
@@ -99,7 +99,7 @@ def lsmr(
     if not damp >= 0:
         raise ValueError(f"damp must not be negative, got {damp}.")
     most = iterations_allowed(min(facts.rows, facts.columns), maxiter)
-    operator = Augmented(product(A), transposed_product(A), float(damp))
+    operator = AugmentedMatrix(product(A), transposed_product(A), float(damp))
 
     def solve(part: Vectors, start: Vectors | None) -> Solution:
         system = UnitSystems.of(part, start, facts)
@@ -107,34 +107,34 @@ def lsmr(
         run.solve()
         return system.solution(run.records, least_squares=True)
 
-    return solved("lsmr", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups("lsmr", solve, A, B, x0, VECTORS, memory_budget, progress)
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
+class StackedVectors:
     """Long vectors of [A; damp I]: a block of A's rows and, with damping, one of the rows below it."""
 
     top: Float[Vectors, "m k"]
     below: Float[Vectors, "n k"] | None
 
     def norm(self) -> Float[Tensor, " k"]:
-        """2-norm of each column, over both parts."""
+        """Return the 2-norm of each column, over both parts."""
         return norm(self.top) if self.below is None else torch.hypot(norm(self.top), norm(self.below))
 
-    def less(self, other: Stacked, weights: Float[Tensor, " k"]) -> Stacked:
-        """This minus other times a number per column."""
+    def less(self, other: StackedVectors, weights: Float[Tensor, " k"]) -> StackedVectors:
+        """Subtract other times a number per column."""
         below = None if self.below is None or other.below is None else self.below - other.below * weights
-        return Stacked(self.top - other.top * weights, below)
+        return StackedVectors(self.top - other.top * weights, below)
 
-    def __truediv__(self, weights: Float[Tensor, " k"]) -> Stacked:
-        """Each column divided by a number."""
-        return Stacked(self.top / weights, None if self.below is None else self.below / weights)
+    def __truediv__(self, weights: Float[Tensor, " k"]) -> StackedVectors:
+        """Divide each column by a number."""
+        return StackedVectors(self.top / weights, None if self.below is None else self.below / weights)
 
-    def select(self, index: Int[Tensor, " j"]) -> Stacked:
-        """Some of the columns."""
-        return Stacked(columns(self.top, index), None if self.below is None else columns(self.below, index))
+    def select(self, index: Int[Tensor, " j"]) -> StackedVectors:
+        """Return some of the columns."""
+        return StackedVectors(columns(self.top, index), None if self.below is None else columns(self.below, index))
 
-    def put(self, index: Int[Tensor, " j"], other: Stacked) -> None:
+    def put(self, index: Int[Tensor, " j"], other: StackedVectors) -> None:
         """Write other over some of the columns."""
         put_columns(self.top, index, other.top)
         if self.below is not None and other.below is not None:
@@ -142,37 +142,37 @@ class Stacked:
 
 
 @dataclass(frozen=True, eq=False)
-class Augmented:
-    """[A; damp I] by its products and those of its transpose."""
+class AugmentedMatrix:
+    """The matrix [A; damp I], by its products and those of its transpose."""
 
     multiply: Multiply
     transposed: Multiply
     damp: float
 
-    def push(self, V: Float[Vectors, "n k"]) -> Stacked:
-        """The product with V."""
-        return Stacked(self.multiply(V), self.damp * V if self.damp else None)
+    def push(self, V: Float[Vectors, "n k"]) -> StackedVectors:
+        """Multiply by V."""
+        return StackedVectors(self.multiply(V), self.damp * V if self.damp else None)
 
-    def pull(self, U: Stacked) -> Float[Vectors, "n k"]:
-        """The transposed product with U."""
+    def pull(self, U: StackedVectors) -> Float[Vectors, "n k"]:
+        """Multiply the transpose by U."""
         pulled = self.transposed(U.top)
         return pulled if U.below is None else pulled + self.damp * U.below
 
-    def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> Stacked:
-        """[B; 0] − [A; damp I] X."""
+    def residual(self, B: Float[Vectors, "m k"], X: Float[Vectors, "n k"]) -> StackedVectors:
+        """Return [B; 0] − [A; damp I] X."""
         image = self.push(X)
-        return Stacked(B - image.top, None if image.below is None else image.below * -1.0)
+        return StackedVectors(B - image.top, None if image.below is None else image.below * -1.0)
 
 
 class Bidiagonalisation:
-    """K problems with right-hand sides of unit norm in lock-step, of which those in ``active`` have no reason yet.
+    """The iteration on K problems of unit norm in lock-step; columns in ``active`` have no reason yet.
 
-    Damping is a second block of rows below A, so that every problem is of one form and may be begun anew from any x.
+    Damping is a second block of rows below A, so that every problem has one form and may restart from any x.
     """
 
     def __init__(
         self,
-        operator: Augmented,
+        operator: AugmentedMatrix,
         system: UnitSystems,
         warm: bool,
         consistent: bool,
@@ -182,18 +182,18 @@ class Bidiagonalisation:
     ) -> None:
         self.operator, self.B, self.consistent, self.maxiter = operator, system.unit, consistent, maxiter
         K = self.B.shape[1]
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
         self.x = as_block(system.X)
-        r = operator.residual(self.B, self.x) if warm and K else Stacked(as_block(self.B), None)
+        r = operator.residual(self.B, self.x) if warm and K else StackedVectors(as_block(self.B), None)
         if operator.damp and r.below is None:
-            r = Stacked(r.top, zero_block(self.x, K))
+            r = StackedVectors(r.top, zero_block(self.x, K))
         self.records = system.records(norm(r.top), rtol, maxiter, callback)
         self.records.matvecs = K if warm else 0
         self.active = list(range(K))
         self.norm_A = 0.0
-        if warm and K:  # without this ‖A‖ would not be known before the first step
+        if warm and K:  # else ‖A‖ is unknown before the first step
             moved, sizes = torch.stack([norm(self.B - r.top), norm(self.x)]).cpu().tolist()
-            self.norm_A = grown(0.0, moved, sizes)
+            self.norm_A = raise_norm(0.0, moved, sizes)
         self.u, self.v, self.scalars = self.begin(r)
         self.h, self.hbar = as_block(self.v), zero_block(self.x, K)
         self.slopes, self.totals, self.noise = [math.inf] * K, [math.inf] * K, [0.0] * K
@@ -203,7 +203,7 @@ class Bidiagonalisation:
         """Positions whose estimates, by the recurrence, are within the tolerance."""
 
     def solve(self) -> None:
-        """Iterate until every column has a reason; look at true residuals where they may end it, and periodically."""
+        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
         records, ended = self.records, set[int]()
         while self.active:
             self.within = self.note()
@@ -219,33 +219,33 @@ class Bidiagonalisation:
                     break
                 self.inspect(broken, set(), Reason.NON_FINITE)
 
-    def begin(self, r: Stacked) -> tuple[Stacked, Vectors, Bidiagonal]:
-        """The first pair of vectors from a residual: one transposed product."""
+    def begin(self, r: StackedVectors) -> tuple[StackedVectors, Vectors, Bidiagonal]:
+        """Compute the first pair of vectors from a residual: one transposed product."""
         beta = r.norm()
         u = r / self.positive(beta)
         v = self.operator.pull(u)
         self.records.matvecs += v.shape[1]
         alpha = norm(v)
         v = v / self.positive(alpha)
-        alpha, beta = on_host(alpha, beta)
+        alpha, beta = to_host(alpha, beta)
         self.norm_A = max([self.norm_A, *(a for a in alpha.tolist() if a < math.inf)])
         return u, v, Bidiagonal.start(alpha, beta)
 
     def positive(self, sizes: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
-        """Norms to divide by, 1 for those that are 0."""
+        """Return norms to divide by, 1 for those that are 0."""
         return torch.where(sizes > 0, sizes, 1.0).to(self.B.device, self.B.dtype)
 
     def note(self) -> set[int]:
-        """A row of the history; positions whose recurrence says that they have converged."""
+        """Add a row to the history; return the positions that have converged by the recurrence."""
         s = self.scalars
         self.records.record(self.active, s.normr.tolist())
         small = s.normr <= self.trigger
         if not self.consistent:
             small |= np.abs(s.zetabar) <= self.trigger * self.norm_A * s.normr
-        return marked(small)
+        return marked_positions(small)
 
     def step(self) -> tuple[set[int], set[int]]:
-        """One step: positions whose Krylov space is complete, and those that met NaN or Inf."""
+        """Take one step; return positions whose Krylov space is complete, and those that met NaN or Inf."""
         image = self.operator.push(self.v)
         u = image.less(self.u, to_device(self.scalars.alpha, self.B))
         self.records.iteration += 1
@@ -255,13 +255,13 @@ class Bidiagonalisation:
         self.records.matvecs += 2 * len(self.active)
         alpha = norm(v)
         v = v / self.positive(alpha)
-        packet = on_host(alpha, beta, image.norm())
+        packet = to_host(alpha, beta, image.norm())
         broken = not_finite(packet)
         if broken:
             return set(), broken
         a, b, images = packet
         self.norm_A = max(self.norm_A, float(np.maximum(images, np.hypot(a, b)).max()))
-        with np.errstate(all="ignore"):  # decided by true residuals
+        with np.errstate(all="ignore"):  # true residuals decide
             weights = self.scalars.advance(a, b)
         in_hbar, in_x, in_h = to_device(weights, self.B)
         self.hbar = plus(self.h, self.hbar, -in_hbar)
@@ -270,10 +270,10 @@ class Bidiagonalisation:
         self.u, self.v = u, v
         ended = np.minimum(a, b) <= 10 * self.eps * self.norm_A
         ended |= np.abs(self.scalars.zetabar) <= 0.1 * self.records.level * self.norm_A * self.scalars.normr
-        return marked(ended), set()
+        return marked_positions(ended), set()
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """Look at true residuals and Aᵀr, a product each; columns stop with a reason, begin anew, or go on."""
+        """Compute true residuals and Aᵀr, a product each; columns stop with a reason, restart, or continue."""
         if not which:
             return
         positions = sorted(which)
@@ -283,17 +283,17 @@ class Bidiagonalisation:
         gradient = self.operator.pull(r)
         self.records.matvecs += 2 * len(positions)
         facts = torch.stack([norm(r.top), r.norm(), norm(gradient), norm(x)]).cpu().tolist()
-        self.norm_A = grown(self.norm_A, facts[2], facts[1])
+        self.norm_A = raise_norm(self.norm_A, facts[2], facts[1])
         stopped: dict[int, Reason] = {}
         again: list[int] = []
         for i, j in enumerate(positions):
             column = self.active[j]
             residual, total, slope, size = (row[i] for row in facts)
             self.keep(column, part(x, i, i + 1), residual, total, slope, self.norm_A * size + 1)
-            if forced is not None or self.solved(column):
+            if forced is not None or self.is_solved(column):
                 stopped[column] = forced or Reason.CONVERGED
                 continue
-            # A recurrence that drifts by rounding still gains, until its own estimates are within the tolerance.
+            # A recurrence that drifts by rounding still makes progress until its estimates are within the tolerance.
             drifted = total > 2 * float(self.scalars.normr[j]) or slope > 2 * abs(float(self.scalars.zetabar[j]))
             over = j in ended or (drifted and j in self.within)
             verdict = self.records.judge(column, slope * total, over, self.null(column))
@@ -311,9 +311,9 @@ class Bidiagonalisation:
     def keep(
         self, column: int, x: Float[Vectors, "n 1"], residual: float, total: float, slope: float, height: float
     ) -> None:
-        """Remember the answer if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, of which residuals are differences.
+        """Remember the answer if it is the best; ``height`` is ‖A‖‖x‖ + ‖b‖, the size of the residual's terms.
 
-        The residual decides. Of answers whose residuals agree, as near a minimum that is not zero, the least ‖Aᵀr‖.
+        The residual decides; where residuals agree, as near a minimum that is not zero, the least ‖Aᵀr‖ does.
         """
         records = self.records
         records.measure(column, slope * total)
@@ -324,27 +324,27 @@ class Bidiagonalisation:
             records.keep(column, x, residual, residual / height)
             self.noise[column] = 0.1 * records.level * self.norm_A * height
 
-    def solved(self, column: int) -> bool:
-        """A small residual of an undamped system, or a small gradient of a least-squares problem."""
+    def is_solved(self, column: int) -> bool:
+        """Return whether an undamped system's residual, or a least-squares problem's gradient, is small."""
         records = self.records
         if records.best[column] <= records.rtol and not self.operator.damp:
             return True
         return records.normal[column] <= records.rtol and not self.consistent
 
     def flat(self, column: int) -> bool:
-        """Whether ‖Aᵀr‖ is no more than the rounding in r and in the product, or than in A: nothing lowers it."""
+        """Return whether ‖Aᵀr‖ is at most the rounding in r and in the product, or in A: nothing lowers it."""
         return self.slopes[column] <= self.noise[column] or self.records.normal[column] <= self.records.level
 
     def null(self, column: int) -> bool:
-        """Whether r is a null vector of Aᵀ: flat, and by half the digits at least.
+        """Return whether r is a null vector of Aᵀ: flat, and by half the digits at least.
 
         A residual in directions of small singular values is flat long before the least residual is reached.
         """
         return self.flat(column) and self.records.normal[column] <= math.sqrt(self.eps)
 
     def classify(self, column: int, reason: Reason) -> Reason:
-        """The reason of a stop, from the best answer."""
-        if self.solved(column):
+        """Return the reason of a stop, from the best answer."""
+        if self.is_solved(column):
             return Reason.CONVERGED
         if reason in UNDECIDED and self.records.limited(column):
             return Reason.PRECISION_LIMIT
@@ -354,8 +354,8 @@ class Bidiagonalisation:
             return Reason.PRECISION_LIMIT
         return reason
 
-    def restart(self, index: Tensor, r: Stacked) -> None:
-        """Begin some columns anew from their true residuals."""
+    def restart(self, index: Tensor, r: StackedVectors) -> None:
+        """Restart some columns from their true residuals."""
         u, v, scalars = self.begin(r)
         self.u.put(index, u)
         for block, value in ((self.v, v), (self.h, v), (self.hbar, zero_block(v, len(index)))):
@@ -373,7 +373,7 @@ class Bidiagonalisation:
 
 @dataclass(eq=False)
 class Bidiagonal(ColumnState):
-    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; as `QLP` otherwise."""
+    """LSMR's factorisation of the bidiagonal matrices, named as in Fong & Saunders 2011; else as `QLP`."""
 
     alpha: Numbers
     alphabar: Numbers
@@ -392,13 +392,13 @@ class Bidiagonal(ColumnState):
 
     @classmethod
     def start(cls, alpha: Numbers, beta: Numbers) -> Bidiagonal:
-        """Before the first step: β u = r, α v = Aᵀu."""
+        """Return the state before the first step: β u = r, α v = Aᵀu."""
         one, slope = np.ones_like(beta), alpha * beta
         known = {"alpha": alpha, "alphabar": alpha, "zetabar": slope, "betadd": beta, "normr": beta}
-        return cls.beginning(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
+        return cls.with_fields(**known, rho=one, rhobar=one, cbar=one, rhodold=one)
 
     def advance(self, alpha: Numbers, beta: Numbers) -> Numbers:
-        """Take in β_{k+1} and α_{k+1}: the weights of hbar in itself, of hbar in x, and of h in the next h."""
+        """Advance by β_{k+1}, α_{k+1}; return the weights of hbar in itself, of hbar in x, of h in the next h."""
         rhoold, rhobarold, zetaold = self.rho, self.rhobar, self.zeta
         c, s, self.rho = reflection(self.alphabar, beta)
         thetanew = s * alpha

@@ -1,4 +1,4 @@
-"""Solving A X = B for symmetric A, indefinite or singular, by the minimum-residual method MINRES-QLP.
+"""Solutions of A X = B for symmetric A, indefinite or singular, by the minimum-residual method MINRES-QLP.
 
 >>> import torch
 >>> from curvops.linalg import minres
@@ -39,30 +39,30 @@ from curvops.linalg.solvers.rotations import (
     ColumnState,
     Marks,
     Numbers,
-    marked,
+    marked_positions,
     not_finite,
-    on_host,
     positive,
     ratio,
     reflection,
     to_device,
+    to_host,
 )
 from curvops.linalg.solvers.systems import (
     Callback,
     Preconditioner,
     UnitSystems,
-    applied,
+    as_function,
     check,
     iterations_allowed,
-    solved,
+    solve_in_groups,
 )
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, grown, looked_at
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, UNDECIDED, Verdict, check_level, raise_norm
 from curvops.progress import Progress
 
 VECTORS = 16
 """Working vectors per right-hand side, temporaries included."""
 WATCHED = 6
-"""Steps in which symmetry is watched: what Aᵀ ≠ A does to the second vector, it does at once."""
+"""Steps in which symmetry is checked: Aᵀ ≠ A shows in the first of them."""
 
 
 def minres(
@@ -78,19 +78,19 @@ def minres(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Solution:
-    """Solve (A + shift I) x = b for every column b of B, and in the least-squares sense where there is no solution.
+    """Solve (A + shift I) x = b for every column b of B, by least squares where there is no solution.
 
     Args:
         A: (n, n), symmetric; it may be indefinite or singular.
         B: (n,) or (n, K). The columns share the block product and nothing else.
         shift: added to the diagonal; of any sign.
         preconditioner: M⁻¹, symmetric positive definite, as in `cg`.
-        rtol: a column has converged when its true residual is at most rtol ‖b‖. 0 asks for all the dtype has.
+        rtol: a column has converged when its true residual is at most rtol ‖b‖. 0 asks for the best the dtype allows.
         maxiter: most block products; by default 10 n, at least 100, at most 10 000.
         x0: initial guess, shaped as B.
         callback: called as ``callback(iteration, relative_residuals (K,))`` in every iteration.
         memory_budget: bytes for the working vectors; columns are solved in groups that fit, of at least one column.
-            None is what the linearisation behind A has left of its own budget.
+            None takes the rest of the budget of the linearisation behind A.
         progress: as in `cg`.
 
     Returns:
@@ -110,7 +110,7 @@ def minres(
     facts = describe_square(A)
     check(facts, B, float(rtol), maxiter, x0, memory_budget)
     sigma, most = float(shift), iterations_allowed(facts.rows, maxiter)
-    plain, precondition = product(A), None if preconditioner is None else applied(preconditioner)
+    plain, precondition = product(A), None if preconditioner is None else as_function(preconditioner)
 
     def multiply(V: Vectors) -> Vectors:
         return plain(V) + sigma * V if sigma else plain(V)
@@ -121,12 +121,12 @@ def minres(
         run.solve()
         return system.solution(run.records, least_squares=True)
 
-    return solved("minres", solve, A, B, x0, VECTORS, memory_budget, progress)
+    return solve_in_groups("minres", solve, A, B, x0, VECTORS, memory_budget, progress)
 
 
 @dataclass(eq=False)
 class LanczosVectors:
-    """The active columns: Lanczos' last two residuals, M⁻¹ of the last, its last vector; W, and x without its part."""
+    """The vectors of the active columns: two residuals of Lanczos, M⁻¹ of the last, its vector, W, and part of x."""
 
     before: Float[Vectors, "n k"]
     last: Float[Vectors, "n k"]
@@ -137,18 +137,18 @@ class LanczosVectors:
     x: Float[Vectors, "n k"]
 
     def select(self, index: Tensor) -> LanczosVectors:
-        """The columns that remain."""
+        """Return the columns that remain."""
         return LanczosVectors(*(columns(block, index) for block in vars(self).values()))
 
     def restart(self, index: Tensor, x: Vectors, r: Vectors, z: Vectors) -> None:
-        """Begin some columns anew from x with residual r and z = M⁻¹r."""
+        """Restart some columns from x with residual r and z = M⁻¹r."""
         nothing = zero_block(x, len(index))
-        begun = {"before": nothing, "last": r, "z": z, "v": nothing, "wl": nothing, "w": nothing, "x": x}
-        for name, value in begun.items():
+        fields = {"before": nothing, "last": r, "z": z, "v": nothing, "wl": nothing, "w": nothing, "x": x}
+        for name, value in fields.items():
             put_columns(getattr(self, name), index, value)
 
     def turn(self, v: Vectors, c: Float[Tensor, "7 k"]) -> None:
-        """Take in a Lanczos vector: two right reflections, then what no later step changes goes to x."""
+        """Add a Lanczos vector by two right reflections; the part that no later step changes goes to x."""
         cr1, sr1, cr2, sr2, ul2, _, _ = c
         fresh = axpy(self.wl * sr2, v, -cr2)
         done = axpy(self.wl * cr2, v, sr2)
@@ -160,7 +160,7 @@ class LanczosVectors:
 
 
 class MinimalResiduals:
-    """K systems with right-hand sides of unit norm in lock-step, of which those in ``active`` have no reason yet."""
+    """The iteration on K systems of unit norm in lock-step; columns in ``active`` have no reason yet."""
 
     def __init__(
         self,
@@ -177,24 +177,24 @@ class MinimalResiduals:
         r = as_block(self.B - multiply(system.X) if warm and K else self.B)
         self.records = system.records(norm(r), rtol, maxiter, callback)
         self.records.matvecs = K if warm else 0
-        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, looked_at(rtol, self.B.dtype)
+        self.eps, self.trigger = torch.finfo(self.B.dtype).eps, check_level(rtol, self.B.dtype)
         self.active = list(range(K))
         self.origin = as_block(system.X) if warm else None
         self.norm_A = self.norm_T = self.asymmetry = 0.0
         self.near: set[int] = set()
         """Positions whose recurrence has come near a null vector."""
-        z, beta = self.measured(r)
+        z, beta = self.in_metric(r)
         before, v, wl, w = (zero_block(r, K) for _ in range(4))
         self.vectors = LanczosVectors(before, r, as_block(z), v, wl, w, as_block(system.X))
         self.scalars = QLP.start(beta)
         self.size = np.ones(K)
         self.parts = torch.zeros(2, K, dtype=self.B.dtype, device=self.B.device)
-        """Of the answer along wl and w."""
-        self.metric = on_host(norm(r))[0] / positive(beta)
-        """The true residual over what the recurrence minimises, which is its norm in the preconditioner's metric."""
+        """The coefficients of the answer along wl and w."""
+        self.metric = to_host(norm(r))[0] / positive(beta)
+        """The true residual over its norm in the preconditioner's metric, which the recurrence minimises."""
 
     def solve(self) -> None:
-        """Iterate until every column has a reason; look at true residuals where they may end it, and periodically."""
+        """Iterate until every column has a reason; check true residuals periodically and where they may end it."""
         records, ended = self.records, set[int]()
         while self.active:
             due = self.note() | self.near | ended
@@ -210,21 +210,21 @@ class MinimalResiduals:
                     break
                 self.inspect(broken, set(), Reason.NON_FINITE)
 
-    def measured(self, r: Vectors) -> tuple[Vectors, Numbers]:
-        """M⁻¹r and, on the host, the norm of r in that metric."""
+    def in_metric(self, r: Vectors) -> tuple[Vectors, Numbers]:
+        """Return M⁻¹r and, on the host, the norm of r in that metric."""
         if self.precondition is None:
-            return r, on_host(norm(r))[0]
+            return r, to_host(norm(r))[0]
         z = self.precondition(r)
-        return z, _root(on_host(inner(r, z))[0])
+        return z, _root(to_host(inner(r, z))[0])
 
     def note(self) -> set[int]:
-        """A row of the history; positions whose recurrence says that they have converged."""
+        """Add a row to the history; return the positions that have converged by the recurrence."""
         estimates = (self.scalars.phi * self.metric).tolist()
         self.records.record(self.active, estimates)
         return {j for j, value in enumerate(estimates) if not value > self.trigger}
 
     def step(self) -> tuple[set[int], set[int]]:
-        """One step of Lanczos and of the factorisation: positions at their end, and those that met NaN or Inf."""
+        """Take one step; return positions at their end, and those that met NaN or Inf."""
         V, beta = self.vectors, self.scalars.beta
         scale = to_device(positive(beta), self.B)
         v = V.z / scale
@@ -239,7 +239,7 @@ class MinimalResiduals:
         axpy(p, V.last, -alfa.to(scale.dtype) / scale)
         z = p if self.precondition is None else self.precondition(p)
         square = norm(p) if self.precondition is None else inner(p, z)
-        packet = on_host(alfa, square, image, norm(v), mirrored)
+        packet = to_host(alfa, square, image, norm(v), mirrored)
         broken = not_finite(packet)
         if broken:
             self.near = set()
@@ -250,28 +250,28 @@ class MinimalResiduals:
         self.norm_A = max(self.norm_A, float((height / positive(size)).max()))
         if watching:
             self.watch(reflected, beta, height * before)
-        self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.begun), betan).max()))
+        self.norm_T = max(self.norm_T, float(np.hypot(np.hypot(a, beta * self.scalars.started), betan).max()))
         with np.errstate(all="ignore"):  # decided by true residuals
             coefficients, ended = self.scalars.advance(a, betan, self.norm_T, self.eps)
         c = to_device(coefficients, self.B)
         V.turn(v, c)
         V.before, V.last, V.z, V.v, self.parts = V.last / scale, p, z, v, c[5:]
-        # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be looked at.
-        rootl, looked = self.scalars.rootl, self.scalars.looked
-        near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * looked)
-        looked[near] = rootl[near]
-        self.near = marked(near)
+        # Near a null vector r, x gains errors of eps/rootl along it: the answers before that must be checked.
+        rootl, last_rootl = self.scalars.rootl, self.scalars.last_rootl
+        near = (rootl <= math.sqrt(self.eps) * self.norm_T) & (rootl <= 0.1 * last_rootl)
+        last_rootl[near] = rootl[near]
+        self.near = marked_positions(near)
         ended |= self.scalars.rootl <= 0.1 * self.records.level * self.norm_T
-        return marked(ended), set()
+        return marked_positions(ended), set()
 
     def watch(self, mirrored: Numbers, beta: Numbers, height: Numbers) -> None:
-        """Keep the worst of ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, for v', v that are orthogonal beyond doubt."""
-        sound = (self.scalars.begun > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
+        """Keep the largest ⟨v', Av⟩ − ⟨Av', v⟩, relative to ‖v'‖‖Av‖, for clearly orthogonal v', v."""
+        sound = (self.scalars.started > 0) & (beta > 0.01 * self.norm_T) & (height > 0)
         gaps = (np.abs(mirrored - beta)[sound] / height[sound]).tolist()
         self.asymmetry = max([self.asymmetry, *gaps])
 
     def inspect(self, which: set[int], ended: set[int], forced: Reason | None = None) -> None:
-        """Look at true residuals; columns stop with a reason, begin anew, or go on."""
+        """Compute true residuals; columns stop with a reason, restart, or continue."""
         if not which:
             return
         records, V, positions = self.records, self.vectors, sorted(which)
@@ -281,11 +281,11 @@ class MinimalResiduals:
         image = self.multiply(x)
         records.matvecs += len(positions)
         sizes, images = torch.stack([norm(x), norm(image)]).cpu().tolist()
-        self.norm_A = grown(self.norm_A, images, sizes)
+        self.norm_A = raise_norm(self.norm_A, images, sizes)
         r = columns(self.B, torch.tensor([self.active[j] for j in positions])) - image
         stalled = {j for j in positions if records.idle(self.active[j]) >= CHECK_EVERY}
         normal = self.lift(positions, x, r, [i for i, j in enumerate(positions) if j in ended | self.near | stalled])
-        z, measures = self.measured(r)
+        z, measures = self.in_metric(r)
         residuals, sizes = torch.stack([norm(r), norm(x)]).cpu().tolist()
         stopped: dict[int, Reason] = {}
         again: list[int] = []
@@ -313,7 +313,7 @@ class MinimalResiduals:
     def keep(self, column: int, x: Float[Vectors, "n 1"], residual: float, backward: float, normal: float) -> None:
         """Remember the answer if it is the best, by its true residual.
 
-        Where that is a null vector, which no answer lowers but by errors along it, the least ‖Aᵀr‖ decides.
+        Where the residual is a null vector, lowered only by errors along it, the least ‖Aᵀr‖ decides.
         """
         records = self.records
         best, before = records.best[column], records.normal[column]
@@ -327,27 +327,27 @@ class MinimalResiduals:
             records.normal[column] = normal
 
     def lift(self, positions: Sequence[int], x: Vectors, r: Vectors, which: list[int]) -> list[float]:
-        """‖A z‖/(‖A‖‖z‖) for z = M⁻¹r of some columns, NaN for the others; null vectors are taken out of x and r.
+        """Return ‖A z‖/(‖A‖‖z‖), z = M⁻¹r, of some columns, else NaN; remove null vectors from x and r.
 
-        Of an inconsistent system, r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022).
+        In an inconsistent system r is the only null vector in the Krylov space (Liu, Milzarek & Roosta 2022).
         """
         normal = [math.nan] * len(positions)
         if not which:
             return normal
         index = torch.tensor(which)
         left = columns(r, index)
-        z, square = self.measured(left)
+        z, square = self.in_metric(left)
         image = self.multiply(z)
         self.records.matvecs += len(which)
         sizes, images = torch.stack([norm(z), norm(image)]).cpu().tolist()
-        self.norm_A = grown(self.norm_A, images, sizes)
+        self.norm_A = raise_norm(self.norm_A, images, sizes)
         for i, size, height in zip(which, sizes, images):
             normal[i] = height / (self.norm_A * size) if height else 0.0
         moved = columns(x, index)
         if self.origin is not None:
             moved -= columns(self.origin, torch.tensor([self.active[positions[i]] for i in which]))
         null = np.array([normal[i] <= self.records.vanishing for i in which]) & (square > 0)
-        along = on_host(inner(left, moved))[0] / np.where(null, square**2, 1.0)
+        along = to_host(inner(left, moved))[0] / np.where(null, square**2, 1.0)
         share = torch.from_numpy(np.where(null, along, 0.0)).to(self.B.device)
         put_columns(x, index, plus(columns(x, index), z, -share))
         put_columns(r, index, plus(left, image, share))
@@ -369,7 +369,7 @@ class MinimalResiduals:
 
 
 def _root(square: Numbers) -> Numbers:
-    """√(rᵀM⁻¹r); a negative one is an error."""
+    """Return √(rᵀM⁻¹r); raise ValueError where it is negative."""
     if bool((square < 0).any()):
         raise ValueError("the preconditioner must be positive definite: a vector r with r'M⁻¹r < 0 was met.")
     return np.sqrt(square)
@@ -377,12 +377,12 @@ def _root(square: Numbers) -> Numbers:
 
 @dataclass(eq=False)
 class QLP(ColumnState):
-    """The QLP factorisation of Lanczos' tridiagonal matrices between two steps; a float64 number per column each.
+    """The QLP factorisation of Lanczos' tridiagonal matrices between two steps, a float64 number per column each.
 
     Names are those of Choi, Paige & Saunders 2011: Q_k T_k = R_k by left reflections (cs, sn), R_k = L_k P_kᵀ by two
     right ones (cr1, sr1), (cr2, sr2). x_k = W_k u_k with orthonormal W_k = V_k P_k.
-    ``rootl`` is ‖A r‖/‖r‖ of the residual before the last step; ``begun`` is 0 before the first step, then 1, and
-    ``looked`` is the value of rootl at which the residual was last seen to be nearly a null vector.
+    ``rootl`` is ‖A r‖/‖r‖ of the residual before the last step; ``started`` is 0 before the first step, then 1, and
+    ``last_rootl`` is rootl at the last check of a residual that was nearly a null vector.
     """
 
     beta: Numbers
@@ -407,17 +407,19 @@ class QLP(ColumnState):
     ul2: Numbers
     ul3: Numbers
     rootl: Numbers
-    begun: Numbers
-    looked: Numbers
+    started: Numbers
+    last_rootl: Numbers
 
     @classmethod
     def start(cls, beta: Numbers) -> QLP:
-        """Before the first step, the residuals being of norm beta."""
+        """Return the state before the first step, the residuals being of norm beta."""
         minus = np.full_like(beta, -1.0)
-        return cls.beginning(beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, looked=np.full_like(beta, np.inf))
+        return cls.with_fields(
+            beta=beta, phi=beta, cs=minus, cr1=minus, cr2=minus, last_rootl=np.full_like(beta, np.inf)
+        )
 
     def advance(self, alfa: Numbers, betan: Numbers, norm_A: float, eps: float) -> tuple[Numbers, Marks]:
-        """Take in a step of Lanczos: (cr1, sr1, cr2, sr2, ul2, ul, u) for the vectors, and which columns are at an end.
+        """Advance by a step of Lanczos; return (cr1, sr1, cr2, sr2, ul2, ul, u) and which columns are at an end.
 
         A column is at an end where the Krylov space is complete, or L_k singular to rounding: then u is 0, which makes
         x_k the shortest of the minimisers.
@@ -450,5 +452,5 @@ class QLP(ColumnState):
         self.cr2, self.sr2, gamal = reflection(gamal, eplnn)
         self.cs, self.sn, self.cr1, self.sr1 = cs, sn, cr1, sr1
         self.dltan, self.gama, self.gamal = dltan, gama, gamal
-        self.beta, self.begun = betan, np.ones_like(betan)
+        self.beta, self.started = betan, np.ones_like(betan)
         return coefficients, singular | (betan <= eps * norm_A)

@@ -34,7 +34,7 @@ CorrectionSolver: TypeAlias = Callable[[Vectors, Vectors | None, float, int, Cal
 
 
 class Refinement:
-    """A X = B with residuals by the float64 matrix ``exact`` and corrections solved for in ``dtype``.
+    """Iterative refinement of A X = B: residuals by the float64 matrix ``exact``, corrections in ``dtype``.
 
     ``X`` is the last answer and ``best`` the best one by true residuals, which are ``last``, relative to b.
 
@@ -53,13 +53,13 @@ class Refinement:
         self.X = zero_block(self.B, K)
         if X0 is not None:
             put_columns(self.X, live, columns(X0.to(torch.float64), live))
-        self.best, self.residual, self.begun = as_block(self.X), as_block(self.B), X0 is not None
+        self.best, self.residual, self.started = as_block(self.X), as_block(self.B), X0 is not None
         self.last = self.usable.spread(torch.full((len(live),), math.inf))
         self.last[[j for j, reason in self.usable.reasons.items() if reason is Reason.NON_FINITE]] = math.inf
         self.history = torch.ones(1, K, dtype=torch.float64)
         self.reasons = [self.usable.reasons.get(j, Reason.NON_FINITE) for j in range(K)]
         self.digits, self.norm_A = FIRST_DIGITS, torch.zeros((), dtype=torch.float64, device=B.device)
-        self.iterations = self.matvecs = self.taken = 0
+        self.iterations = self.matvecs = self.exact_matvecs = 0
 
     def solve(self, solver: CorrectionSolver, rtol: float, maxiter: int, callback: Callback | None) -> Solution:
         """Correct while that halves the residual; ``solver(B, X0, rtol, maxiter, callback)`` works in ``dtype``."""
@@ -74,14 +74,14 @@ class Refinement:
         return self.solution(rtol, self.iterations >= maxiter)
 
     def look(self, todo: Int[Tensor, " k"], rtol: float) -> Int[Tensor, " j"]:
-        """Take the true residuals of these columns: those that are above the tolerance and were halved."""
-        if self.begun:
+        """Compute the true residuals of these columns; return the columns above the tolerance that were halved."""
+        if self.started:
             x = columns(self.X, todo)
             image = self.multiply(x)
-            self.taken += len(todo)
+            self.exact_matvecs += len(todo)
             put_columns(self.residual, todo, columns(self.B, todo) - image)
             self.norm_A = torch.maximum(self.norm_A, torch.nan_to_num(norm(image) / norm(x), nan=0.0).amax())
-        self.begun = True
+        self.started = True
         now, before = (
             (norm(columns(self.residual, todo)) / self.sizes[todo.to(self.sizes.device)]).cpu(),
             self.last[todo],
@@ -110,7 +110,7 @@ class Refinement:
         put_columns(self.X, todo, columns(self.X, todo) + finite_part(part.x.to(torch.float64) * sizes))
 
     def solution(self, rtol: float, exhausted: bool) -> Solution:
-        """What was reached."""
+        """Return the solution reached, with its reasons."""
         backward = self.last / ((self.norm_A * norm(self.best) / self.sizes).cpu() + 1)
         X, _ = self.usable.placed(columns(self.best, self.usable.live))
         level = rounding_level(torch.float64, X.shape[0])
@@ -119,22 +119,24 @@ class Refinement:
             _final(reason, residual <= rtol, precision_limited(residual, error, level), exhausted)
             for reason, residual, error in facts
         )
-        flags, total = converged(reasons), self.matvecs + self.taken
+        flags, total = converged(reasons), self.matvecs + self.exact_matvecs
         last, history = self.last, self.history
-        return Solution(X, reasons, flags, last, backward, self.iterations, total, history, exact_matvecs=self.taken)
+        return Solution(
+            X, reasons, flags, last, backward, self.iterations, total, history, exact_matvecs=self.exact_matvecs
+        )
 
 
 def _scale(part: Solution, lengths: Float[Tensor, " K"]) -> Tensor:
-    """The ‖A‖ that a solve for a correction has seen, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
+    """Return the ‖A‖ of a solve for a correction, from its backward errors ‖r‖/(‖A‖‖x‖ + ‖b‖).
 
-    The products that refinement itself takes are close to B, and say little of ‖A‖.
+    The products of refinement itself are close to B and show little of ‖A‖.
     """
     ratio = (part.relative_residuals / part.backward_errors - 1).to(part.x.device) * lengths / norm(part.x)
     return torch.nan_to_num(ratio, nan=0.0, posinf=0.0).amax()
 
 
 def _final(last_solve: Reason, met: bool, limited: bool, exhausted: bool) -> Reason:
-    """Why a column stopped, from how its last correction ended and its residual in float64."""
+    """Return why a column stopped, from how its last correction ended and its residual in float64."""
     if last_solve is Reason.ZERO_RIGHT_HAND_SIDE:
         return last_solve
     if met:

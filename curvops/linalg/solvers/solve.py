@@ -1,4 +1,4 @@
-"""Solving A X = B by the method that suits what is known of A.
+"""Solutions of A X = B by the method that suits the known properties of A.
 
 >>> import torch
 >>> from curvops.linalg import Diagonal, method_for, solve
@@ -6,14 +6,14 @@
 >>> method_for(A), solve(A, torch.tensor([1.0, 2.0, 4.0]))
 ('closed form', tensor([1., 1., 1.]))
 
-| what is known of A                                    | method        |
-|-------------------------------------------------------|---------------|
-| rectangular                                           | `lsmr`        |
-| it has a closed form                                  | `closed form` |
-| at most 256 rows, or a tensor of at most 2048         | `dense`       |
-| positive semidefinite, or a curvature plus a prior    | `cg`          |
-| symmetric, by promise, or as far as two products tell | `minres`      |
-| none of these                                         | `lsmr`        |
+| known of A                                           | method        |
+|------------------------------------------------------|---------------|
+| rectangular                                          | `lsmr`        |
+| it has a closed form                                 | `closed form` |
+| at most 256 rows, or a tensor of at most 2048        | `dense`       |
+| positive semidefinite, or a curvature plus a prior   | `cg`          |
+| symmetric by its tag, or by a test with two products | `minres`      |
+| none of these                                        | `lsmr`        |
 
 The rules stand in `linalg/core/solve_routes.py`; `print(A.plan())` shows them for one operator.
 """
@@ -61,36 +61,39 @@ Method: TypeAlias = Literal["closed form", "dense", "cg", "minres", "lsmr"]
 
 
 class Promises(NamedTuple):
-    """What is known of an operator. ``definite``: to be solved by CG, for which negative curvature is an error."""
+    """The known properties of an operator. ``definite``: solve by CG, with negative curvature an error."""
 
     symmetric: bool
     definite: bool
 
 
 @runtime_checkable
-class Informed(Protocol):
+class TaggedOperator(Protocol):
     """An operator that declares its own properties."""
 
     def promises(self) -> Promises:
-        """What is known of it."""
+        """Return the properties known."""
 
     def exact_solver(self) -> Callable[..., Tensor] | None:
-        """The function (block, rtol) -> A⁻¹ block where there is a closed form."""
+        """Return the function (block, rtol) -> A⁻¹ block where there is a closed form."""
 
     def require_definite(self) -> None:
         """Raise where a closed form shows that A is singular or indefinite."""
 
     def preconditioner(self, columns: int = 1, *, memory_budget: int | None = None) -> Any:
-        """M ≈ A⁻¹ for so many right-hand sides, None where none pays."""
+        """Return M ≈ A⁻¹ for ``columns`` right-hand sides, None where none pays."""
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """The relative residual that `solve` promises: 1e-6, tightened towards √eps in float64."""
+    """Return the relative residual that `solve` promises: 1e-6, tightened towards √eps in float64."""
     return min(1e-6, math.sqrt(torch.finfo(dtype).eps))
 
 
 def method_for(A: Matrix) -> Method:
-    """The method that `solve` takes for A, of the table above. A foreign operator's symmetry costs two products."""
+    """Return the method that `solve` takes for A, by the module's table.
+
+    The symmetry of a foreign operator costs two products.
+    """
     return _method_for(system_of(A))
 
 
@@ -101,11 +104,11 @@ def _method_for(system: System) -> Method:
 
 
 def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
-    """The facts about A that routes follow from: those that decide now, or the `whole`."""
-    square, informed = A.shape[-1] == A.shape[-2], isinstance(A, Informed)
-    form = square and isinstance(A, Informed) and A.exact_solver() is not None
+    """Collect the facts about A that routes follow from: those that decide now, or all (`whole`)."""
+    square, informed = A.shape[-1] == A.shape[-2], isinstance(A, TaggedOperator)
+    form = square and isinstance(A, TaggedOperator) and A.exact_solver() is not None
     known = Promises(False, False)
-    if isinstance(A, Informed) and (whole or not form):  # which may read numbers from a device
+    if isinstance(A, TaggedOperator) and (whole or not form):  # which may read numbers from a device
         known = A.promises()
     found = System(
         rows=max(A.shape[-2:]),
@@ -125,7 +128,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
 
 
 def seems_symmetric(A: Matrix) -> bool:
-    """Whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors, to half the digits: wrong with a probability of about √eps."""
+    """Return whether ⟨u, Av⟩ = ⟨v, Au⟩ for two random vectors to half the digits; it errs with probability √eps."""
     facts = describe(A)
     pair = random_block(facts, 2, "gaussian", torch.Generator().manual_seed(0))
     image = product(A)(pair)
@@ -136,7 +139,7 @@ def seems_symmetric(A: Matrix) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """How systems are to be solved: `solve` records a graph for gradients, calling the request itself does not."""
+    """The options of a solve: `solve` records a graph for gradients, calling the request itself does not."""
 
     method: Method
     rtol: float | None = None
@@ -146,7 +149,7 @@ class Request:
     progress: Progress = None
 
     def solve(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """A⁻¹ B for B (n,), (n, K) or (..., n, K); A⁺ B for a single rectangular A and B (m,) or (m, K)."""
+        """Return A⁻¹ B for B (n,), (n, K) or (..., n, K); A⁺ B for a single rectangular A and B (m,) or (m, K)."""
         square = operator.shape[-1] == operator.shape[-2]
         if not square and (operator.ndim != 2 or rhs.ndim > 2):
             raise ValueError(f"least squares take one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
@@ -157,7 +160,7 @@ class Request:
         return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
 
     def __call__(self, operator: LinearOperator, rhs: Tensor) -> Tensor:
-        """The same, one after the other for a batch of operators; NotConverged where a column failed."""
+        """Solve without a graph, a batch of operators one by one; raise NotConverged where a column failed."""
         if operator.ndim > 2:
             rhs = rhs.expand(*torch.broadcast_shapes(operator.batch_shape, rhs.shape[:-2]), *rhs.shape[-2:])
             return torch.stack([self(operator[i], rhs[i]) for i in range(operator.shape[0])])
@@ -172,7 +175,7 @@ class Request:
         rtol = default_rtol(operator.dtype) if self.rtol is None else self.rtol
         common: dict[str, Any] = {"rtol": rtol, "maxiter": self.maxiter, "memory_budget": self.memory_budget}
         if self.method == "closed form":
-            exact = operator.exact_solver() if isinstance(operator, Informed) else None
+            exact = operator.exact_solver() if isinstance(operator, TaggedOperator) else None
             if exact is None:
                 raise ValueError(f"no closed form of {type(operator).__name__} is known; use method='auto'.")
             return exact(B, self.rtol)
@@ -182,7 +185,7 @@ class Request:
         if self.method == "minres":
             return accept(minres(operator, B, preconditioner=self.preconditioner, **common), rtol)
         preconditioner, K = self.preconditioner, B.shape[1]
-        if preconditioner is None and isinstance(operator, Informed):
+        if preconditioner is None and isinstance(operator, TaggedOperator):
             preconditioner = operator.preconditioner(K, memory_budget=self.memory_budget)
         if K <= MOST_COLUMNS:
             return accept(cg(operator, B, preconditioner=preconditioner, **common), rtol)
@@ -204,21 +207,21 @@ def solve(
     memory_budget: int | None = None,
     progress: Progress = None,
 ) -> Tensor:
-    """A⁻¹ B for B (n,), (n, K) or (..., n, K), or the least-squares solution of least norm where A is rectangular.
+    """Return A⁻¹ B for B (n,), (n, K) or (..., n, K), or the least-squares solution of least norm for a rectangular A.
 
     Differentiable in B and the tensors inside A, at the cost of one more solve in the backward pass (up to three for
     a rectangular A). The solvers themselves (`cg`, `minres`, `lsmr`) return a `Solution` with residuals and reasons.
 
     Args:
-        A: a tensor or operator; what is known about it decides the method, see `method_for`.
+        A: a tensor or operator; its known properties decide the method, see `method_for`.
         B: the right-hand sides.
         method: "auto", or one of the table's.
         rtol: the true relative residual to be reached; None: 1e-6, in float64 1.5e-8.
         maxiter: most iterations of an iterative method.
-        preconditioner: as in `cg`; without one, operators of ours bring their own to `cg`.
-        memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that operators
-            of ours bring as a preconditioner; one that was kept from an earlier solve is used whatever its size. None
-            is what the linearisation behind A has left of its own budget, for both together.
+        preconditioner: as in `cg`; without one, an `Operator` gives `cg` its own.
+        memory_budget: bytes for the working vectors of an iterative method, and as many for the sketch that is an
+            `Operator`'s own preconditioner; one kept from an earlier solve is used whatever its size. None takes the
+            rest of the budget of the linearisation behind A, for both together.
         progress: as in `cg`.
 
     Raises:
@@ -240,13 +243,13 @@ def solve(
         raise ValueError(f"A of {tuple(A.shape)} cannot be solved for B of {tuple(B.shape)}.")
     operator = to_linear_operator(A)
     taken = method_for(A) if method == "auto" else cast(Method, method)
-    if taken == "closed form" and isinstance(A, Informed) and _wants_dense(operator, B):
+    if taken == "closed form" and isinstance(A, TaggedOperator) and _wants_dense(operator, B):
         A.require_definite()
         taken = "dense"
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if taken == "dense":
-        symmetric = isinstance(A, Informed) and A.promises().symmetric
-        promised = method == "auto" and isinstance(A, Informed) and A.promises().definite and not is_known_psd(A)
+        symmetric = isinstance(A, TaggedOperator) and A.promises().symmetric
+        promised = method == "auto" and isinstance(A, TaggedOperator) and A.promises().definite and not is_known_psd(A)
         found = solve_dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
     request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)
@@ -254,12 +257,12 @@ def solve(
 
 
 def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
-    """The dense matrix has more gradients than closed forms, those with respect to eigenvectors for one."""
+    """Return whether the dense matrix is to be used for its gradients, those of eigenvectors for one."""
     return recorded((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
 
 
 class _Solve(Function):
-    """A⁻¹ B; Aᵀ y = g is solved once more in the backward pass."""
+    """A⁻¹ B as an autograd function; its backward pass solves Aᵀ y = g once."""
 
     @staticmethod
     def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:
@@ -282,7 +285,7 @@ class _Solve(Function):
 
 
 class _LeastSquares(Function):
-    """A⁺ B, with gradients where the rank does not change."""
+    """A⁺ B as an autograd function, with gradients where the rank does not change."""
 
     @staticmethod
     def forward(ctx: Any, tree: Any, request: Request, rhs: Tensor, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Systems A X = B as solvers take them: arguments checked, columns of unit norm, as many at a time as fit."""
+"""Systems A X = B as solvers take them: checked arguments, columns of unit norm, groups that fit in memory."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ Callback: TypeAlias = Callable[[int, Tensor], object]
 
 @runtime_checkable
 class Multiplies(Protocol):
-    """Anything that a block of vectors can be multiplied by with ``@``."""
+    """An object that multiplies a block of vectors with ``@``."""
 
     def __matmul__(self, other: Vectors, /) -> Vectors:
-        """The product with a block."""
+        """Multiply a block."""
 
 
 Preconditioner: TypeAlias = Multiplies | Multiply | Tensor | LinearOperator
@@ -69,7 +69,7 @@ def check(
     memory_budget: int | None = None,
     max_matvecs: int | None = None,
 ) -> None:
-    """Whether right-hand sides, initial guess and options fit the matrix.
+    """Check that right-hand sides, initial guess and options fit the matrix.
 
     Raises:
         TypeError: A is of half precision, or B or x0 not of A's dtype.
@@ -89,12 +89,12 @@ def check(
 
 
 def iterations_allowed(n: int, maxiter: int | None) -> int:
-    """The limit given, or 10 n, at least 100 and at most 10,000."""
+    """Return the limit given, or 10 n, at least 100 and at most 10,000."""
     return min(max(10 * n, 100), MOST_ITERATIONS) if maxiter is None else maxiter
 
 
 def shifted(A: Matrix, shift: float) -> Matrix:
-    """A + shift I."""
+    """Return A + shift I."""
     if shift == 0:
         return A
     if isinstance(A, Tensor):
@@ -102,11 +102,11 @@ def shifted(A: Matrix, shift: float) -> Matrix:
     return A.add_diagonal(torch.tensor(shift, dtype=A.dtype, device=A.device))
 
 
-def applied(preconditioner: Preconditioner | None) -> Multiply:
-    """The preconditioner as a function on blocks.
+def as_function(preconditioner: Preconditioner | None) -> Multiply:
+    """Return the preconditioner as a function on blocks.
 
     Raises:
-        TypeError: it is nothing that a block can be given to.
+        TypeError: it cannot be applied to a block.
     """
     if preconditioner is None:
         return lambda V: V
@@ -123,7 +123,7 @@ def applied(preconditioner: Preconditioner | None) -> Multiply:
 
 @dataclass(frozen=True, eq=False)
 class UnitSystems:
-    """The right-hand sides that need a solve, scaled to unit norm, and where they belong.
+    """The right-hand sides that need a solve, scaled to unit norm, and their places in B.
 
     A column of B is ``unit * length * height``: in two factors, since the norm itself may overflow.
     """
@@ -148,15 +148,15 @@ class UnitSystems:
         return cls(unit / length, X, length, height, usable)
 
     def records(self, residuals: Tensor, rtol: float, maxiter: int, callback: Callback | None) -> Records:
-        """What is known at the start, the initial guesses leaving these residuals."""
+        """Return the records at the start, for the residuals of the initial guesses."""
         level = rounding_level(self.unit.dtype, max(self.unit.shape[0], self.X.shape[0]))
-        told = None
+        report = None
         if callback is not None:
-            told = lambda iteration, values: callback(iteration, self.usable.spread(values))  # noqa: E731
-        return Records(self.X, residuals.tolist(), rtol, level, maxiter, told)
+            report = lambda iteration, values: callback(iteration, self.usable.spread(values))  # noqa: E731
+        return Records(self.X, residuals.tolist(), rtol, level, maxiter, report)
 
     def solution(self, records: Records, least_squares: bool = False) -> Solution:
-        """What was reached, in the order and scale of B."""
+        """Return the solution reached, in the order and scale of B."""
         usable, K = self.usable, len(self.usable.heights)
         known = usable.reasons | {j: records.reasons[i] for i, j in enumerate(usable.live.tolist())}
         residuals, backward = usable.spread(records.best), usable.spread(records.backward)
@@ -182,7 +182,7 @@ class UnitSystems:
         )
 
 
-def solved(
+def solve_in_groups(
     what: str,
     solve: Callable[[Vectors, Vectors | None], Solution],
     A: Matrix,
@@ -193,10 +193,10 @@ def solved(
     progress: Progress,
     kept: Checkpoint = NOTHING,
 ) -> Solution:
-    """The outcome of ``solve(B, x0)``, for as many columns at a time as memory has room for, at least one.
+    """Run ``solve(B, x0)`` for as many columns at a time as memory has room for, at least one.
 
-    A column takes ``vectors`` working vectors. x has the shape of B. Where memory runs out all the same, fewer columns
-    run together.
+    A column takes ``vectors`` working vectors. x has the shape of B. Where memory still runs out, fewer columns run
+    together.
     """
     with torch.no_grad(), at_work(what, None, progress, A):
         start = None if x0 is None else as_columns(x0)
@@ -217,7 +217,7 @@ def _in_groups(
     width = columns_at_a_time(K, column, room_for(A, memory_budget, column))
     found: list[Solution] = []
     X, start, halving = B, 0, Halving("solved for")
-    widths: list[int] = kept.state or [width]  # of the groups so far: a run that goes on makes the same
+    widths: list[int] = kept.state or [width]  # of the groups so far: a continued run makes the same groups
     kept.save(lambda: widths, now=True)
 
     def work(start: int, stop: int) -> Solution:
@@ -238,10 +238,10 @@ def _in_groups(
             put(X, start, one.x)
             found.append(replace(one, x=X))  # its own is freed
             start = stop
-    return _joined(found, X)
+    return _join(found, X)
 
 
-def _joined(parts: list[Solution], X: Vectors) -> Solution:
+def _join(parts: list[Solution], X: Vectors) -> Solution:
     normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
     return Solution(
         X,

@@ -1,4 +1,4 @@
-"""Why an iteration ends, and at which level: the thresholds of every solver, and what is known of each column."""
+"""Reasons to end an iteration: the thresholds of every solver, and the records of each column."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from curvops.progress import as_step, remark, time_left
 from curvops.records import restore, state_of
 
 CHECK_EVERY = 50
-"""Iterations between two looks at the true residual."""
+"""Iterations between two checks of the true residual."""
 STEADY = 10
-"""Iterations over which a rate is taken at least."""
+"""The least number of iterations over which a rate is taken."""
 ANSWERED = 0.1
-"""A residual above this share of b answers nothing, however small the backward error is."""
+"""With a residual above this share of b, x is no answer, however small the backward error is."""
 STATE = ("X", "best", "backward", "current", "reference", "normal", "mark", "gained", "iteration", "matvecs")
 UNDECIDED = frozenset({Reason.STAGNATION, Reason.ITERATION_LIMIT})
-"""Stops that say how the iteration ended, and nothing of the operator."""
+"""Reasons that show how the iteration ended, but nothing about the operator."""
 
 
 def patience(maxiter: int) -> int:
-    """Iterations without a gain of a hundredth after which a column stops."""
+    """Return the iterations without a gain of a hundredth after which a column stops."""
     return max(500, maxiter // 2)
 
 
-def looked_at(rtol: float, dtype: torch.dtype) -> float:
-    """The recurrence's residual from which on the true one is looked at."""
+def check_level(rtol: float, dtype: torch.dtype) -> float:
+    """Return the recurrence's residual below which the true one is checked."""
     return max(0.95 * rtol, torch.finfo(dtype).eps / 4)
 
 
 def precision_limited(residual: float, backward: float, level: float) -> bool:
-    """Whether an answer is the best that the dtype allows: exact but for rounding in A and b, and no mere zero."""
+    """Return whether an answer is as good as the dtype allows: exact but for rounding, and not just zero."""
     return backward <= level and residual <= ANSWERED
 
 
-def grown(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
-    """The estimate of ‖A‖ from the norms of products and of the vectors multiplied; those not finite are ignored."""
+def raise_norm(norm_A: float, images: Sequence[float], sizes: Sequence[float]) -> float:
+    """Raise the estimate of ‖A‖ to the largest finite ratio of a product's norm to that of its vector."""
     return max([norm_A, *(a / s for a, s in zip(images, sizes) if s > 0 and a < math.inf)])
 
 
 class Verdict(Enum):
-    """What a column does after its true residual was looked at."""
+    """The next action for a column after a check of its true residual."""
 
     CONTINUE = auto()
     RESTART = auto()
@@ -56,12 +56,12 @@ class Verdict(Enum):
 
 
 class Records:
-    """The best answers so far and what is known of them, a number per column on the host.
+    """The best answers so far and their quality, a number per column on the host.
 
-    A recurrence that is at its end is begun anew from the true residual as long as that gains a factor of two, which is
+    A recurrence that has ended restarts from the true residual as long as that gains a factor of two, which is
     iterative refinement in the vectors' own precision. ``X`` holds the best answers by true residuals, which are
-    ``best``; ``current`` are those of the recurrence, the next row of ``history``. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖), NaN
-    where they are not known.
+    ``best``; ``current`` are the recurrence's residuals, the next row of ``history``. ``normal`` are ‖Aᵀr‖/(‖A‖‖r‖),
+    NaN where they are unknown.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class Records:
         self.reasons: dict[int, Reason] = {}
         self.history: list[list[float]] = []
         self.iteration = self.matvecs = 0
-        self.maxiter, self.begun = maxiter, (0, time.monotonic())
+        self.maxiter, self.started = maxiter, (0, time.monotonic())
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs."""
+        """Return the state from which a run continues."""
         reasons = {str(column): reason.name for column, reason in self.reasons.items()}
         history = torch.tensor(self.history, dtype=torch.float64)
         return state_of(self, STATE) | {"reasons": reasons, "history": history}
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         restore(self, STATE, state)
         self.reasons = {int(column): Reason[name] for column, name in state["reasons"].items()}
         self.history = state["history"].tolist()
-        self.begun = self.iteration, time.monotonic()
+        self.started = self.iteration, time.monotonic()
 
     @property
     def vanishing(self) -> float:
-        """The ‖Aᵀr‖/(‖A‖‖r‖) below which r is a null vector, as far as a difference can show it."""
+        """The ‖Aᵀr‖/(‖A‖‖r‖) below which r counts as a null vector, since rounding hides the difference."""
         return 8 * math.sqrt(torch.finfo(self.X.dtype).eps)
 
     def idle(self, column: int) -> int:
-        """Iterations since the residual last fell by a hundredth."""
+        """Return the iterations since the residual last fell by a hundredth."""
         return self.iteration - self.gained[column]
 
     def measure(self, column: int, size: float) -> None:
@@ -115,7 +115,8 @@ class Records:
         put(self.X, column, x)
 
     def judge(self, column: int, size: float, ended: bool, null: bool) -> Verdict:
-        """``size`` should fall; ``ended``: the recurrence cannot improve it further; ``null``: r is a null vector."""
+        """Decide the next action by ``size``, which should fall, and by whether the recurrence can continue."""
+        # ended: the recurrence cannot improve size further; null: r is a null vector.
         if ended and size < 0.5 * self.reference[column]:
             self.reference[column] = size
             return Verdict.RESTART
@@ -125,7 +126,7 @@ class Records:
         return Verdict.CONTINUE
 
     def limited(self, column: int) -> bool:
-        """Whether the best answer is the best that the dtype allows."""
+        """Return whether the best answer is as good as the dtype allows."""
         return precision_limited(self.best[column], self.backward[column], self.level)
 
     def stop(self, column: int, reason: Reason) -> None:
@@ -141,14 +142,14 @@ class Records:
         self.give(column, reason)
 
     def give(self, column: int, reason: Reason) -> None:
-        """Write down a reason, and the true residual as the last of the history."""
+        """Set a reason, and the true residual as the last of the history."""
         self.reasons[column] = reason
         self.current[column] = self.best[column]
 
     def outlook(self) -> str:
-        """The largest residual, and how long it is to the tolerance at the rate of the last half of the iterations."""
+        """Describe the largest residual and the time to the tolerance at the rate of the last half of iterations."""
         worst, note = max(self.current), f"residual {max(self.current):.1e}"
-        first, since = self.begun
+        first, since = self.started
         steps = len(self.history) // 2
         if steps < STEADY or not self.rtol < worst < max(self.history[-1 - steps]) or self.iteration <= first:
             return note
@@ -157,7 +158,7 @@ class Records:
         return note if left == math.inf else f"{note}, {time_left(left / (self.iteration - first), since)}"
 
     def record(self, active: Sequence[int], estimates: Sequence[float]) -> None:
-        """A row of the history, shown to the callback."""
+        """Add a row to the history and show it to the callback."""
         for column, value in zip(active, estimates):
             self.current[column] = value
         self.history.append(list(self.current))

@@ -15,7 +15,7 @@ MOST_PASSES = 4
 
 
 class Basis:
-    """Orthonormal columns in one piece of memory, n × capacity; ``width`` of them are in use."""
+    """An orthonormal basis in one piece of memory, n × capacity, of which ``width`` columns are in use."""
 
     def __init__(self, like: Float[Vectors, "n k"], capacity: int, generator: torch.Generator | None) -> None:
         self.n = like.shape[0]
@@ -29,21 +29,22 @@ class Basis:
         return part(self.store, 0, self.width)
 
     def append(self, V: Float[Vectors, "n b"]) -> None:
-        """Take orthonormal columns, orthogonal to those in use."""
+        """Add orthonormal columns that are orthogonal to those in use."""
         put(self.store, self.width, V)
         self.width += V.shape[1]
 
     def rotate(self, C: Float[Tensor, "m k"]) -> None:
-        """Keep the combinations Q C, for C (on the host) with orthonormal columns."""
+        """Replace the basis by Q C, for C (on the host) with orthonormal columns."""
         rotate(self.columns, C)
         self.width = C.shape[1]
 
     def expand(
         self, W: Float[Vectors, "n b"], floor: float
     ) -> tuple[Float[Tensor, "m b"], Float[Vectors, "n r"], Float[Tensor, "r b"]]:
-        """H, V, R with W = Q H + V R, V orthonormal and orthogonal to Q; W is overwritten, H and R are on the host.
+        """Return H, V, R with W = Q H + V R, V orthonormal and orthogonal to Q; W is overwritten.
 
-        Directions of W − Q H of size at most ``floor`` are dropped, so that r ≤ b. Cost: 8 n m b operations.
+        H and R are on the host. Directions of W − Q H of size at most ``floor`` are dropped, so that r ≤ b. Cost:
+        8 n m b operations.
         """
         Q = self.columns
         H = gram(Q, W)
@@ -51,7 +52,7 @@ class Basis:
         R = torch.eye(V.shape[1], dtype=torch.float64)
         H = H.cpu()
         for turn in range(MOST_PASSES):
-            V, R, share = _trimmed(V, R, floor, self.n - self.width)
+            V, R, share = _trim(V, R, floor, self.n - self.width)
             if not V.shape[1] or (turn and share > KEPT_SHARE):
                 break
             again = gram(Q, V)
@@ -60,7 +61,7 @@ class Basis:
         return H, V, R
 
     def fresh(self, width: int, beside: Float[Vectors, "n r"]) -> Float[Vectors, "n b"]:
-        """``beside`` and random directions orthogonal to it and to the basis, ``width`` columns if so many are left."""
+        """Add random directions to ``beside``, orthogonal to it and to the basis, up to ``width`` columns or all."""
         missing = min(width, self.n - self.width) - beside.shape[1]
         if missing <= 0:
             return beside
@@ -71,8 +72,8 @@ class Basis:
         return join(beside, drawn)
 
 
-def _trimmed(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tensor, float]:
-    """An orthonormal basis of V without directions where V R is at most ``floor``, its R, V's least singular value."""
+def _trim(V: Vectors, R: Tensor, floor: float, most: int) -> tuple[Vectors, Tensor, float]:
+    """Return V's orthonormal basis without directions of V R up to ``floor``, its R, V's least singular value."""
     Q, S = tall_qr(V)
     S = S.cpu()
     share = float(torch.linalg.svdvals(S)[-1]) if S.numel() else 0.0

@@ -11,18 +11,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.symmetry import noticed_skew
+from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import Description, Vectors, as_block, largest, random_block
 from curvops.linalg.spectra.projection import DROPPED, Projection, rotation
 
 # Blocks of vectors held beside the basis in a step.
-BESIDE = 4
+BLOCK_VECTORS = 4
 
 
 def start_block(
     facts: Description, start: Vectors | None, block_size: int, generator: torch.Generator | None
 ) -> Float[Vectors, "n b"]:
-    """The start given, checked and with columns of size about 1, or a random one."""
+    """Check the given start and scale its columns to size about 1, or draw a random one."""
     n, _, dtype, device = facts
     if start is None:
         if not 1 <= block_size <= n:
@@ -38,12 +38,12 @@ def start_block(
 
 
 def columns_within(memory_budget: int | None, n: int, size: int, block_size: int) -> int:
-    """How many columns of ``size`` bytes, of n at most, fit in ``memory_budget`` bytes beside the blocks of a step."""
-    return n if memory_budget is None else max(0, min(n, memory_budget // size - BESIDE * block_size))
+    """Return how many of n columns of ``size`` bytes fit in ``memory_budget`` beside the blocks of a step."""
+    return n if memory_budget is None else max(0, min(n, memory_budget // size - BLOCK_VECTORS * block_size))
 
 
 class BlockLanczos(Projection):
-    """T = QᵀAQ for symmetric A, with A Q = Q T + P C; ``skew`` is by how much A was seen not to be."""
+    """The projection T = QᵀAQ of symmetric A, with A Q = Q T + P C; ``skew`` measures A's asymmetry so far."""
 
     STATE = (*Projection.STATE, "skew", "looked")
     skew, looked = 0.0, 0
@@ -51,12 +51,12 @@ class BlockLanczos(Projection):
     @property
     def skewed(self) -> bool:
         """Whether A is not symmetric, beyond what rounding explains, by all columns multiplied."""
-        return self.skew > noticed_skew(self.eps) * self.size * math.sqrt(self.looked)
+        return self.skew > skew_tolerance(self.eps) * self.size * math.sqrt(self.looked)
 
     def step(self) -> None:
         """Multiply the pending block and project. Costs one product per column of it."""
         V = self.pending
-        W = self._scaled(self.multiply(V))
+        W = self._in_units(self.multiply(V))
         if self.failed:
             return
         self.basis.append(V)
@@ -74,12 +74,12 @@ class BlockLanczos(Projection):
         self._advance(R)
 
     def ritz(self) -> tuple[Tensor, Tensor]:
-        """Ritz values, ascending, and the residual norm of each, in units of ``scale``."""
+        """Return the Ritz values, ascending, and the residual norm of each, in units of ``scale``."""
         values, self.Y = torch.linalg.eigh(self.T)
         return values, (self.C @ self.Y).norm(dim=0)
 
     def restart(self, kept: Tensor) -> None:
-        """Go on from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
+        """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
         Y = self.Y[:, kept]
         self._rotate(torch.arange(self.locked), kept)
         self.T, self.C = torch.diag((Y * (self.T @ Y)).sum(0)), self.C @ Y

@@ -35,16 +35,16 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, iterations_allowed
-from curvops.linalg.spectra.block_lanczos import BESIDE, BlockLanczos, columns_within, start_block
+from curvops.linalg.spectra.block_lanczos import BLOCK_VECTORS, BlockLanczos, columns_within, start_block
 from curvops.linalg.spectra.projection import CountedProduct
-from curvops.linalg.spectra.shift_invert import Solver, shift_inverted
+from curvops.linalg.spectra.shift_invert import Solver, invert_shifted
 from curvops.linalg.spectra.thick_restart import Search, Which
 from curvops.progress import Progress, at_work
 
-# By default a basis takes up to so many bytes and columns: more room means fewer products.
+# Without a budget a basis takes up to this many bytes and columns: more room means fewer products.
 FREE_BYTES = 1 << 26
 MOST_COLUMNS = 512
-# A true residual of so many units of rounding is the best that the dtype allows.
+# A true residual of this many units of rounding is the best that the dtype allows.
 ROUNDING = 20
 
 
@@ -67,34 +67,33 @@ def eigsh(
     progress: Progress = None,
     checkpoint: Place | None = None,
 ) -> Eigenpairs:
-    """The k eigenpairs of symmetric A at one end, both ends or the interior of its spectrum, with multiplicity.
+    """Find k eigenpairs of symmetric A at one end, both ends or in the interior of its spectrum, with multiplicity.
 
     A pair is CONVERGED when its true residual ‖Av − λv‖ is at most rtol |λ| (in the interior, rtol |λ − σ| if that is
     more) and no better pair was missed: where as many equal values were found as the block has columns, Lanczos
     runs on a fresh random block in the complement of the pairs found until it would have found a missed one with
-    probability 0.999
-    (where the budget ends before that, the reason is UNVERIFIED).
+    probability 0.999 (where the budget ends before that, the reason is UNVERIFIED).
 
     Args:
         A: (n, n), symmetric; a tensor or any LinearOperator.
-        k: how many, 1..n.
+        k: the number of pairs, 1..n.
         which: "largest" or "smallest" (algebraic), "both" (half from each end, one more of the large ones), "magnitude"
             (largest |λ|), or "interior" (nearest to ``sigma``). Best first; "both" descending.
         sigma: the shift, for "interior": Lanczos on (A − σ)⁻¹.
-        rtol: 0 asks for all the dtype has, and the reason is then PRECISION_LIMIT.
+        rtol: 0 asks for the best that the dtype allows, and the reason is then PRECISION_LIMIT.
         block_size: vectors multiplied together. A larger one needs somewhat more products.
         maxiter: most block products; by default 10 n, at least 100, at most 10 000. k products are always made.
         max_matvecs: most products with a vector, the k of the final check included.
         start: (n, b), to begin with instead of random vectors; the complement is then always checked.
         generator: source of the random vectors.
-        memory_budget: bytes for the basis; None is what the linearisation behind A has left of its own budget. It has
-            2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the reason is
-            RANK_CAPPED where they did not suffice.
+        memory_budget: bytes for the basis; None takes the rest of the budget of the linearisation behind A. The basis
+            has 2 k + 10 b columns, or up to 512 if they fit in 64 MiB; a smaller one needs more products, and the
+            reason is RANK_CAPPED where they did not suffice.
         solver: for "interior", called as ``solver(A − σ, B, rtol=..., maxiter=...) -> Solution``; `minres` by
             default.
         callback: called as ``callback(iteration, residuals of the wanted pairs so far)``.
         progress: as in `cg`.
-        checkpoint: a folder for what is reached, as in `low_rank`: the basis, every half minute at most.
+        checkpoint: a folder for the state, as in `low_rank`: the basis, every half minute at most.
 
     Returns:
         Eigenpairs with float64 values, vectors in A's dtype, residuals by k further products, and a reason for each.
@@ -120,7 +119,7 @@ def eigsh(
     with (
         torch.no_grad(),
         at_work("eigsh", max_matvecs, progress, A),
-        working(A, memory_budget, k + (2 + BESIDE) * narrow) as (multiply, room),
+        working(A, memory_budget, k + (2 + BLOCK_VECTORS) * narrow) as (multiply, room),
     ):
         sizes = kept.also("basis", lambda: sizes) or list(basis_columns(facts, n, n, k, wide, narrow, room))
         capacity, b, capped = sizes
@@ -128,7 +127,7 @@ def eigsh(
         most = math.inf if max_matvecs is None else max_matvecs - k
         if most < k + b:
             raise ValueError(f"max_matvecs={max_matvecs} is too small: {k} pairs need at least {2 * k + b}.")
-        inverse = None if sigma is None else shift_inverted(A, float(sigma), float(rtol), most, solver)
+        inverse = None if sigma is None else invert_shifted(A, float(sigma), float(rtol), most, solver)
         process = BlockLanczos(inverse or CountedProduct(multiply), block, capacity, generator)
         search = Search(
             process,
@@ -143,19 +142,19 @@ def eigsh(
         )
         reason = search.run(start is None)
         if reason is Reason.NON_FINITE:
-            return _broken(facts, k, process.matvecs, search.history)
+            return _non_finite_pairs(facts, k, process.matvecs, search.history)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
         if inverse is None:
             vectors, size = process.settled, process.size * process.scale
             values, residuals = rayleigh(vectors, multiply, b)
         else:
-            vectors, images, size = inverse.polished(process.settled)
+            vectors, images, size = inverse.polish(process.settled)
             values, residuals = rayleigh(vectors, lambda _: images, k)
             reason = inverse.failure or reason
         reason = Reason.NOT_SYMMETRIC if process.skewed and reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
         spent = process.matvecs + (k if inverse is None else 0)
         verdict = which, sigma, float(rtol), size, reason
-        return kept.finish(_certified(vectors, values, residuals, *verdict, spent, search.history))
+        return kept.finish(_certify(vectors, values, residuals, *verdict, spent, search.history))
 
 
 def _check(n: int, k: int, which: str, sigma: float | None) -> None:
@@ -169,12 +168,12 @@ def _check(n: int, k: int, which: str, sigma: float | None) -> None:
 def basis_columns(
     facts: Description, n: int, numbers: int, k: int, block_size: int, least_block: int, memory_budget: int | None
 ) -> tuple[int, int, bool]:
-    """Columns of a basis in n dimensions, a block size that fits them, and whether the budget made the columns fewer.
+    """Return the columns of a basis, a block size that fits them, and whether the budget made them fewer.
 
-    A column takes ``numbers`` numbers; the block may shrink to ``least_block``.
+    There are at most n columns of ``numbers`` numbers each; the block may shrink to ``least_block``.
 
     Raises:
-        ValueError: the budget holds too few of them.
+        ValueError: the budget holds too few columns.
     """
     size = numbers * torch.finfo(facts.dtype).bits // 8
     usual = min(n, max(2 * k + 10 * block_size, min(MOST_COLUMNS, FREE_BYTES // size)))
@@ -182,12 +181,12 @@ def basis_columns(
         within = columns_within(memory_budget, n, size, b)
         if within >= min(n, k + 2 * b):
             return min(usual, within), b, within < usual
-    needed = size * (min(n, k + 2 * least_block) + BESIDE * least_block)
+    needed = size * (min(n, k + 2 * least_block) + BLOCK_VECTORS * least_block)
     raise ValueError(f"memory_budget={memory_budget} bytes are too few: k={k} needs at least {needed}.")
 
 
 def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
-    """vᵀAv/vᵀv and ‖Av − λv‖ of each column, so many at a time where they are long."""
+    """Return vᵀAv/vᵀv and ‖Av − λv‖ of each column, some columns at a time where they are long."""
     values, residuals = [], []
     width = max(width, CHUNK // vectors.shape[0])
     for start in range(0, vectors.shape[1], width):
@@ -198,7 +197,7 @@ def rayleigh(vectors: Vectors, multiply: Multiply, width: int) -> tuple[Tensor, 
     return torch.cat(values), torch.cat(residuals)
 
 
-def _certified(
+def _certify(
     vectors: Vectors,
     values: Tensor,
     residuals: Tensor,
@@ -210,7 +209,7 @@ def _certified(
     matvecs: int,
     history: Tensor,
 ) -> Eigenpairs:
-    """The pairs and their reasons, in order."""
+    """Order the pairs and give each its reason."""
     keys = {"smallest": values, "magnitude": -values.abs(), "interior": (values - (sigma or 0.0)).abs()}
     order = keys.get(which, -values).argsort()
     residuals = residuals[order]
@@ -223,7 +222,7 @@ def _certified(
 
 
 def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> tuple[Reason, ...]:
-    """A reason for each true residual, given how the search ended."""
+    """Return a reason for each true residual, given how the search ended."""
     unmet = Reason.STAGNATION if reason in (Reason.CONVERGED, Reason.UNVERIFIED) else reason
     found = []
     for residual, aim in zip(residuals.tolist(), aims.tolist()):
@@ -238,7 +237,7 @@ def verdicts(residuals: Tensor, aims: Tensor, noise: float, reason: Reason) -> t
     return tuple(found)
 
 
-def _broken(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:
+def _non_finite_pairs(facts: Description, k: int, matvecs: int, history: Tensor) -> Eigenpairs:
     nothing = torch.full((k,), math.nan, dtype=torch.float64, device=facts.device)
     vectors = zero_block(facts, k) * math.nan
     return Eigenpairs(nothing, vectors, nothing.nan_to_num(math.inf), (Reason.NON_FINITE,) * k, matvecs, history)

@@ -12,9 +12,10 @@ from curvops.linalg.spectra.projection import DROPPED, CountedProduct, Projectio
 
 
 class GolubKahan(Projection):
-    """T = UᵀAV with A V = U T and Aᵀ U = V Tᵀ + P C, for A (m, n) with m ≥ n; nothing is squared.
+    """The projection T = UᵀAV with A V = U T and Aᵀ U = V Tᵀ + P C, for A (m, n), m ≥ n; nothing is squared.
 
-    Left directions that A does not reach are random ones, so that a triplet with σ = 0 has a left vector too.
+    Random left directions take the place of those that A does not reach, so that a triplet with σ = 0 has a left
+    vector, too.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class GolubKahan(Projection):
         self.X = self.Y
 
     def step(self) -> None:
-        """Multiply the pending block by A, what is new of it by Aᵀ. Costs two products per column."""
+        """Multiply the pending block by A, and the new directions in the result by Aᵀ. Two products per column."""
         V = self.pending
-        W = self._scaled(self.multiply(V))
+        W = self._in_units(self.multiply(V))
         if self.failed:
             return
         H, U, R = self.left.expand(W, DROPPED * self.noise)
         U = self.left.fresh(V.shape[1], as_block(U))
-        Z = self._scaled(self.adjoint(U))
+        Z = self._in_units(self.adjoint(U))
         if self.failed:
             return
         self.left.append(U)
@@ -54,13 +55,13 @@ class GolubKahan(Projection):
         self._advance(S)
 
     def ritz(self) -> tuple[Tensor, Tensor]:
-        """Singular values of T, ascending, and ‖Aᵀu − σv‖ for each (Av = σu holds), in units of ``scale``."""
+        """Return T's singular values, ascending, and ‖Aᵀu − σv‖ for each (Av = σu holds), in units of ``scale``."""
         X, values, Yt = torch.linalg.svd(self.T)
         self.X, self.Y = X.flip(1), Yt.mT.flip(1)
         return values.flip(0), (self.C @ self.X).norm(dim=0)
 
     def restart(self, kept: Tensor) -> None:
-        """Go on from these triplets, numbered as in the last ``ritz``, and the pending block."""
+        """Continue from these triplets, numbered as in the last ``ritz``, and the pending block."""
         values = (self.X[:, kept] * (self.T @ self.Y[:, kept])).sum(0)
         self._rotate(torch.arange(self.locked), kept)
         self.T, self.C = torch.diag(values), self.C @ self.X[:, kept]
@@ -72,7 +73,7 @@ class GolubKahan(Projection):
     @property
     def cost(self) -> int:
         """Products of the next step, of A and of Aᵀ."""
-        return 2 * self.upcoming
+        return 2 * self.pending_columns
 
     @property
     def matvecs(self) -> int:
@@ -84,6 +85,6 @@ class GolubKahan(Projection):
         """The left vectors of the locked triplets."""
         return part(self.left.store, 0, self.locked)
 
-    def lifted(self, value: float) -> float:
-        """Powers of AᵀA make the Krylov space."""
+    def krylov_value(self, value: float) -> float:
+        """Return σ|σ|, since powers of AᵀA make the Krylov space."""
         return value * abs(value)

@@ -13,7 +13,7 @@ from curvops.checks import check_limits, checked_whole
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.core.symmetry import noticed_skew
+from curvops.linalg.core.symmetry import skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -36,12 +36,12 @@ from curvops.progress import Progress, at_work
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LanczosResult(Summarised):
-    """A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
+    """A Lanczos factorisation A Q = Q T + β_m q_{m+1} e_mᵀ with orthonormal Q.
 
     ``betas`` has m entries: the m − 1 off-diagonal ones of T and the last, which is ``residual_norm``.
     ``reason`` is CONVERGED for the depth asked for, BREAKDOWN for an invariant subspace, RANK_CAPPED for a memory
-    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the sound columns), NOT_SYMMETRIC for
-    an A that is not: then the identity does not hold.
+    budget that ended the run, NON_FINITE for a product with NaN or Inf (Q holds the columns before it), NOT_SYMMETRIC
+    for an A that is not symmetric: then the identity does not hold.
     """
 
     Q: Float[Vectors, "n m"]
@@ -63,7 +63,7 @@ LEAST_VECTORS = 6
 
 
 def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
-    """The deepest basis, at most ``steps``, whose ``probes`` bases fit in ``memory_budget`` bytes; at least 1."""
+    """Return the largest depth ≤ ``steps`` of which ``probes`` bases fit in ``memory_budget`` bytes, at least 1."""
     steps = min(steps, n)
     if memory_budget is None:
         return steps
@@ -71,7 +71,7 @@ def depth_within(steps: int, n: int, itemsize: int, probes: int, memory_budget: 
 
 
 def first_capacity(first: int, wanted: int, n: int, itemsize: int, probes: int, memory_budget: int | None) -> int:
-    """Room for ``first`` steps, or for all there can be where a growing basis had none for the one before it."""
+    """Return ``first`` steps, or all that fit where memory could not hold a growing basis and the one before."""
     if memory_budget is None or 3 * (wanted + 2) * n * itemsize * probes <= 2 * memory_budget:
         return min(first, wanted)
     return depth_within(wanted, n, itemsize, probes, memory_budget)
@@ -88,8 +88,8 @@ def lanczos(
 ) -> LanczosResult:
     """Tridiagonalise symmetric A over the Krylov space of a start vector (a random one by default).
 
-    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, or what the
-    linearisation behind A has left of its own. ``progress`` is as in `cg`.
+    Costs at most ``steps`` products and keeps steps × n numbers; ``memory_budget`` (bytes) caps the depth, else the
+    rest of the budget of the linearisation behind A. ``progress`` is as in `cg`.
 
     Raises:
         ValueError: A is not square, ``steps`` is not positive, or ``start`` does not fit, is zero or not finite.
@@ -117,7 +117,7 @@ def lanczos(
 def lanczos_from(
     block: Float[Vectors, "n 1"], A: Matrix, steps: int, memory_budget: int | None = None
 ) -> LanczosResult:
-    """The same from a start that was looked at, a block of one column."""
+    """Run `lanczos` from a valid start, a block of one column."""
     n, dtype = block.shape[0], block.dtype
     with working(A, memory_budget, LEAST_VECTORS) as (multiply, room):
         depth = depth_within(steps, n, dtype.itemsize, 1, room)
@@ -143,8 +143,8 @@ class LockStep:
 
     The bases lie one after another in ``store``, a block of K (capacity + 1) columns.
     ``alphas`` and ``betas`` are (K, m) float64 on the host; ``depths`` (K,) counts the steps of each vector, ``done``
-    (K,) says whose Krylov space has become invariant, and ``dropped`` (K,) is the last beta, which counted as 0 there.
-    ``extend`` may be called again to go deeper; ``most`` is how deep memory allows it.
+    (K,) marks invariant Krylov spaces, and ``dropped`` (K,) is their last beta, which counts as 0. ``extend`` may be
+    called again for more depth; ``most`` is the depth that memory allows.
     """
 
     def __init__(
@@ -173,30 +173,30 @@ class LockStep:
     @property
     def skewed(self) -> bool:
         """Whether QᵀAQ of a basis differs from its transpose by more than rounding explains, relative to ‖AQ‖."""
-        return bool((self.gaps.sqrt() > noticed_skew(self.eps) * self.images.sqrt()).any())
+        return bool((self.gaps.sqrt() > skew_tolerance(self.eps) * self.images.sqrt()).any())
 
     @property
     def skew(self) -> float:
-        """By how much, in the Frobenius norm."""
+        """The difference of QᵀAQ to its transpose in the Frobenius norm, the largest of all bases."""
         return float(self.gaps.amax().sqrt())
 
     def tridiagonal(self, k: int) -> Float[Tensor, "m m"]:
-        """T of start vector k."""
+        """Return T of start vector k."""
         m = int(self.depths[k])
         off = self.betas[k, : m - 1]
         return torch.diag(self.alphas[k, :m]) + torch.diag(off, 1) + torch.diag(off, -1)
 
     def vectors(self, k: int, m: int) -> Float[Vectors, "n m"]:
-        """The first m vectors of start vector k's basis, sharing memory."""
+        """Return the first m vectors of start vector k's basis, sharing memory."""
         first = k * (self.capacity + 1)
         return part(self.store, first, first + m)
 
     def expand(self, k: int, coefficients: Float[Tensor, " m"]) -> Float[Vectors, "n 1"]:
-        """The combination of the first m vectors of start vector k's basis."""
+        """Return a combination of the first m vectors of start vector k's basis."""
         return combine(self.vectors(k, len(coefficients)), coefficients[:, None])
 
     def inverse_times_start(self, shift: float) -> Float[Vectors, "n K"]:
-        """(A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
+        """Return (A + shift I)⁻¹ times each start vector, as far as its Krylov space reaches; no product."""
         found = []
         for k in range(self.K):
             m = int(self.depths[k])
@@ -207,10 +207,10 @@ class LockStep:
         return join(*found)
 
     def reserve(self, capacity: int) -> None:
-        """Room for ``capacity`` steps, keeping those done.
+        """Reserve memory for ``capacity`` steps, keeping those done.
 
-        Of the ``most`` there can be, all at once as soon as half of them are asked for: the old basis stands beside the
-        new one meanwhile, and must be the smaller.
+        Once half of ``most`` is asked for, memory for all of it is reserved: the old basis is held beside the new one
+        meanwhile, and must be the smaller one.
         """
         if capacity <= self.capacity:
             return
@@ -222,7 +222,7 @@ class LockStep:
         self.store, self.capacity = store, capacity
 
     def extend(self, depth: int) -> None:
-        """Go on to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
+        """Continue to ``depth`` steps, leaving out the vectors that are done. One small transfer a step."""
         while (m := self.alphas.shape[1]) < min(depth, self.capacity):
             live = (~self.done).nonzero().squeeze(1)
             if not len(live):
@@ -230,7 +230,7 @@ class LockStep:
             self.step(m, live)
 
     def deepen(self, most: int, longer: Callable[[int], int], settled: Callable[[], bool]) -> bool:
-        """``longer(depth)`` steps more at a time, to at most ``most``; whether it settled, or all vectors are done."""
+        """Add ``longer(depth)`` steps at a time, at most ``most``; return whether it settled or all are done."""
         while not settled() and not bool(self.done.all()):
             depth = self.alphas.shape[1]
             if depth >= most:
@@ -241,7 +241,7 @@ class LockStep:
         return True
 
     def step(self, m: int, live: Tensor) -> None:
-        """One product and one projection for the start vectors ``live``, each with m vectors done."""
+        """Make one product and one projection for the start vectors ``live``, each with m vectors done."""
         here = (live * (self.capacity + 1) + m).to(self.store.device, non_blocking=True)
         V = columns(self.store, here)
         W = self.multiply(V)
@@ -251,7 +251,7 @@ class LockStep:
         W, along = project_out(W, self.store, self.capacity + 1, m + 1, live)
         beta = norm(W)
         put_columns(self.store, here + 1, W / torch.where(beta > 0, beta, 1.0).to(W.dtype))
-        # Qᵀ A q of a symmetric A has nothing but the last two entries, of which the first mirrors the last step's beta.
+        # For symmetric A, Qᵀ A q has only the last two entries, the first of which mirrors the last step's beta.
         stray = along[:, : max(m - 1, 0)].double().square().sum(1)
         facts = torch.stack([alpha, beta, image, mirrored, stray]).cpu()
         alpha_host, beta_host, image_host, mirrored_host, stray_host = facts
@@ -260,7 +260,7 @@ class LockStep:
             self.gaps[live] += gaps.nan_to_num(0.0, 0.0)
         self.images[live] += image_host.square().nan_to_num(0.0, 0.0)
         self.scale = max(self.scale, float(image_host.nan_to_num(0.0, 0.0).amax()))
-        # What is left after two passes is rounding once it falls to eps times the largest image seen.
+        # The rest after two passes is rounding once it falls to eps times the largest image seen.
         ended = ~(beta_host > 10 * self.eps * self.scale) | ~torch.isfinite(alpha_host)
         self.dropped[live] = torch.where(ended, beta_host, 0.0)
         if m + 1 == self.n:

@@ -1,4 +1,4 @@
-"""What block Lanczos and block Golub–Kahan share: a growing basis, a pending block, and pairs that are settled."""
+"""The common part of block Lanczos and block Golub–Kahan: a growing basis, a pending block, locked pairs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from curvops.linalg.core.vectors import Vectors, as_block, norm, part
 from curvops.linalg.spectra.basis import Basis
 from curvops.records import restore, state_of
 
-# Directions of a residual below so many units of rounding are dropped.
+# Directions of a residual below this many units of rounding are dropped.
 DROPPED = 10
 COUNTED = ("matvecs", "failure")
 
 
 class CountedProduct:
-    """A product with blocks that counts the vectors it was given."""
+    """A product with blocks that counts the vectors it multiplies."""
 
     failure: Reason | None = None
 
@@ -30,7 +30,7 @@ class CountedProduct:
         self.multiply, self.matvecs = multiply, 0
 
     def __call__(self, V: Vectors) -> Vectors:
-        """The product with a block."""
+        """Multiply a block."""
         self.matvecs += V.shape[1]
         return self.multiply(V)
 
@@ -40,8 +40,8 @@ class Projection(ABC):
 
     The residual of a Ritz pair is P C y. All are in units of ``scale``; the small matrices T and C are on the host. The
     first ``locked`` columns of the basis are settled: everything is orthogonal to them, and T and C leave them out.
-    Random directions take the place of dropped ones, so that the search goes on past an invariant subspace and multiple
-    eigenvalues are met more than once.
+    Random directions take the place of dropped ones, so that the search continues past an invariant subspace and finds
+    each copy of a multiple eigenvalue.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("pending", "T", "C", "Y", "locked", "degree", "scale", "size", "failed")
@@ -60,14 +60,14 @@ class Projection(ABC):
         longest = float(norm(start).amax())
         _, independent, _ = self.basis.expand(as_block(start), DROPPED * self.eps * longest)
         self.pending = self.basis.fresh(self.block_size, independent)
-        self.C = torch.zeros(self.upcoming, 0, dtype=torch.float64)
+        self.C = torch.zeros(self.pending_columns, 0, dtype=torch.float64)
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs, the source of random directions left out."""
+        """Return the state from which a run continues, without the source of random directions."""
         return state_of(self, self.STATE) | state_of(self.multiply, COUNTED) | {"basis": self.basis.columns}
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         restore(self, self.STATE, state)
         restore(self.multiply, COUNTED, state)
         self.basis.width = 0
@@ -79,18 +79,18 @@ class Projection(ABC):
 
     @abstractmethod
     def ritz(self) -> tuple[Tensor, Tensor]:
-        """Values, ascending, and the residual norm of each, in units of ``scale``."""
+        """Return the values, ascending, and the residual norm of each, in units of ``scale``."""
 
     @abstractmethod
     def restart(self, kept: Tensor) -> None:
-        """Go on from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
+        """Continue from these Ritz vectors, numbered as in the last ``ritz``, and the pending block."""
 
     @abstractmethod
     def _rotate(self, old: Tensor, found: Tensor) -> None:
         """Keep some locked columns and some Ritz vectors as the basis."""
 
     def lock(self, old: Tensor, found: Tensor) -> None:
-        """Settle some of the locked columns and some Ritz vectors; the rest of the basis and the pending block go."""
+        """Settle some of the locked columns and some Ritz vectors; drop the rest of the basis and the pending block."""
         self._rotate(old, found)
         self.locked = self.basis.width
         self.T = self.C = torch.zeros(0, 0, dtype=torch.float64)
@@ -98,7 +98,7 @@ class Projection(ABC):
         self.degree = 0
 
     def refill(self, width: int) -> None:
-        """Random directions beside the pending ones, up to ``width``."""
+        """Add random directions beside the pending ones, up to ``width``."""
         self.pending = self.basis.fresh(width, self.pending)
         missing = self.pending.shape[1] - len(self.C)
         self.C = torch.cat([self.C, torch.zeros(missing, self.width, dtype=torch.float64)])
@@ -109,18 +109,18 @@ class Projection(ABC):
         return len(self.T)
 
     @property
-    def upcoming(self) -> int:
-        """Columns to be multiplied next."""
+    def pending_columns(self) -> int:
+        """The number of columns to be multiplied next."""
         return self.pending.shape[1]
 
     @property
     def cost(self) -> int:
-        """Products of the next step."""
-        return self.upcoming
+        """The number of products of the next step."""
+        return self.pending_columns
 
     @property
     def matvecs(self) -> int:
-        """Products spent, of one vector each."""
+        """The number of products spent, of one vector each."""
         return self.multiply.matvecs
 
     @property
@@ -130,7 +130,7 @@ class Projection(ABC):
 
     @property
     def noise(self) -> float:
-        """What rounding leaves of a residual, in units of ``scale``."""
+        """The part of a residual that is rounding, in units of ``scale``."""
         return self.eps * self.size
 
     @property
@@ -138,12 +138,12 @@ class Projection(ABC):
         """The locked columns."""
         return part(self.basis.store, 0, self.locked)
 
-    def lifted(self, value: float) -> float:
-        """The eigenvalue, in the operator whose powers make the Krylov space, of a value (a bound may be negative)."""
+    def krylov_value(self, value: float) -> float:
+        """Return a value's eigenvalue in the operator whose powers make the Krylov space (a bound may be negative)."""
         return value
 
-    def _scaled(self, W: Vectors) -> Vectors:
-        """A copy of a product in units of ``scale``, which is set by the first that is not zero."""
+    def _in_units(self, W: Vectors) -> Vectors:
+        """Return a copy of a product in units of ``scale``, which is set by the first product that is not zero."""
         W = as_block(W)
         image = float(norm(W).amax())
         if not math.isfinite(image):
@@ -163,7 +163,7 @@ class Projection(ABC):
 
 
 def rotation(width: int, old: Tensor, Y: Float[Tensor, "m k"]) -> Float[Tensor, "w j"]:
-    """The matrix that takes a basis of ``width`` columns to those of ``old`` and its last m ones times Y."""
+    """Return the matrix from a basis of ``width`` columns to those of ``old`` and its last m ones times Y."""
     C = torch.zeros(width, len(old) + Y.shape[1], dtype=torch.float64)
     C[old, torch.arange(len(old))] = 1.0
     C[width - len(Y) :, len(old) :] = Y

@@ -22,14 +22,14 @@ Solver: TypeAlias = Callable[..., Solution]
 INNER = 0.1
 
 
-def shift_inverted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
-    """The inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
+def invert_shifted(A: Matrix, sigma: float, rtol: float, most: float | int, solver: Solver | None) -> ShiftInverse:
+    """Return the inverse of A − σ, solved for to a tenth of ``rtol`` and within ``most`` products of A in all."""
     inner = max(INNER * rtol, 4 * torch.finfo(A.dtype).eps)
     return ShiftInverse(A, shifted(A.detach(), -sigma), inner, most, minres if solver is None else solver)
 
 
 class ShiftInverse(CountedProduct):
-    """V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last solver's reason that was not accepted."""
+    """The map V → (A − σ)⁻¹ V, counting products with A; ``failure`` is the last reason of a failed solve."""
 
     def __init__(self, A: Matrix, shifted: Matrix, rtol: float, most: float | int, solver: Solver) -> None:
         super().__init__(product(A))
@@ -44,11 +44,11 @@ class ShiftInverse(CountedProduct):
         self.failure = failed[0] if failed else self.failure
         return solution.x
 
-    def polished(self, V: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Ritz vectors X of A in the span of (A − σ)⁻¹ V, A X, and the size of A seen.
+    def polish(self, V: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return Ritz vectors X of A in the span of (A − σ)⁻¹ V, A X, and the size of A seen.
 
-        A Ritz pair of the inverse leaves a residual of A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve takes
-        that factor away (Ericsson & Ruhe 1980).
+        A Ritz pair of the inverse has a residual in A that is larger by ‖A − σ‖ |λ − σ|⁻¹; one more solve removes that
+        factor (Ericsson & Ruhe 1980).
         """
         Q, _ = tall_qr(self(V))
         W = super().__call__(Q)

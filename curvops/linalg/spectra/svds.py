@@ -33,7 +33,7 @@ from curvops.linalg.core.vectors import (
     zero_block,
 )
 from curvops.linalg.solvers.systems import Callback, iterations_allowed
-from curvops.linalg.spectra.block_lanczos import BESIDE
+from curvops.linalg.spectra.block_lanczos import BLOCK_VECTORS
 from curvops.linalg.spectra.eigsh import ROUNDING, basis_columns, verdicts
 from curvops.linalg.spectra.golub_kahan import GolubKahan
 from curvops.linalg.spectra.projection import CountedProduct
@@ -55,7 +55,7 @@ def svds(
     callback: Callback | None = None,
     progress: Progress = None,
 ) -> SingularTriplets:
-    """The k largest (or smallest) singular triplets of A (m, n), with multiplicity.
+    """Find the k largest (or smallest) singular triplets of A (m, n), with multiplicity.
 
     AᵀA is not formed, so that small singular values have the same absolute accuracy as large ones, rounding of ‖A‖. A
     triplet is CONVERGED when its true residual is at most rtol σ and none better was missed, as in `eigsh`; the options
@@ -75,7 +75,7 @@ def svds(
     check_limits(rtol, maxiter, max_matvecs, memory_budget)
     checked_whole("block_size", block_size)
     numbers = facts.rows + facts.columns
-    least = math.ceil((k + 2 + BESIDE) * numbers / max(facts.rows, facts.columns))
+    least = math.ceil((k + 2 + BLOCK_VECTORS) * numbers / max(facts.rows, facts.columns))
     tall, wide = (A, A.mT) if facts.rows >= facts.columns else (A.mT, A)
     with (
         torch.no_grad(),
@@ -101,13 +101,13 @@ def svds(
         )
         reason = search.run(True)
         reason = Reason.RANK_CAPPED if capped and reason is Reason.ITERATION_LIMIT else reason
-        found = _certified(process, k, which, float(rtol), reason, search.history)
+        found = _certify(process, k, which, float(rtol), reason, search.history)
     swapped = facts.rows < facts.columns
-    return SingularTriplets(found.V, found.values, found.U, *_tail(found)) if swapped else found
+    return SingularTriplets(found.V, found.values, found.U, *_quality(found)) if swapped else found
 
 
 def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Singular values and true residuals of pairs of vectors, a block at a time where they are long."""
+    """Return singular values and true residuals of pairs of vectors, a block at a time where they are long."""
     values, residuals = [], []
     width = max(process.block_size, CHUNK // max(U.shape[0], V.shape[0]))
     for start in range(0, V.shape[1], width):
@@ -122,14 +122,14 @@ def _sizes(process: GolubKahan, U: Vectors, V: Vectors) -> tuple[torch.Tensor, t
     return torch.cat(values), torch.cat(residuals)
 
 
-def _tail(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int, torch.Tensor]:
+def _quality(found: SingularTriplets) -> tuple[torch.Tensor, tuple[Reason, ...], int, torch.Tensor]:
     return found.residuals, found.reasons, found.matvecs, found.history
 
 
-def _certified(
+def _certify(
     process: GolubKahan, k: int, which: str, rtol: float, reason: Reason, history: torch.Tensor
 ) -> SingularTriplets:
-    """Singular values, true residuals and reasons, in order; NaN where a product was not finite."""
+    """Order singular values, true residuals and reasons; NaN where a product was not finite."""
     U, V = process.settled_left, process.settled
     if reason is Reason.NON_FINITE:
         U, V = (zero_block(X, k) + math.nan for X in (U, V))

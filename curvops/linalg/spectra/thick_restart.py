@@ -4,7 +4,7 @@ One Krylov space contains at most as many eigenvectors of an eigenvalue (or of a
 start block has columns. Where that many were found, and further ones would be among those asked for, the pairs are
 locked and Lanczos runs on a fresh random block in their complement. Its result is accepted once the Krylov space is
 deep enough to have found a missed pair: the component of a random vector along any direction is at least δ/√n except
-with probability about δ, and a polynomial of degree j amplifies it by T_j(γ), with γ the position of the missed
+with probability about δ, and a polynomial of degree j amplifies it by T_j(γ), where γ is the position of the missed
 eigenvalue beyond those of the complement (Kuczyński & Woźniakowski 1992). δ^b is `MISSED`.
 """
 
@@ -28,16 +28,16 @@ Which: TypeAlias = Literal["largest", "smallest", "both", "magnitude"]
 
 STATE = ("iteration", "seen", "values", "residuals", "found", "further", "history")
 MISSED = 1e-3
-# The recursion's residual is brought below this share of the tolerance, for the true one is a little larger.
+# The recursion's residual is brought below this share of the tolerance, since the true one is slightly larger.
 SAFETY = 0.5
 # Ritz values within this many tolerances may belong to one eigenvalue.
 WINDOW = 10
-# One part in so many of the room beyond the pairs wanted is kept in a restart; a third did best on eleven test spectra.
+# A restart keeps the pairs wanted and one part in this many of the other columns; a third did best on eleven spectra.
 KEPT_PART = 3
 
 
-def wanted(values: Tensor, which: Which, k: int) -> Tensor:
-    """Positions of the k (or fewer) wanted among ascending values, best first."""
+def best_positions(values: Tensor, which: Which, k: int) -> Tensor:
+    """Return the positions of the k (or fewer) wanted among ascending values, best first."""
     order = values.argsort(descending=which != "smallest", stable=True)
     if which == "magnitude":
         order = values.abs().argsort(descending=True, stable=True)
@@ -46,8 +46,8 @@ def wanted(values: Tensor, which: Which, k: int) -> Tensor:
     return torch.cat([order[: k - low], order[len(order) - low :]])
 
 
-def bounds(values: Tensor, which: Which) -> tuple[float, float]:
-    """The interval outside which a further value would be better than one of these, all of them wanted."""
+def rejected_interval(values: Tensor, which: Which) -> tuple[float, float]:
+    """Return the interval outside which a further value would be better than one of these, all of them wanted."""
     if which == "largest":
         return -math.inf, float(values.min())
     if which == "smallest":
@@ -61,7 +61,7 @@ def bounds(values: Tensor, which: Which) -> tuple[float, float]:
 
 
 class Search:
-    """Finds the k wanted pairs of a process and leaves them locked in it."""
+    """A search for the k wanted pairs of a process, which leaves them locked in it."""
 
     def __init__(
         self,
@@ -83,52 +83,52 @@ class Search:
         self.values = self.residuals = torch.zeros(0, dtype=torch.float64)
         self.found = self.values
         self.further = False
-        """Whether pairs were found, and others are looked for in their complement."""
+        """Whether pairs were found and their complement is searched for others."""
         self.history = torch.zeros(0, k, dtype=torch.float64)
-        """Residuals of the pairs wanted, in the process's scale, a row for each look until they were found."""
+        """Residuals of the pairs wanted, in the process's scale, a row for each check until they were found."""
         self.kept = kept
         if kept.state is not None:
             self.recall(kept.state)
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs."""
+        """Return the state from which a run continues."""
         return state_of(self, STATE) | {"process": self.process.state()}
 
     def recall(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         restore(self, STATE, state)
         self.process.recall(state["process"])
 
     def run(self, random_start: bool) -> Reason:
-        """CONVERGED, ITERATION_LIMIT, UNVERIFIED, or NON_FINITE, in which case fewer than k may be locked."""
+        """Run to CONVERGED, ITERATION_LIMIT, UNVERIFIED, or NON_FINITE, where fewer than k may be locked."""
         process, nothing = self.process, torch.zeros(0, dtype=torch.long)
-        reason, certain, begun = Reason.CONVERGED, False, self.further
-        if not begun:
-            reason = self._pursue(self._converged, lambda: self.k)
+        reason, certain, resumed = Reason.CONVERGED, False, self.further
+        if not resumed:
+            reason = self._pursue(self._is_converged, lambda: self.k)
             if reason is Reason.NON_FINITE:
                 return reason
-            chosen = wanted(self.values, self.which, self.k)
+            chosen = best_positions(self.values, self.which, self.k)
             self.found = self.values[chosen]
-            certain = process.complete or (random_start and not self._crowded(self.residuals[chosen]))
+            certain = process.complete or (random_start and not self._may_hide_more(self.residuals[chosen]))
             process.lock(nothing, chosen)
         while reason is Reason.CONVERGED and not certain:
-            if not begun:
+            if not resumed:
                 process.refill(process.block_size)
                 self.seen = -1
-            self.further, begun = True, False
-            reason = self._pursue(self._cleared, lambda: max(1, len(self._better())))
+            self.further, resumed = True, False
+            reason = self._pursue(self._is_complement_done, lambda: max(1, len(self._better())))
             if reason is not Reason.CONVERGED:
                 return reason if reason is Reason.NON_FINITE else Reason.UNVERIFIED
             better = self._better()
             certain = not len(better) or process.complete
             everything = torch.cat([self.found, self.values[better]])
-            best = wanted(everything, self.which, self.k)
+            best = best_positions(everything, self.which, self.k)
             process.lock(best[best < self.k], better[best[best >= self.k] - self.k])
             self.found = torch.cat([everything[best[best < self.k]], everything[best[best >= self.k]]])
         return reason
 
     def tolerance(self, values: Tensor) -> Tensor:
-        """The residual at which the recursion may stop, in the process's units."""
+        """Return the residual at which the recursion may stop, in the process's units."""
         return (SAFETY * self.rtol * values.abs()).clamp_min(3 * self.process.noise)
 
     def _pursue(self, done: Callable[[], bool], needed: Callable[[], int]) -> Reason:
@@ -139,12 +139,12 @@ class Search:
             if spent and process.locked + process.width >= self.k:
                 self._look()
                 return Reason.ITERATION_LIMIT
-            if process.locked + process.width + process.upcoming > self.capacity:
+            if process.locked + process.width + process.pending_columns > self.capacity:
                 self._look()
                 room = self.capacity - process.locked
                 kept = needed() + (room - needed()) // KEPT_PART
-                kept = max(1, min(kept, room - process.upcoming))
-                process.restart(wanted(self.values, self.which, kept))
+                kept = max(1, min(kept, room - process.pending_columns))
+                process.restart(best_positions(self.values, self.which, kept))
                 self.seen = -1
             process.step()
             self.iteration += 1
@@ -155,30 +155,31 @@ class Search:
             self._look()
             if not self.further:
                 missing = self.k - min(self.k, len(self.values))
-                row = torch.cat([self._of_wanted().cpu(), torch.full((missing,), math.inf, dtype=torch.float64)])
+                row = torch.cat([self._wanted_residuals().cpu(), torch.full((missing,), math.inf, dtype=torch.float64)])
                 self.history = torch.cat([self.history, row.unsqueeze(0)])
-            remark(lambda: f"residual {float(self._of_wanted().amax()):.1e}")
+            remark(lambda: f"residual {float(self._wanted_residuals().amax()):.1e}")
             if self.callback is not None:
-                as_step(0, self.callback, self.iteration, self._of_wanted())
+                as_step(0, self.callback, self.iteration, self._wanted_residuals())
             if process.complete or done():
                 return Reason.CONVERGED
 
-    def _of_wanted(self) -> Tensor:
-        """The recursion's residuals of the pairs that are wanted."""
-        return self.residuals[wanted(self.values, self.which, self.k)] * self.process.scale
+    def _wanted_residuals(self) -> Tensor:
+        """Return the recursion's residuals of the wanted pairs."""
+        return self.residuals[best_positions(self.values, self.which, self.k)] * self.process.scale
 
     def _look(self) -> None:
         if self.seen != self.process.width:
             self.values, self.residuals = self.process.ritz()
             self.seen = self.process.width
 
-    def _converged(self) -> bool:
-        chosen = wanted(self.values, self.which, self.k)
+    def _is_converged(self) -> bool:
+        chosen = best_positions(self.values, self.which, self.k)
         return len(chosen) == self.k and bool((self.residuals[chosen] <= self.tolerance(self.values[chosen])).all())
 
-    def _crowded(self, residuals: Tensor) -> bool:
-        """Whether a cluster of which more could exist, all better than the worst pair, was seen b times or more."""
-        low, high = bounds(self.found, self.which)
+    def _may_hide_more(self, residuals: Tensor) -> bool:
+        """Return whether the block's width may hide a member of a cluster that is better than the worst pair."""
+        # A cluster found b times or more may have further members.
+        low, high = rejected_interval(self.found, self.which)
         values, order = self.found.sort()
         window = WINDOW * torch.maximum(self.tolerance(values), residuals[order])
         cluster = torch.cat([torch.zeros(1), (values.diff() > window[1:]).double().cumsum(0)])
@@ -190,16 +191,16 @@ class Search:
         return False
 
     def _better(self) -> Tensor:
-        """Positions of the complement's Ritz values that are better than one of the pairs found."""
-        low, high = bounds(self.found, self.which)
+        """Return the positions of the complement's Ritz values that are better than one of the pairs found."""
+        low, high = rejected_interval(self.found, self.which)
         slack = self.tolerance(self.values)
         return ((self.values > high + slack) | (self.values < low - slack)).nonzero().squeeze(1)
 
-    def _cleared(self) -> bool:
+    def _is_complement_done(self) -> bool:
         better = self._better()
         if len(better):
             return bool((self.residuals[better] <= self.tolerance(self.values[better])).all())
-        low, high = bounds(self.found, self.which)
+        low, high = rejected_interval(self.found, self.which)
         values, residuals, slack = self.values, self.residuals, self.tolerance(self.values)
         bottom, top = float(values[0] - residuals[0]), float(values[-1] + residuals[-1])
         return (bool(residuals[-1] <= slack[-1]) or self._deep(top, bottom, high)) and (
@@ -207,13 +208,13 @@ class Search:
         )
 
     def _deep(self, top: float, bottom: float, high: float) -> bool:
-        """Whether the fresh Krylov space would have shown an eigenvalue at ``high`` beside a spectrum below ``top``."""
+        """Return whether the fresh space would show an eigenvalue at ``high`` beside a spectrum below ``top``."""
         if high == math.inf:
             return True
         if top >= high or top <= bottom:
             return False
         process = self.process
         share = MISSED ** (1 / process.block_size) / math.sqrt(process.n)
-        top, bottom, high = (process.lifted(value) for value in (top, bottom, high))
+        top, bottom, high = (process.krylov_value(value) for value in (top, bottom, high))
         gamma = 1 + 2 * (high - top) / (top - bottom)
         return (process.degree - 1) * math.acosh(gamma) >= math.acosh(1 / share)

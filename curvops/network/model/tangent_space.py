@@ -52,7 +52,7 @@ class TangentSpace:
         """Whether both are the same parameters, and know the same tensors at the same values."""
         return self.held == other.held and self.difference(other) is None
 
-    def joined(self, other: TangentSpace) -> TangentSpace:
+    def join(self, other: TangentSpace) -> TangentSpace:
         """What both of two spaces that do not differ say of the weights."""
         if other.held.keys() <= self.held.keys():
             return self

@@ -12,13 +12,13 @@ from torch import Tensor
 from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES
-from curvops.linalg.operators.algebra import OfOne
+from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.dense import OfDense
+from curvops.linalg.operators.dense import DenseForm
 from curvops.operators.curvatures.subnetwork import principal_block
 
 
-class OfFormed(OfDense):
+class OfFormed(DenseForm):
     """Cholesky of the operand as it was formed, which has no gradient for what is inside it."""
 
     @staticmethod
@@ -32,7 +32,7 @@ class OfFormed(OfDense):
         return dense.diagonal_scatter(dense.diagonal() + self.shift.to(dense.dtype))
 
 
-class Formed(OfOne):
+class Formed(UnaryOperator):
     """The same operator A, of few enough rows to be formed where A plus a diagonal is to be solved with often.
 
     Products are those of A. Cost: that of `Subnetwork` of all weights, at the first solve, draw or log-determinant with
@@ -54,7 +54,7 @@ class Formed(OfOne):
     def formed(self) -> Tensor:
         """A, (n, n), in float64, formed once for these tensors."""
         cache: Cache = self._kwargs["cache"]
-        return cache.kept("formed", self.representation(), self._formed_now)
+        return cache.get_or_compute("formed", self.representation(), self._formed_now)
 
     def _formed_now(self) -> Tensor:
         dense = principal_block(self.base, torch.arange(self.shape[-1], device=self.device)).double()

@@ -15,7 +15,7 @@ from curvops.linalg.core.cache import require_unrecorded
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import Scaled, Sum
-from curvops.linalg.operators.dense import in_parts
+from curvops.linalg.operators.dense import round_with_rest
 from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
 from curvops.network.model.parameters import matching
 from curvops.operators.curvatures.curvature import Curvature
@@ -69,7 +69,7 @@ class Subnetwork(Dense):
             space = None if whole is None else whole.part(indices)
             psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
             require_unrecorded(source.representation(), "Subnetwork")
-            source, rest = in_parts(principal_block(source, indices), source.dtype)
+            source, rest = round_with_rest(principal_block(source, indices), source.dtype)
         LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)
 
     @property
@@ -95,7 +95,7 @@ class BlockDiagonal(OfLinearization, DirectSum):
         positions = tuple(_partition(lin, blocks))
         _require_room(lin, positions)
         exact = Exact(lin.likelihood)
-        parts = (in_parts(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
+        parts = (round_with_rest(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
         return tuple(dense), {"positions": positions, **made_of(lin)}
 

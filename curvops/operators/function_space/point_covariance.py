@@ -24,12 +24,12 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Diagonal, Inverse, LowRank
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.operators.algebra import OfScaled
-from curvops.linalg.operators.dense import OfDense
-from curvops.linalg.operators.diagonal_matrix import OfDiagonal
-from curvops.linalg.operators.direct_sum import OfDirectSum
-from curvops.linalg.operators.kronecker import OfEigenKronecker
-from curvops.linalg.operators.low_rank import OfLowRank
+from curvops.linalg.operators.algebra import ScaledForm
+from curvops.linalg.operators.dense import DenseForm
+from curvops.linalg.operators.diagonal_matrix import DiagonalForm
+from curvops.linalg.operators.direct_sum import DirectSumForm
+from curvops.linalg.operators.kronecker import EigenKroneckerForm
+from curvops.linalg.operators.low_rank import LowRankForm
 from curvops.network.engines.layerwise import Features
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
@@ -91,26 +91,26 @@ def point_covariances(
         if not isinstance(precision, Damped):
             return None if jacobian.passes.engines.plan.others else _of_covariance(walk, inverse, shape)
         form = precision._closed_form()
-        if isinstance(form, OfDense):
+        if isinstance(form, DenseForm):
             return _of_dense(walk, form, shape)
-        if isinstance(form, OfScaled):
+        if isinstance(form, ScaledForm):
             unscaled = Damped(form.base.base, form.shift / form.factor).inverse()
             found = point_covariances(jacobian, unscaled, outputs, diagonals, rows)
             return None if found is None else found / form.factor
         if jacobian.passes.engines.plan.others:
             return None
-        if isinstance(form, OfLowRank):
+        if isinstance(form, LowRankForm):
             return _of_low_rank(walk, form, shape)
         metric = _metric(walk.model, precision, form)
         return None if metric is None else _summed(walk, metric, shape)
 
 
 def _metric(model: Model, precision: Damped, form: Any) -> Metric | None:
-    if isinstance(form, OfDiagonal):
+    if isinstance(form, DiagonalForm):
         return Elementwise(model, form.inverse_diagonal())
-    if isinstance(form, OfDirectSum) and isinstance(precision.base, LayerBlocks):
+    if isinstance(form, DirectSumForm) and isinstance(precision.base, LayerBlocks):
         return InEigenbases(model, precision.base, form)
-    return InDenseBlocks(model, form) if isinstance(form, OfDirectSum) else None
+    return InDenseBlocks(model, form) if isinstance(form, DirectSumForm) else None
 
 
 def _summed(
@@ -165,7 +165,7 @@ def _add_last(target: Target, layer: OfLayer, inputs: Float[Tensor, "m q"]) -> N
         target.add_((layer.left[0] * kernel.unsqueeze(1)) @ layer.left[0].mT)
 
 
-def _of_dense(walk: JacobianRows, form: OfDense, shape: tuple[int, ...]) -> Target:
+def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
     """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
     for rows in selected_rows(walk):
@@ -176,7 +176,7 @@ def _of_dense(walk: JacobianRows, form: OfDense, shape: tuple[int, ...]) -> Targ
     return total
 
 
-def _of_low_rank(walk: JacobianRows, form: OfLowRank, shape: tuple[int, ...]) -> Target | None:
+def _of_low_rank(walk: JacobianRows, form: LowRankForm, shape: tuple[int, ...]) -> Target | None:
     """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
     base, shift = form.base, form.shift
     metric = Elementwise(walk.model, shift.reciprocal().expand(base.shape[-1]))
@@ -212,7 +212,7 @@ def _of_covariance(walk: JacobianRows, covariance: LinearOperator, shape: tuple[
     return found
 
 
-def _whitening(form: OfLowRank) -> Float[Tensor, "K r"]:
+def _whitening(form: LowRankForm) -> Float[Tensor, "K r"]:
     """√S C⁻ᵀ, with D⁻¹ where that is a number: one product with what was pushed, in place of as many solves as rows."""
     values, kept = form.base.values, form.base.values > 0
     roots, capacitance = values[kept].sqrt(), form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
@@ -249,7 +249,7 @@ class Elementwise(Metric):
 class InEigenbases(Metric):
     """KFAC or EKFAC plus a prior: by name, the form of each block."""
 
-    def __init__(self, model: Model, blocks: LayerBlocks, form: OfDirectSum) -> None:
+    def __init__(self, model: Model, blocks: LayerBlocks, form: DirectSumForm) -> None:
         self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.decomposed))
         self.parts = dict(zip(blocks.names, blocks.partition.parts))
         self.positions = model.selection.positions()
@@ -257,14 +257,14 @@ class InEigenbases(Metric):
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the layers were found otherwise when the curvature was built."""
         whole, parts = self.forms.get(group.names), members(group, self.forms)
-        if whole is not None and not isinstance(whole, OfEigenKronecker):
+        if whole is not None and not isinstance(whole, EigenKroneckerForm):
             order = _order(self.positions, group.names, self.parts[group.names])
             if order is None:
                 return False
             for part, rows in _rows(target, group, most_bytes):
                 _add_solved(part, rows[..., order.to(rows.device)], whole)
             return True
-        if not all(isinstance(self.forms[names], OfEigenKronecker) for names, _ in parts):
+        if not all(isinstance(self.forms[names], EigenKroneckerForm) for names, _ in parts):
             return False
         for names, matrices in parts:
             _add(target, matrices, self._of_layer(names), most_bytes)
@@ -272,7 +272,7 @@ class InEigenbases(Metric):
 
     def _of_layer(self, names: tuple[str, ...]) -> OfLayer:
         form = self.forms[names]
-        assert isinstance(form, OfEigenKronecker)
+        assert isinstance(form, EigenKroneckerForm)
         base = form.eigen
         weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
         return OfLayer(weights, base.left_vectors, base.right_vectors)
@@ -282,9 +282,12 @@ class InEigenbases(Metric):
         if inputs is None:
             return None
         whole = tuple(sorted(names.values()))
-        if isinstance(self.forms.get(whole), OfEigenKronecker):
+        if isinstance(self.forms.get(whole), EigenKroneckerForm):
             return [(self._of_layer(whole), inputs)]
-        if not all(isinstance(self.forms.get((name,)), OfEigenKronecker) for name in names.values()) or len(names) == 1:
+        if (
+            not all(isinstance(self.forms.get((name,)), EigenKroneckerForm) for name in names.values())
+            or len(names) == 1
+        ):
             return None
         return [(self._of_layer((names[local],)), inputs[:, part]) for local, part in PARTS.items()]
 
@@ -292,7 +295,7 @@ class InEigenbases(Metric):
 class InDenseBlocks(Metric):
     """Blocks of whole layers plus a prior."""
 
-    def __init__(self, model: Model, form: OfDirectSum) -> None:
+    def __init__(self, model: Model, form: DirectSumForm) -> None:
         self.positions = model.selection.positions()
         parts = form.base.partition.parts
         self.forms = {

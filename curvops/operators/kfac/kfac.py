@@ -16,8 +16,8 @@ from curvops.linalg.core.partition import whole_partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.direct_sum import OfDirectSum
-from curvops.linalg.operators.kronecker import OfKronecker, decompose
+from curvops.linalg.operators.direct_sum import DirectSumForm
+from curvops.linalg.operators.kronecker import KroneckerForm, decompose
 from curvops.network.likelihoods.output_fisher import OutputFisher
 from curvops.operators.curvatures.fisher import output_fisher
 from curvops.operators.kfac.kfac_factors import (
@@ -33,13 +33,13 @@ from curvops.operators.linearized.reading import OfLinearization, Stored, made_o
 from curvops.progress import Progress
 
 
-class OfLayerBlocks(OfDirectSum):
+class OfLayerBlocks(DirectSumForm):
     """Layer by layer; a layer that is too large for Cholesky has a closed form under one number alone."""
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
         """The forms, the eigendecompositions that they take made side by side."""
-        blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, OfKronecker))
+        blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, KroneckerForm))
         decompose(blocks, self.base.progress)
         return self.forms
 

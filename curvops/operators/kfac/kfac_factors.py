@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import named_part
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
-from curvops.linalg.operators.dense import in_parts
+from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
 from curvops.network.engines.layerwise import Layer
 from curvops.network.likelihoods.output_fisher import OutputFisher
@@ -92,7 +92,7 @@ class Block:
 
 def exact_block(total: Tensor, dtype: torch.dtype) -> Dense:
     """A sum in float64 as the block of a layer without factors, in this dtype with what that does not hold."""
-    tensor, rest = in_parts(total, dtype)
+    tensor, rest = round_with_rest(total, dtype)
     return Dense(tensor, psd=True, rest=rest)
 
 

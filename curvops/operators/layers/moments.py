@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.operators.dense import in_parts
+from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
 from curvops.network.engines.layerwise import Layer
 from curvops.network.model.parameters import Blocks
@@ -210,7 +210,7 @@ class OuterSum:
             self._add_rows(rows)
         assert self.total is not None
         total, self.total = _divided(mirrored(self.total), divisor), None
-        found, rest = in_parts(total, dtype)
+        found, rest = round_with_rest(total, dtype)
         rounding = ROUNDING_UNITS * torch.finfo(dtype).eps if total.dtype != torch.float64 else 0.0
         return found, Details(rest, rounding=rounding, of_rows=rounding_of_rows(dtype))
 

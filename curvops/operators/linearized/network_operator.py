@@ -46,7 +46,7 @@ class NetworkOperator(Operator):
         if not self.symmetric:  # J and the points' gradients: rows for each point, not a sum over them
             return None
         found: Sources = self._kwargs["lin"].sources
-        return found if self._kwargs.get("space") is None else found.forgotten()
+        return found if self._kwargs.get("space") is None else found.detach()
 
     def detached_from_weights(self) -> LinearOperator:
         return self.__class__(*self._args, **self._kwargs | {"space": self.space.detached()})

@@ -7,8 +7,7 @@ from torch import nn
 import curvops as co
 from curvops.linalg import Reason, draw
 from curvops.linalg.core.memory import (
-    BESIDE,
-    SOLVED,
+    CALLER_VECTORS,
     BlockHalved,
     in_parts,
     is_out_of_memory,
@@ -16,6 +15,7 @@ from curvops.linalg.core.memory import (
     solved_at_a_time,
     working,
 )
+from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.network.walks import budget
 from tests.linalg.faulty import without_room_beyond
 from tests.linalg.matrices import symmetric
@@ -54,8 +54,8 @@ def test_operators_know_the_networks_in_them():
     both = G.detached_from_weights() + co.GGN(other).detached_from_weights()
     assert memories_of(both) == {lin.memory, other.memory}
     assert memories_of(torch.eye(2)) == memories_of(co.linalg.Diagonal(torch.ones(2))) == frozenset()
-    assert solved_at_a_time(both, 9) == (1, BESIDE * VECTOR)  # the smallest decides
-    assert solved_at_a_time(co.GGN(linearized(2 * SOLVED)), 9) == (2, 2 * BESIDE * VECTOR)
+    assert solved_at_a_time(both, 9) == (1, CALLER_VECTORS * VECTOR)  # the smallest decides
+    assert solved_at_a_time(co.GGN(linearized(2 * SOLVE_VECTORS)), 9) == (2, 2 * CALLER_VECTORS * VECTOR)
 
 
 def test_a_product_in_parts_is_the_product():
@@ -92,11 +92,11 @@ def test_solvers_take_columns_in_groups_and_say_so(solver):
 
 
 def test_a_preconditioner_leaves_room_for_a_column_and_counts_while_it_lives():
-    P = co.GGN(lin := linearized(SOLVED + 12)).add_diagonal(1e-3)
+    P = co.GGN(lin := linearized(SOLVE_VECTORS + 12)).add_diagonal(1e-3)
     made = P.preconditioner(100, generator())
     assert 1 <= made.U.shape[1] <= 4
-    assert lin.memory.room() == (SOLVED + 12) * VECTOR - made.U.nbytes
-    assert co.GGN(linearized(SOLVED)).add_diagonal(1e-3).preconditioner(100, generator()).U.shape[1] == 0
+    assert lin.memory.room() == (SOLVE_VECTORS + 12) * VECTOR - made.U.nbytes
+    assert co.GGN(linearized(SOLVE_VECTORS)).add_diagonal(1e-3).preconditioner(100, generator()).U.shape[1] == 0
 
 
 @pytest.mark.parametrize("vectors", [60])
@@ -115,7 +115,7 @@ def test_predictions_are_the_same_whatever_memory_there_is(vectors):
 
 
 def test_draws_in_parts_are_draws_one_after_the_other():
-    P = co.GGN(lin := linearized(2 * SOLVED)).add_diagonal(0.5)
+    P = co.GGN(lin := linearized(2 * SOLVE_VECTORS)).add_diagonal(0.5)
     source = generator()
     expected = torch.cat([draw(P, count, source) for count in (2, 2, 1)], 1)
     assert torch.equal(draw(P, 5, generator()), expected)
@@ -183,7 +183,10 @@ def test_a_product_without_memory_is_made_in_parts_and_says_so_once(budget):
     with pytest.warns(BlockHalved):
         rough = co.low_rank(without_room_beyond(3, matrix), rank=40, generator=generator())
     torch.testing.assert_close(rough.to_dense(), matrix, rtol=1e-8, atol=1e-8)
-    with pytest.warns(BlockHalved), pytest.raises(torch.OutOfMemoryError, match="one column either: give linearize"):
+    with (
+        pytest.warns(BlockHalved),
+        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: give"),
+    ):
         co.linalg.nystrom(without_room_beyond(0, matrix), 8)
 
 
@@ -196,5 +199,8 @@ def test_an_allocation_that_fails_is_told_from_other_errors():
 
 
 def test_without_memory_for_a_column_the_error_says_what_to_do():
-    with pytest.warns(BlockHalved), pytest.raises(torch.OutOfMemoryError, match="one column either: give linearize"):
+    with (
+        pytest.warns(BlockHalved),
+        pytest.raises(torch.OutOfMemoryError, match="Not even one column fits: give"),
+    ):
         co.linalg.cg(without_room_beyond(0, torch.eye(5)), torch.ones(5, 4))

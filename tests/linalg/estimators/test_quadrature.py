@@ -36,7 +36,7 @@ def test_rules_bracket_each_probe(name, budget, mu):
         upper, lower = q.bracket(f)
         slack = 1e-9 * exact.abs().max()
         assert (upper >= exact - slack).all() and (lower <= exact + slack).all()
-        assert q.trace_of(f).bias_bound >= ((upper + lower) / 2 - exact).abs().mean() - slack
+        assert q.trace(f).bias_bound >= ((upper + lower) / 2 - exact).abs().mean() - slack
 
 
 @pytest.mark.parametrize("name", SPECTRA)
@@ -164,7 +164,7 @@ def test_what_the_largest_eigenvalue_s_weight_misses_is_its_distance_from_the_mu
         empty = torch.zeros(2, 0, dtype=torch.float64)
         q = SpectralQuadrature(nodes, weights, nodes, weights, empty[0], empty, 4, Reason.CONVERGED)
         expected = (math.log1p(5) - math.log1p(1)) * times
-        assert float(q._missed(log_ratio(1.0))) == pytest.approx(expected, rel=1e-10, abs=1e-14)
+        assert float(q._top_weight_error(log_ratio(1.0))) == pytest.approx(expected, rel=1e-10, abs=1e-14)
 
 
 def test_few_probes_of_one_dominant_direction_are_not_too_sure():

@@ -18,8 +18,8 @@ from curvops.linalg import (
 )
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.kronecker import OfKronecker
-from curvops.linalg.operators.low_rank import OfLowRank
+from curvops.linalg.operators.kronecker import KroneckerForm
+from curvops.linalg.operators.low_rank import LowRankForm
 from tests.linalg.known import Known
 from tests.linalg.operands import OPERANDS, SINGULAR, kron, positive, random, uniform
 from tests.linalg.samples import assert_covariance
@@ -150,7 +150,7 @@ def test_a_subclass_has_its_parents_closed_form():
         pass
 
     P = Special(positive(1, 3), positive(1, 4)).add_diagonal(0.5)
-    assert isinstance(P._closed_form(), OfKronecker)
+    assert isinstance(P._closed_form(), KroneckerForm)
 
 
 def test_factorised_once_and_again_after_a_change_in_place():
@@ -240,7 +240,7 @@ _diagonal = Diagonal(_shift)
 )
 def test_sums_and_multiples_still_solve_by_woodbury(build, expected):
     P = build()
-    assert isinstance(P, Damped) and isinstance(P._closed_form(), OfLowRank)
+    assert isinstance(P, Damped) and isinstance(P._closed_form(), LowRankForm)
     close(P.to_dense(), expected)
     close(P.solve(random(40, 2)), torch.linalg.solve(expected, random(40, 2)))
 

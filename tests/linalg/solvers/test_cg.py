@@ -239,9 +239,9 @@ def test_a_column_that_begins_again_leaves_the_others_to_their_course(monkeypatc
     alone = cg(A, B[:, 1], block=False, rtol=1e-12)
     monkeypatch.setattr(solver, "ANSWERED", math.inf)  # the first column leaves the range, and may begin again
     begun = []
-    judge = solver.ConjugateGradients.may_begin_again
+    judge = solver.ConjugateGradients.may_restart
     monkeypatch.setattr(
-        solver.ConjugateGradients, "may_begin_again", lambda run, j: begun.append(judge(run, j)) or begun[-1]
+        solver.ConjugateGradients, "may_restart", lambda run, j: begun.append(judge(run, j)) or begun[-1]
     )
     both = cg(A, B, block=False, rtol=1e-12)
     assert begun[0] and both.reasons == (Reason.SINGULAR, Reason.CONVERGED)

@@ -56,7 +56,7 @@ def test_dependent_start_columns_are_replaced_by_random_ones():
     start = torch.stack([V[:, 0], V.sum(1), 1e-20 * V.sum(1), torch.zeros(120).double()]).mT
     run = projected(A, start, 1)
     Q = run.basis.columns
-    assert Q.shape[1] == run.upcoming == 4
+    assert Q.shape[1] == run.pending_columns == 4
     torch.testing.assert_close(Q @ (Q.mT @ start), start, rtol=0, atol=1e-14)
     assert (torch.linalg.eigvalsh(run.T) * run.scale - 1e-4).abs().min() < 1e-14
 
