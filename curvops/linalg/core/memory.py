@@ -21,7 +21,7 @@ from curvops.linalg.core.solve_routes import SOLVE_VECTORS
 from curvops.linalg.core.vectors import Description, Vectors, describe, empty_block, part, product, put
 
 Multiply: TypeAlias = Callable[[Vectors], Vectors]
-Outcome = TypeVar("Outcome")
+Attempted = TypeVar("Attempted")
 
 CALLER_VECTORS = 3
 """The vectors of a block solve (`SOLVE_VECTORS` in all) that its caller holds."""
@@ -177,7 +177,7 @@ class Halving:
     what: str
     told: bool = False
 
-    def attempt(self, work: Callable[[int, int], Outcome], start: int, stop: int) -> Outcome | None:
+    def attempt(self, work: Callable[[int, int], Attempted], start: int, stop: int) -> Attempted | None:
         """Return the outcome of the work on these columns, None where half of them are to be tried.
 
         Raises OutOfMemoryError, with what to do, where memory does not suffice for one column.
