@@ -110,7 +110,7 @@ class SumForm(ClosedForm):
 
     @cached_property
     def solved(self) -> Tensor:
-        """(A + diag(d))⁻¹ W, (n, r)."""
+        """The solutions (A + diag(d))⁻¹ W, (n, r)."""
         return self.inner.solve(self.root)
 
     @cached_property

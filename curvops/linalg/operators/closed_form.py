@@ -131,7 +131,7 @@ class Spectral(ClosedForm):
 
     @cached_property
     def definite_spectrum(self) -> Tensor:
-        """The eigenvalues, all of them positive; raise NotPositiveSemidefinite otherwise."""
+        """The eigenvalues, all positive; NotPositiveSemidefinite where one is not."""
         smallest = self.spectrum.detach().min()
         if not bool(smallest > 0):
             raise not_definite(self.base, float(smallest))

@@ -27,7 +27,7 @@ class DenseForm(ClosedForm):
 
     @cached_property
     def dense(self) -> Tensor:
-        """P, (n, n), in float64 up to `DENSE_BLOCK` rows."""
+        """The matrix P, (n, n), in float64 up to `DENSE_BLOCK` rows."""
         dense, n = self.base.to_dense(), self.base.shape[-1]
         rest = self.base.rest if isinstance(self.base, Dense) else None
         if rest is not None or n <= routes.DENSE_BLOCK:
@@ -36,7 +36,7 @@ class DenseForm(ClosedForm):
 
     @cached_property
     def chol(self) -> Tensor:
-        """L with P = L Lᵀ."""
+        """The Cholesky factor L with P = L Lᵀ."""
         L, info = torch.linalg.cholesky_ex(self.dense)
         if bool(info != 0):
             raise not_definite(self.base, float(torch.linalg.eigvalsh(self.dense.detach()).min()))
@@ -81,7 +81,7 @@ class DenseForm(ClosedForm):
 
     @cached_property
     def root(self) -> Tensor:
-        """P^-½."""
+        """The symmetric root P^-½."""
         return inverse_root((self.dense + self.dense.mT) / 2).to(self.base.dtype)
 
 

@@ -36,7 +36,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def scaled(self) -> Tensor:
-        """D⁻¹U, (n, r)."""
+        """The matrix D⁻¹U, (n, r)."""
         return self.inverse_shift * self.base.vectors
 
     def _pull(self, block: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def capacitance(self) -> Tensor:
-        """I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where an eigenvalue in S is zero."""
+        """The capacitance I + UᵀD⁻¹U S, (r, r): not symmetric, but with a gradient where S has a zero."""
         return self._eye + self._pull(self.base.vectors) * self.base.values
 
     @cached_property
@@ -91,7 +91,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def _scale(self) -> float:
-        """1/d on the host, fetched once."""
+        """The number 1/d on the host, fetched once."""
         return float(self.inverse_shift)
 
     def logdet(self) -> Tensor:
@@ -108,7 +108,7 @@ class LowRankForm(ClosedForm):
 
     @cached_property
     def whitened(self) -> tuple[Tensor, Tensor]:
-        """W = D^-½U√S and f = R² (I + R)⁻¹, R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
+        """The pair W = D^-½U√S, f = R² (I + R)⁻¹, R = (I + WᵀW)^-½: (I + W Wᵀ)^-½ = I − W f Wᵀ."""
         W = self.inverse_shift.sqrt() * self.base.root
         R = inverse_root(self._eye + W.mT @ W)
         return W, R @ torch.linalg.solve(self._eye + R, R)
