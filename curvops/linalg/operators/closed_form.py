@@ -168,7 +168,7 @@ def warn_of_rounding(base: LinearOperator, error: float) -> None:
     """Warn with `PrecisionLimit` where relative errors of results may exceed `ROUNDING_SEEN`."""
     if error > ROUNDING_SEEN:
         warnings.warn(
-            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding in {base.dtype} can have changed the "
+            f"{type(base).__name__} {tuple(base.shape)} + diag(d): rounding of {base.dtype} can have changed the "
             f"smallest eigenvalues of the sum by up to {error:.2g} of their size, and variances and solutions as much. "
             "Compute in float64 (lin.cast(torch.float64)), or choose a larger prior precision.",
             PrecisionLimit,
