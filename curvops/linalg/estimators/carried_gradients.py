@@ -22,7 +22,7 @@ from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.systems import shifted
 
 SOLVE_RTOL = 1e-6
-Pairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
+VectorPairs = Callable[[Matrix], Iterable[tuple[Tensor, Tensor]]]
 
 
 def needs_gradient(A: Matrix) -> bool:
@@ -31,7 +31,7 @@ def needs_gradient(A: Matrix) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def attach_gradient(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
+def attach_gradient(estimate: Estimate, A: Matrix, pairs: VectorPairs) -> Estimate:
     """Attach to the estimate's value the gradient d value = Σ lᵀ dA r over the blocks of ``pairs(A)``.
 
     ``pairs`` is called in the backward pass, if there is one, and gives blocks (l, r).
@@ -46,7 +46,7 @@ def attach_gradient(estimate: Estimate, A: Matrix, pairs: Pairs) -> Estimate:
     return replace(estimate, value=value)
 
 
-def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> Pairs:
+def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner | None, shift: float) -> VectorPairs:
     """Make pairs for (A + shift I)⁻¹ from Lanczos probes z and the solves of z that Lanczos reached.
 
     With l = (A + shift I)⁻¹P^½z and r = P^-½z, E l rᵀ = (A + shift I)⁻¹. Lanczos gives (P^-½(A + shift I)P^-½)⁻¹z
@@ -72,7 +72,7 @@ def solve_pairs(solves: list[tuple[Vectors, Vectors]], P: FactoredPreconditioner
 
 class _WithGradient(Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, tree: Any, pairs: Pairs, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, tree: Any, pairs: VectorPairs, *tensors: Tensor) -> Tensor:
         ctx.tree, ctx.pairs = tree, pairs
         ctx.save_for_backward(*tensors)
         return value.clone()

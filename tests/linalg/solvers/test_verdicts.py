@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from curvops.linalg.core.results import Reason
-from curvops.linalg.solvers.verdicts import CHECK_EVERY, Records, Verdict, grown
+from curvops.linalg.solvers.verdicts import CHECK_EVERY, Records, Verdict, raise_norm
 
 RTOL, LEVEL = 1e-6, 1e-14
 
@@ -78,5 +78,5 @@ def test_slow_progress_adds_up_to_a_gain() -> None:
 
 
 def test_the_norm_ignores_zero_vectors_and_what_overflowed() -> None:
-    assert grown(2.0, [0.0, math.inf, math.nan, 6.0, 1.0], [0.0, 1.0, 1.0, 2.0, 1.0]) == 3.0
-    assert grown(5.0, [6.0], [2.0]) == 5.0
+    assert raise_norm(2.0, [0.0, math.inf, math.nan, 6.0, 1.0], [0.0, 1.0, 1.0, 2.0, 1.0]) == 3.0
+    assert raise_norm(5.0, [6.0], [2.0]) == 5.0
