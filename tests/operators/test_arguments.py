@@ -59,7 +59,7 @@ def test_what_the_signature_does_not_name_is_refused(name):
     with pytest.raises(TypeError, match="missing a required argument"):
         make()
     for wrong in (torch.eye(26).double(), Dense(torch.eye(26).double()), nn.Linear(2, 2), None):
-        with pytest.raises(TypeError, match=f"{name} is made of a linearised network.*got {type(wrong).__name__}"):
+        with pytest.raises(TypeError, match=f"{name} is built from a linearised network.*got {type(wrong).__name__}"):
             make(wrong)
 
 

@@ -151,5 +151,5 @@ def test_a_kernel_in_another_dtype_stays_symmetric():
     [co.GGN, co.EmpiricalFisher, co.Hessian, co.DiagonalGGN, co.KFAC, co.EKFAC, co.BlockDiagonal, co.TangentKernel],
 )
 def test_an_operator_is_made_of_a_linearisation(operator):
-    with pytest.raises(TypeError, match=f"{operator.__name__} is made of a linearised network.*got Linear"):
+    with pytest.raises(TypeError, match=f"{operator.__name__} is built from a linearised network.*got Linear"):
         operator(torch.nn.Linear(2, 2))

@@ -104,7 +104,7 @@ DATA: dict[str, tuple[Any, type, str]] = {
     "shape": ((X, Y[:, None]), ValueError, r"shape \(n,\); given \(7, 1\). Use y.squeeze"),
     "length": ((X, Y[:5]), ValueError, r"7 inputs, but the targets have shape \(5,\)"),
     "mapping": ([{"x": X, "y": Y}], TypeError, "A batch is .inputs, targets.; this is a dict. Name the targets"),
-    "index": ((X, Y, torch.arange(7)), TypeError, "There is a third item .torch.int64.*Sample weights need saying"),
+    "index": ((X, Y, torch.arange(7)), TypeError, "There is a third item .torch.int64.*Declare sample weights"),
 }
 
 
@@ -270,7 +270,7 @@ def test_data_changed_in_place_are_refused_or_not_seen() -> None:
     y.add_(1)
     torch.testing.assert_close(co.GGN(kept) @ v, product)
     torch.testing.assert_close(kept.log_likelihood(), log_likelihood)
-    with pytest.raises(co.DataChanged, match="linearise again if the change was meant"):
+    with pytest.raises(co.DataChanged, match="linearise again if the change was intended"):
         _ = co.GGN(streamed) @ v
 
 

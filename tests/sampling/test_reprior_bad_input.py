@@ -140,7 +140,7 @@ BAD = {
     "an unannounced third item": (
         lambda: reprior(mlp(3, 4, 2), (*DATA, torch.ones(6)), NOISE),
         TypeError,
-        "nothing says what it is",
+        "of unknown meaning",
     ),
     "a softmax": (lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: f.softmax(1)), DATA, NOISE), ValueError,
                   "no linear readout: no single layer"),

@@ -29,7 +29,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
 from curvops.linalg.estimators.brackets import single
-from curvops.linalg.estimators.carried_gradients import Pairs, attach_gradient, needs_gradient, solve_pairs
+from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, check_run
@@ -107,7 +107,7 @@ def paired_logdet(
     generator: torch.Generator | None,
     preconditioner: FactoredPreconditioner | str | None,
     keep: bool,
-) -> tuple[Estimate, Pairs | None]:
+) -> tuple[Estimate, VectorPairs | None]:
     """Return `logdet` and, with ``keep``, pairs l, r with E Σ l rᵀ = (A + shift I)⁻¹; none for a grid."""
     n = describe_square(A).rows
     limits.check(min(LEAST, n))
@@ -176,7 +176,7 @@ def _split_logdet(
     generator: torch.Generator | None,
     preconditioner: FactoredPreconditioner | str | None,
     keep: bool,
-) -> tuple[Estimate, Pairs | None]:
+) -> tuple[Estimate, VectorPairs | None]:
     base, level, offset, scale = split
     if scale is not None and preconditioner == "auto" and isinstance(P, Split):
         preconditioner = P.nearby() or "auto"
@@ -275,7 +275,7 @@ def _stochastic(
     preconditioner: FactoredPreconditioner | str | None,
     keep: bool,
     beside: float = 0.0,
-) -> tuple[Estimate, Pairs | None]:
+) -> tuple[Estimate, VectorPairs | None]:
     """Estimate log det(A + shift), its tolerance relative to log det((A + shift)/μ) plus ``beside``."""
     n, budget, memory = excess.facts.rows, excess.limits.products, excess.limits.memory
     most = min(budget // 2, MOST_RANK, n)

@@ -1,4 +1,4 @@
-"""Training data of which only a few facts are left: those of a linearisation that was read from a file."""
+"""Stand-in for the training data of a linearisation that was loaded from a file without them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from curvops.network.data.inputs import Inputs, move
 
 @dataclass(frozen=True, eq=False)
 class AbsentBatches:
-    """What `Batches` says of itself where the data are not at hand; whoever asks for a batch is told so.
+    """The properties of `Batches` without the data themselves; reading a batch raises ValueError.
 
-    `few` are the inputs of a point or two, on which a model is tried; `sizes` those of the batches.
+    `few` holds the inputs of one or two points, on which a model is tried; `sizes` the sizes of the batches.
     """
 
     few: Inputs
@@ -32,5 +32,5 @@ class AbsentBatches:
         )
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
-        """The same on another device or in another floating dtype."""
+        """Return a copy on another device or in another floating dtype."""
         return replace(self, few=move(self.few, device, dtype))

@@ -1,7 +1,7 @@
-"""What are the training data, and are they the same on every pass?
+"""The training data in batches, checked to be the same on every pass.
 
 Operators sum over the data once per product, so the data must be finite, repeatable and unchanged. :func:`as_batches`
-turns what users have into :class:`Batches`, which checks the values on the first pass and their fingerprints on every
+turns the user's data into :class:`Batches`, which checks the values on the first pass and their fingerprints on every
 later one.
 """
 
@@ -45,18 +45,18 @@ from curvops.network.data.randomness import items
 
 ACCEPTED = (
     "Pass a pair (inputs, targets) of tensors or arrays, a torch Dataset, a DataLoader, or a list (any re-iterable) of "
-    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. A "
-    "mapping with 'labels' (Hugging Face's batches) has these as targets, and everything else as inputs."
+    "batches (inputs, targets); with weights=True (inputs, targets, weights), or mappings with these three names. In a "
+    "mapping with 'labels' (Hugging Face's batches) these are the targets, and all other entries the inputs."
 )
 NAMES = ("inputs", "targets", "weights")
 LABELS = ("labels", "label")
-"""What Hugging Face's collators and data sets call the targets."""
+"""The names of the targets in Hugging Face's collators and data sets."""
 IGNORED = -100
-"""The label of what does not count, there."""
+"""The label of ignored positions in Hugging Face's batches."""
 
 
 class DataChanged(RuntimeError):
-    """A pass over the data met other batches than the first pass did."""
+    """A pass over the data gave other batches than the first pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,18 +77,18 @@ class Batch:
         return len(self.targets)
 
     def labels(self, points: slice | Tensor) -> Batch:
-        """Some of the points, a range or positions, without their inputs; positions keep the batch's own `start`."""
+        """Return the points in a range or at positions, without their inputs; positions keep the batch's `start`."""
         weights = None if self.weights is None else self.weights[points]
         first = (points.start or 0) if isinstance(points, slice) else 0
         return Batch((), self.targets[points], weights, self.start + first)
 
     def copy(self) -> Batch:
-        """The same in memory of its own."""
+        """Return a copy of all tensors."""
         weights = None if self.weights is None else self.weights.clone()
         return Batch(copy(self.inputs), self.targets.clone(), weights, self.start)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors with the names that messages use for them."""
+        """Yield all tensors with the names that messages use for them."""
         yield from components(self.inputs)
         yield "targets", self.targets
         if self.weights is not None:
@@ -138,12 +138,12 @@ class Batches:
 
     @cached_property
     def fingerprint(self) -> int:
-        """That of all batches; data on another device or in another dtype keep it."""
+        """The fingerprint of all batches; data moved to another device or dtype keep it."""
         return int(fingerprint([self._seen[1]]))
 
     @property
     def _seen(self) -> tuple[list[object], Tensor]:
-        """Signatures and fingerprints of the batches that the first pass met."""
+        """Signatures and fingerprints of the batches of the first pass."""
         if self._held:
             return [_signature(batch) for batch in self._held], torch.stack([_fingerprint(b) for b in self._held])
         return self._noted[0], torch.stack(self._noted[1])
@@ -160,7 +160,7 @@ class Batches:
 
     @property
     def few(self) -> Inputs:
-        """Copies of the inputs of the first two points, or of one where there are no more."""
+        """Copies of the inputs of the first two points, or of the only one."""
         return copy(take(next(iter(self)).inputs, slice(0, 2)))
 
     @property
@@ -186,7 +186,9 @@ class Batches:
             prints.append(_fingerprint(batch))
             yield batch
         if len(prints) < self.num_batches:
-            raise DataChanged(self._changed(f"only {len(prints)} of the first pass's {self.num_batches} batches came"))
+            raise DataChanged(
+                self._changed(f"there are only {len(prints)} of the first pass's {self.num_batches} batches")
+            )
         changed = (torch.stack(prints) != expected).tolist()
         if any(changed):
             raise DataChanged(
@@ -197,12 +199,12 @@ class Batches:
         return items(self._source, torch.device(self._device or "cpu"))
 
     def verify(self) -> None:
-        """Make one pass only to compare. Raises :class:`DataChanged`."""
+        """Compare the data with the first pass. Raises :class:`DataChanged`. One pass."""
         for _ in self._again():
             pass
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
-        """The same data on another device or in another floating dtype (None keeps it). Costs two passes."""
+        """Return the data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
         converted = Batches(
             self._source, device or self._device, dtype or self._dtype, self._check, self._layout, self._weights, None
@@ -214,7 +216,7 @@ class Batches:
         return (
             f"The data differ from the first pass: {what}. Usual causes are shuffling, random augmentation and tensors "
             "changed in place: turn off the first two, give a copy of the tensors, or linearise again if the change "
-            "was meant."
+            "was intended."
         )
 
 
@@ -229,7 +231,7 @@ def as_batches(
     admit: Callable[[Inputs], None] | None = None,
     hold: bool = False,
 ) -> Batches:
-    """The batches in ``data``, checked by a first pass.
+    """Read the batches in ``data`` and check them in a first pass.
 
     data: a tuple or list (inputs, targets[, weights]) of tensors in memory, or a mapping of them with these names; a
         Dataset; a DataLoader (where it shuffles, read in the order of its dataset) or any re-iterable of such tuples
@@ -238,14 +240,14 @@ def as_batches(
     batch_size: points per batch, used for tensors in memory and Datasets only.
     device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
     check: called with each batch's targets; raises when they do not suit the likelihood.
-    layout: of the outputs, where a point has several positions: targets (n, *positions, ...) become (n, T, ...), and
-        weights may be (n, *positions) beside (n,).
-    weights: whether a third item holds sample weights; mappings name theirs.
+    layout: the layout of the outputs, where a point has several positions: targets (n, *positions, ...) become
+        (n, T, ...), and weights may be (n,) or (n, *positions).
+    weights: whether a third item holds sample weights; in mappings they are named.
     admit: called with each batch's inputs; raises where the model cannot be run on them.
-    hold: keep copies of the batches, which later passes give without reading the data again.
+    hold: keep copies of the batches, from which later passes read instead of the data.
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
-    disagree, NaN or Inf, negative weights, and a third item that was not declared to be weights.
+    differ, NaN or Inf, negative weights, and a third item that was not declared to be weights.
     """
     return Batches(as_source(data, batch_size, weights), device, dtype, check, layout, weights, admit, hold)
 
@@ -266,9 +268,9 @@ class _InMemory:
 
 
 def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[object]:
-    """The re-iterable of batches in ``data``, in whatever form it came; nothing is read yet.
+    """Return a re-iterable of the batches in ``data``; nothing is read yet.
 
-    `parts_of` finds inputs, targets and weights in what it gives.
+    `parts_of` finds inputs, targets and weights in each item.
     """
     if holds_all(data):
         checked_whole("batch_size", batch_size)
@@ -278,7 +280,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
         return _InMemory(inputs, {"targets": targets} | ({} if w is None else {"weights": w}), batch_size, type(given))
     if isinstance(data, Dataset):
         checked_whole("batch_size", batch_size)
-        # Without a generator of its own, each pass of a DataLoader would draw from torch's default one.
+        # Without its own generator, each pass of a DataLoader would draw from torch's default one.
         return DataLoader(data, batch_size=batch_size, shuffle=False, generator=torch.Generator())
     if isinstance(data, DataLoader):
         return _in_order(data)
@@ -293,7 +295,7 @@ def as_source(data: object, batch_size: int, weights: bool = False) -> Iterable[
 
 
 def holds_all(data: object) -> bool:
-    """Whether these are all points in memory: a pair or triple, or a mapping that names its targets, of tensors."""
+    """Whether the data are tensors of all points in memory: a pair, a triple, or a mapping that names its targets."""
     if isinstance(data, Mapping):
         return _is_named(data) or any(name in data for name in LABELS)
     if not isinstance(data, (tuple, list)) or len(data) not in (2, 3):
@@ -302,9 +304,9 @@ def holds_all(data: object) -> bool:
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader itself, or where it shuffles one that reads each point of its dataset once, in order.
+    """Return the loader or, where it shuffles, one that reads each point of its dataset once, in order.
 
-    Raises ValueError where what it draws is not each point once.
+    Raises ValueError where its sampler does not draw each point once.
     """
     sampler, dataset = loader.sampler, loader.dataset
     if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
@@ -317,9 +319,9 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     )
     if not once or type(loader) is not DataLoader or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise ValueError(
-            f"this {type(loader).__name__} draws its points anew in each pass, by a {type(sampler).__name__}, and sums "
-            "over the data need each point once: give DataLoader(loader.dataset, batch_size=..., shuffle=False) with "
-            "its collate_fn, and weights where points count more than once."
+            f"this {type(loader).__name__} draws its points anew in each pass, with a {type(sampler).__name__}, but "
+            "sums over the data need each point once: give DataLoader(loader.dataset, batch_size=..., shuffle=False) "
+            "with its collate_fn, and weights where points count more than once."
         )
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
     more = ("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
@@ -330,7 +332,7 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None]:
-    """Inputs, targets and weights of one batch: a tuple or list, a mapping with these names, or one with labels.
+    """Return inputs, targets and weights of one batch: a tuple, a list, or a mapping with these names or with labels.
 
     weights: whether a third item was declared to be weights. Raises TypeError for another form, for a third item that
     was not declared, and for complex weights; ValueError for labels that a causal language model shifts.
@@ -347,7 +349,7 @@ def parts_of(item: object, weights: bool) -> tuple[object, Tensor, Tensor | None
     else:
         raise TypeError(_not_a_batch(item))
     if weights and len(found) == 2:
-        raise TypeError("weights=True, but there are inputs and targets alone. Add the weights, or leave weights out.")
+        raise TypeError("weights=True, but there are only inputs and targets. Add the weights, or drop weights=True.")
     found[1:] = map(tensor_of, found[1:])
     if not all(isinstance(part, Tensor) for part in found[1:]):
         kinds = ", ".join(type(part).__name__ for part in found[1:])
@@ -364,7 +366,7 @@ def _is_named(item: object) -> bool:
 
 
 def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
-    """Inputs, targets and perhaps weights of a batch as Hugging Face has them: everything that is no label is input."""
+    """Return inputs, targets and perhaps weights of a Hugging Face batch: every entry but the labels is an input."""
     given = [name for name in LABELS if name in item]
     if len(given) > 1:
         raise TypeError("A batch names both 'labels' and 'label': leave one out, or give (inputs, targets).")
@@ -375,7 +377,7 @@ def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
     if alike and bool(((y == ids) | (y == IGNORED)).all()):
         raise ValueError(
             "the labels are the input_ids themselves: a causal language model shifts them inside its own loss, and its "
-            "outputs at a position are of the next token. Give (inputs, targets) with the targets shifted, "
+            "outputs at a position predict the next token. Give (inputs, targets) with the targets shifted, "
             "torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)."
         )
     return [inputs, *(item[name] for name in apart)]
@@ -384,8 +386,8 @@ def _labelled(item: Mapping[str, Any], weights: bool) -> list[Any]:
 def _undeclared(third: object) -> str:
     what = f"{third.dtype} of shape {tuple(third.shape)}" if isinstance(third, Tensor) else type(third).__name__
     return (
-        f"There is a third item ({what}), and nothing says what it is. Sample weights need saying: weights=True, or a "
-        "mapping {'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
+        f"There is a third item ({what}) of unknown meaning. Declare sample weights by weights=True, or by a mapping "
+        "{'inputs': ..., 'targets': ..., 'weights': ...}. Leave out an index or an identifier, as "
         "[(x, y) for x, y, _ in loader] does."
     )
 
@@ -400,7 +402,7 @@ def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tenso
     if weights is not None and (weights.ndim == 0 or len(weights) != n):
         raise ValueError(
             f"In {where} there are {n} points, but the sample weights have shape {tuple(weights.shape)}. Give one "
-            "weight per point, or per position of one."
+            "weight per point or per position."
         )
 
 
@@ -414,11 +416,11 @@ def checked_batch(
     admit: Callable[[Inputs], None] | None,
     index: int = 0,
 ) -> Batch:
-    """One batch, checked as the first pass of `as_batches` does; nothing is copied."""
+    """Read one batch and check it as the first pass of `as_batches` does; nothing is copied."""
     batch = _read(item, device, dtype, layout, weights, index)
     _require_valid(batch, index, check)
     if admit is not None:
-        with _of_batch(index):
+        with _in_batch(index):
             admit(batch.inputs)
     return batch
 
@@ -431,15 +433,15 @@ def _read(
     weights: bool,
     index: int,
 ) -> Batch:
-    """One item of the source as a batch on the device, its form checked but not its values."""
-    with _of_batch(index):
+    """Read one item of the source as a batch on the device; its form is checked, its values are not."""
+    with _in_batch(index):
         given, targets, w = parts_of(item, weights)
     inputs = normalise(given)
     _require_aligned(f"batch {index}", inputs, targets, w)
     if w is not None and not w.is_floating_point():
         w = w.to(dtype or torch.get_default_dtype())
     layout = layout or Layout(torch.Size((1,)))
-    with _of_batch(index):
+    with _in_batch(index):
         targets = layout.targets(targets)
         w = None if w is None else layout.weights(w)
     return Batch(
@@ -450,7 +452,7 @@ def _read(
 
 
 def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | None) -> None:
-    """The checks of values, which wait for the device."""
+    """Raise ValueError for an empty batch, values that are not finite or negative weights. Waits for the device."""
     if batch.num_points == 0:
         raise ValueError(f"Batch {index} is empty. Leave it out.")
     for name, tensor in batch.named_tensors():
@@ -458,13 +460,13 @@ def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | N
     if batch.weights is not None and bool((batch.weights < 0).any()):
         raise ValueError(f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more.")
     if check is not None:
-        with _of_batch(index):
+        with _in_batch(index):
             check(batch.targets)
 
 
 @contextlib.contextmanager
-def _of_batch(index: int) -> Iterator[None]:
-    """Say in which batch something was wrong."""
+def _in_batch(index: int) -> Iterator[None]:
+    """Add the number of the batch to an error."""
     try:
         yield
     except (TypeError, ValueError) as error:

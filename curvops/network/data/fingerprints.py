@@ -1,7 +1,7 @@
-"""Are these the same numbers, in the same order, as before?
+"""Fingerprints of tensors, which tell whether numbers and their order changed.
 
 A fingerprint is a weighted sum of a tensor's bits, read as integers, modulo 2^64: with odd weights a change of one word
-always changes it, and with random 64-bit weights any other change (a swap, a shuffle) goes unseen with a probability of
+always changes it, and with random 64-bit weights any other change (a swap, a shuffle) is missed with a probability of
 about 2^-30. Integer sums do not depend on their order, so threads and devices cannot raise a false alarm.
 """
 
@@ -18,14 +18,14 @@ CHUNK = 2**18
 """Words per partial sum: widened to 64 bits they stay in the processor's cache."""
 
 SMALL = 2**12
-"""Words up to which a buffer is not worth its calls."""
+"""Words up to which a buffer costs more calls than it saves."""
 
 MAX_CHUNKS = 2**16
-"""Chunks in one call, 16 G words in all."""
+"""The most chunks in one call, 16 G words in all."""
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """0-d int64 fingerprint of the values of some tensors on one device, without waiting for the device.
+    """Return the 0-d int64 fingerprint of the values of some tensors on one device, without waiting for the device.
 
     Shapes and dtypes do not enter. Costs one pass over the data, at about 5 GB/s on a core for 32- and 64-bit numbers.
     """
@@ -37,14 +37,14 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_single(tensor: Tensor) -> Tensor:
-    """The tensor in single precision, of whose fingerprint a copy in double precision has the same; others as is."""
+    """Round a floating tensor to single precision, so that its copy in double precision has an equal fingerprint."""
     if tensor.is_complex():
         return tensor.to(torch.complex64)
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
 
 def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of each chunk, for a CPU: one small buffer, where a fresh large one takes five times as long."""
+    """Return the weighted sum of each chunk, on a CPU through one small buffer: a new one takes five times as long."""
     if len(words) <= SMALL:
         return words.to(torch.int64).dot(weights[: len(words)]).unsqueeze(0)
     wide = torch.empty(min(CHUNK, len(words)), dtype=torch.int64)
@@ -53,7 +53,7 @@ def _chunk_sums_in_cache(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _chunk_sums_at_once(words: Tensor, weights: Tensor) -> Tensor:
-    """The same in three kernels, for an accelerator (which has no integer dot product)."""
+    """Return the weighted sum of each chunk by three kernels, for an accelerator (which has no integer dot product)."""
     rows = len(words) // CHUNK
     tail = words[rows * CHUNK :]
     whole = (words[: rows * CHUNK].view(rows, CHUNK) * weights).sum(1)
@@ -61,7 +61,7 @@ def _chunk_sums_at_once(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits as a vector of integers of at most 32 bits.
+    """Return the bits as a vector of integers of at most 32 bits.
 
     Not 64: floats often differ in their highest bits only, which products modulo 2^64 would push out.
     """
@@ -71,6 +71,6 @@ def _words(tensor: Tensor) -> Tensor:
 
 @lru_cache
 def _odd_weights(device: torch.device) -> Tensor:
-    # NumPy promises that these bits never change: saved fingerprints are compared by later versions.
+    # NumPy guarantees that these bits never change: later versions compare saved fingerprints.
     table = np.random.PCG64(0).random_raw(CHUNK + MAX_CHUNKS).view(np.int64)
     return torch.from_numpy(table).bitwise_or_(1).to(device)

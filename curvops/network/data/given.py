@@ -1,9 +1,9 @@
-"""The tensors and arrays that a user hands in: read once, at the call, unless they are being learned.
+"""Tensors and arrays given by the user: copied at the call, unless they require a gradient.
 
-A linearisation, a posterior and a sampler hold copies of the small tensors that they are given (noise, class weights,
-prior precision and mean, positions): a later change in place changes no answer. A tensor that requires a gradient is
-held itself, so that answers and gradients are those of its present value. Data are not copied, and are compared by
-fingerprints (`network.data.batches`).
+A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
+prior precision and mean, positions): a later change in place has no effect. A tensor that requires a gradient is kept
+itself, so that results and gradients belong to its present value. Data are not copied but compared by fingerprints
+(`network.data.batches`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils.hooks import unserializable_hook
 
 
 def tensor_of(x: Any) -> Any:
-    """The tensor of a NumPy array, sharing its memory where torch can; anything else as it is.
+    """Convert a NumPy array to a tensor, sharing its memory where torch can; return anything else unchanged.
 
     Raises TypeError for an array that holds no numbers.
     """
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype.kind == "u" and x.dtype.itemsize > 1:
-        x = x.astype(np.int64)  # torch has hardly any operation on these
+        x = x.astype(np.int64)  # torch has hardly any operations for unsigned integers
     try:
         return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
     except TypeError as error:
@@ -34,10 +34,10 @@ def tensor_of(x: Any) -> Any:
 
 
 def own(given: Tensor, used: Tensor, what: str) -> Tensor:
-    """`used`, the tensor made of `given`, in memory of its own; the tensor given itself where that is being learned.
+    """Copy `used`, the tensor made from `given`, or return `given` itself where it requires a gradient.
 
-    Where another tensor was made of one that is being learned (another dtype, an entry of a mapping) it keeps the value
-    of the call, and a gradient through it that is asked for after a change is refused with a ValueError.
+    Where `given` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
+    conversion keeps the value at the call, and a backward pass through it after a change raises ValueError.
     """
     if not used.requires_grad:
         return used.clone()
@@ -48,9 +48,10 @@ def own(given: Tensor, used: Tensor, what: str) -> Tensor:
     def require_unchanged(gradient: Tensor) -> None:
         if not bool((given.detach() == value).all()):
             raise ValueError(
-                f"{what} changed after it was given, and a copy of it was made then (another dtype or device, an entry "
-                "of a mapping), so that this gradient is not at its present value. Make the linearisation or the "
-                "posterior again after each change, or give a tensor like the weights: it is followed."
+                f"{what} changed after it was given. It had been converted (another dtype or device, an entry of a "
+                "mapping), so that this gradient does not belong to its present value. Build the linearisation or the "
+                "posterior again after each change, or give a tensor with the weights' dtype and device, whose changes "
+                "take effect."
             )
 
     used = used.view_as(used)

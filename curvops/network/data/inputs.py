@@ -1,7 +1,6 @@
-"""What may a network be called with?
+"""The inputs of a network: one tensor, a tuple of tensors (positional arguments) or a dict of them (keyword arguments).
 
-Inputs are one tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword arguments), all with the
-same leading dimension n, the number of points. NumPy arrays become tensors.
+All have the same leading dimension n, the number of points. NumPy arrays become tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
-    """Inputs given by a user, moved as :func:`move` does.
+    """Read inputs given by a user and move them as :func:`move` does.
 
     Lists become tuples, and mappings (Hugging Face batches) dicts. Gradients flow through. Raises TypeError when ``x``
-    is none of the three forms, and ValueError when its components disagree about the number of points, or it contains
-    NaN or Inf (waits for the device once a tensor).
+    has none of the three forms, and ValueError when its components differ in the number of points, or it contains NaN
+    or Inf (waits for the device once a tensor).
     """
     inputs = normalise(x)
     num_points(inputs)
@@ -34,7 +33,7 @@ def as_inputs(x: object, device: torch.device | str | None = None, dtype: torch.
 
 
 def normalise(x: object) -> Inputs:
-    """The tensor, tuple or dict that ``x``, of tensors or NumPy arrays, stands for. Raises TypeError for others."""
+    """Convert tensors or NumPy arrays to a tensor, tuple or dict of tensors. Raises TypeError for anything else."""
     if isinstance(x, (tuple, list)):
         inputs: object = tuple(map(tensor_of, x))
     else:
@@ -52,7 +51,7 @@ def normalise(x: object) -> Inputs:
 
 
 def components(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the inputs with the names that messages use for them."""
+    """Yield the tensors of the inputs with the names that messages use for them."""
     if isinstance(inputs, Tensor):
         yield "inputs", inputs
     elif isinstance(inputs, tuple):
@@ -62,7 +61,7 @@ def components(inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
 
 
 def num_points(inputs: Inputs) -> int:
-    """The common leading dimension n. Raises ValueError when there is none."""
+    """Return the common leading dimension n. Raises ValueError when there is none."""
     lengths = {name: len(tensor) if tensor.ndim else None for name, tensor in components(inputs)}
     first = next(iter(lengths.values()))
     if first is None or any(length != first for length in lengths.values()):
@@ -75,33 +74,33 @@ def num_points(inputs: Inputs) -> int:
 
 
 def take(inputs: Inputs, index: slice | Tensor) -> Inputs:
-    """The points in a slice, as views; those at some positions, as copies."""
+    """Return the points in a slice, as views, or those at given positions, as copies."""
     return tree_map(lambda tensor: tensor[index], inputs)
 
 
 def first_of(inputs: Inputs) -> Inputs:
-    """At most two points, to try a model on; of none a point of zeros."""
+    """Return at most two points to try a model on; where there are none, one point of zeros."""
     return take(inputs, slice(0, 2)) if num_points(inputs) else tree_map(lambda t: t.new_zeros(1, *t.shape[1:]), inputs)
 
 
 def copy(inputs: Inputs) -> Inputs:
-    """The inputs in memory of their own."""
+    """Return a copy of the inputs."""
     return tree_map(torch.clone, inputs)
 
 
 def replaced(inputs: Inputs, tensors: Mapping[str, Tensor]) -> Inputs:
-    """The inputs with other tensors in the place of those named, and the rest without a graph."""
+    """Replace the named tensors of the inputs by others; the rest lose their graph."""
     found = [tensors.get(name, tensor.detach()) for name, tensor in components(inputs)]
     return tree_unflatten(found, tree_structure(inputs))
 
 
 def move(inputs: Inputs, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inputs:
-    """The inputs on a device, with floating tensors (and no others) cast to ``dtype``. None leaves as it is."""
+    """Move the inputs to a device and cast floating tensors (no others) to ``dtype``; None leaves either unchanged."""
     return tree_map(lambda tensor: move_tensor(tensor, device, dtype), inputs)
 
 
 def move_tensor(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """One tensor moved as :func:`move` does."""
+    """Move one tensor as :func:`move` does."""
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
 
@@ -114,7 +113,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
-    """The least and the largest number, NaN where there is one, in a tenth of the time of `isfinite().all()`.
+    """Return the least and the largest number, or NaN where there is one, in a tenth of the time of `isfinite().all()`.
 
     Waits for the device once.
     """

@@ -1,4 +1,4 @@
-"""Which dimensions of a model's outputs are positions, and which holds the C outputs of each?"""
+"""The layout of a model's outputs: which dimensions are positions, and which holds the C outputs of each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Outputs (N, *shape) as rows (n, T·C), position by position (t·C + c); targets and weights to go with them.
+    """The map from outputs (N, *shape) to rows (n, T·C), position by position (t·C + c), with targets and weights.
 
-    shape: of a point's outputs, as the model returns them; () where it returns one number a point.
+    shape: the shape of a point's outputs, as the model returns them; () where it returns one number a point.
     class_dim: the dimension of (N, *shape) that holds the C outputs of a position: the last, or 1, as in torch's
         cross-entropy. All others are positions, T in all.
-    positions_in_rows: T, where the model returns rows (N, T·C) itself and the likelihood is one of sequences.
+    positions_in_rows: T, where the model returns rows (N, T·C) itself and the likelihood is that of sequences.
     """
 
     shape: torch.Size
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def num_outputs(self) -> int:
-        """C, the number of outputs of one position."""
+        """The number C of outputs of one position."""
         if not self.shape:
             return 1
         return self.shape[0 if self.class_dim == 1 else -1]
@@ -38,20 +38,20 @@ class Layout:
 
     @property
     def output_shape(self) -> torch.Size:
-        """(C,) or, with positions, (T, C)."""
+        """The shape (C,) of a point's outputs or, with positions, (T, C)."""
         T = torch.Size(self.positions).numel()
         return torch.Size((T, self.num_outputs) if self.positions else (self.num_outputs,))
 
     def rows(self, outputs: Tensor) -> Float[Tensor, "n R"]:
-        """Outputs (n, *shape), or numbers in their place, as rows (n, T·C)."""
+        """Return outputs (n, *shape), or one number a point (n,), as rows (n, T·C)."""
         if not self.shape:
             return outputs.unsqueeze(1)
-        # Of one position, or with the classes last, nothing moves: in the graph a view alone follows the last layer.
+        # With one position, or the classes last, nothing moves: in the graph only a view follows the last layer.
         moved = outputs.movedim(1, -1) if self.positions and self.class_dim == 1 else outputs
         return moved.flatten(1)
 
     def targets(self, y: Tensor) -> Tensor:
-        """Targets (n, *positions, ...) as (n, T, ...); with the classes at dimension 1, rows (n, C, *positions) too.
+        """Return targets (n, *positions, ...), or (n, C, *positions) with the classes at dimension 1, as (n, T, ...).
 
         Raises ValueError where they do not have the outputs' positions.
         """
@@ -66,7 +66,7 @@ class Layout:
         return y.flatten(1, len(self.positions))
 
     def weights(self, w: Tensor) -> Tensor:
-        """Sample weights (n,), or one per position, (n, *positions), as (n, T). Raises ValueError for others."""
+        """Return sample weights (n,) as they are, and (n, *positions) as (n, T). Raises ValueError for other shapes."""
         n, in_rows = len(w) if w.ndim else 0, self.positions_in_rows
         places = self.positions or (() if in_rows is None else (in_rows,))
         if w.shape[1:] not in ((), places) or not w.ndim:
@@ -91,12 +91,12 @@ class Layout:
 
 
 def misplaced(positions: Sequence[int], y: Tensor) -> str:
-    """What is wrong with targets that do not have these positions."""
+    """Return the error message for targets that do not have these positions."""
     places = ", ".join(str(length) for length in positions)
     return (
         f"The model returns {_times(positions)} positions a point, so targets have shape (n, {places}) or "
-        f"(n, {places}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave positions out by "
-        f"ignore_index (-100) or by weights (n, {places}) of zeros."
+        f"(n, {places}, ...); given {tuple(y.shape)}. Pad sequences to one length, and leave positions out with "
+        f"ignore_index (-100) or with weights (n, {places}) of zero."
     )
 
 

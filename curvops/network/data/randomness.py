@@ -1,7 +1,7 @@
-"""Whatever a pass draws, it draws from a stream of the library's own: the user's random state stays as it is.
+"""Random numbers of a pass, drawn from a stream of the library's own: the user's random state stays unchanged.
 
 Some models draw numbers that change nothing (dropout of probability 0), and a DataLoader draws a seed at every pass.
-The stream goes on from pass to pass, so that what is random is seen to be so.
+The stream continues from pass to pass, so that random outputs differ between passes and are detected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """While entered, torch's default generators of the CPU and of `device` are in the library's stream.
+    """Put torch's default generators of the CPU and of `device` into the library's stream for a while.
 
-    May be nested, and entered by several threads at once: the first takes the user's state, the last puts it back.
-    Costs some 10 µs.
+    May be nested, and entered by several threads at once: the first saves the user's state, the last restores it.
+    Costs about 10 µs.
     """
     streams = _streams(device)
     with _lock:
@@ -38,8 +38,8 @@ def own_randomness(device: torch.device) -> Iterator[None]:
 
 
 def items(source: Iterable[T], device: torch.device) -> Iterator[T]:
-    """The items of `source`, each made in the library's stream."""
-    if type(source) in (list, tuple):  # which draw nothing
+    """Yield the items of `source`, each computed in the library's stream."""
+    if type(source) in (list, tuple):  # these draw nothing
         yield from source
         return
     with own_randomness(device):

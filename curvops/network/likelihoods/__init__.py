@@ -1,4 +1,4 @@
-"""Which likelihoods are there, and which one does a user's word or torch loss stand for?
+"""Likelihoods, and the one that a user's word or torch loss stands for.
 
 >>> import torch
 >>> from curvops.network.likelihoods import Categorical
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 REMEDIES: dict[type[nn.Module], str] = {
-    nn.NLLLoss: "It takes log-probabilities: say nn.CrossEntropyLoss(), which gives the same on them as on logits.",
-    nn.BCELoss: "It takes probabilities: drop the model's last sigmoid and say nn.BCEWithLogitsLoss().",
+    nn.NLLLoss: "It takes log-probabilities: use nn.CrossEntropyLoss(), which gives the same on them as on logits.",
+    nn.BCELoss: "It takes probabilities: drop the model's last sigmoid and use nn.BCEWithLogitsLoss().",
 }
 
 
 def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
-    """The likelihood that a name, a loss of torch or a function stands for.
+    """Return the likelihood that a name, a loss of torch or a function stands for.
 
     ``"classification"`` is ``Categorical()``, ``"regression"`` is ``Gaussian(noise=1.0)``. ``nn.CrossEntropyLoss``
     keeps its weight, ignore_index and label smoothing, ``nn.BCEWithLogitsLoss`` its weight and pos_weight (a weight per
@@ -53,13 +53,13 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     ``full`` or not. ``nn.MSELoss`` is ``Gaussian(noise=0.5)``, whose negative log-likelihood is the sum of squared
     errors up to a constant. A function from outputs to a ``torch.distributions.Distribution`` is a
     ``FromDistribution``. Any other loss of (outputs, targets), a function or a module (``nn.HuberLoss``,
-    ``nn.SmoothL1Loss``), is a ``FromLoss``; that of ``nn.GaussianNLLLoss`` takes m means, then m variances, as the
-    outputs. A loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
+    ``nn.SmoothL1Loss``), is a ``FromLoss``; for ``nn.GaussianNLLLoss`` the outputs are m means, then m variances. A
+    loss's ``reduction`` is not used: the log-likelihood is always the sum over points.
 
     Args:
-        spec: a `Likelihood`, or one of those above.
-        shape: of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it as in
-            torch.
+        spec: a `Likelihood`, or one of the above.
+        shape: the shape of a point's outputs, where it is known: weights of ``nn.BCEWithLogitsLoss`` broadcast over it
+            as in torch.
 
     Raises:
         TypeError: anything else, or a function that does not say how many arguments it takes.
@@ -78,8 +78,8 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
         names = required(spec)
         if names is None or not 1 <= len(names) <= 2:
             raise TypeError(
-                f"{spec!r} takes neither one argument (outputs) nor two (outputs, targets), as far as can be seen. Say "
-                "which it is: curvops.likelihoods.FromDistribution(function) or .FromLoss(function)."
+                f"the signature of {spec!r} shows neither one argument (outputs) nor two (outputs, targets). Use "
+                "curvops.likelihoods.FromDistribution(function) or .FromLoss(function)."
             )
         return FromDistribution(spec) if len(names) == 1 else FromLoss(spec)
     remedy = next((text for kind, text in REMEDIES.items() if isinstance(spec, kind)), "")

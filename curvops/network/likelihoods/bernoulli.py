@@ -1,4 +1,4 @@
-"""How are yes-or-no targets distributed around logits, one per output?"""
+"""The Bernoulli likelihood: yes-or-no targets around logits, one per output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Bernoulli(Independent):
     """Independent events with p = sigmoid(f): several labels a point, or two classes from one logit (C = 1).
 
     Targets (n, C) are 0 or 1 of any dtype, or probabilities. Options mean what they mean in
-    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with a = pos_weight y + 1 - y, the mass that weights
-    give to a target, the residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
+    :class:`torch.nn.BCEWithLogitsLoss` with ``reduction="sum"``: with the target mass a = pos_weight y + 1 - y the
+    residual is weight (a p - pos_weight y) and H = diag(weight a p (1 - p)).
 
     Args:
         weight: non-negative, 0-d, one entry per output (C,), or for sequences of T positions one per position and
@@ -100,7 +100,7 @@ class Bernoulli(Independent):
         return new
 
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """What weights give to yes and to no, (n, C) each."""
+        """Return the target mass of yes and of no, (n, C) each."""
         yes = y.to(f.dtype)
         no = 1 - yes
         if self.pos_weight is not None:
@@ -118,5 +118,5 @@ class Bernoulli(Independent):
 
 
 def _each_row(weight: Tensor, f: Tensor) -> Tensor:
-    """A weight for rows f (n, C), which are those of whole sequences, position by position, where it is (T, C)."""
+    """Expand a weight (T, C) to rows f (n, C) of whole sequences, position by position; return others unchanged."""
     return weight.repeat(len(f) // len(weight), 1) if weight.ndim == 2 else weight

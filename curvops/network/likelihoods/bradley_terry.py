@@ -1,4 +1,4 @@
-"""Which of two items is preferred, given the reward of each?"""
+"""The Bradley–Terry likelihood: which of two items is preferred, given the reward of each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class BradleyTerry(Categorical):
     """Preferences between the two items of a pair with rewards f (n, 2): p(the second is preferred) = σ(f₂ − f₁).
 
     The softmax of `Categorical` over the pair, so H is that of two classes. Targets are the index of the preferred
-    item, 0 or 1, of an integer dtype, or the probabilities of both, floating rows (n, 2). Where all rewards rise by one
-    number nothing changes: what is predicted of a preference is made of the difference, with the variance
-    v₁ + v₂ − 2 c₁₂ that the covariance of the two rewards gives it.
+    item, 0 or 1, of an integer dtype, or the probabilities of both, floating rows (n, 2). Adding one number to all
+    rewards changes nothing: a predicted preference depends on the difference of the rewards alone, whose variance is
+    v₁ + v₂ − 2 c₁₂ by their covariance.
 
     Args:
-        label_smoothing: as of `Categorical`.
+        label_smoothing: s in [0, 1), as in `Categorical`.
 
     Raises:
         ValueError: label_smoothing out of range.
 
-    Source: Bradley & Terry 1952; of reward models Stiennon et al. 2020, section 3.3.
+    Source: Bradley & Terry 1952; for reward models Stiennon et al. 2020, section 3.3.
     """
 
     def __init__(self, label_smoothing: float | int = 0.0) -> None:
@@ -52,7 +52,7 @@ class RewardPairs(nn.Module):
     Args:
         model: returns (n, 1) or (n,) for n items, or an object with such `logits`. It is called twice a pass.
 
-    Raises ValueError, when it is called, for inputs without such a dimension and for other outputs.
+    A call raises ValueError for inputs without this dimension and for outputs of another shape.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What do likelihoods share that are given as functions: gradients and the output Fisher by autograd."""
+"""Likelihoods given as functions: gradients and the output Fisher by autograd."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class ByAutograd(Likelihood):
 
     @abstractmethod
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
-        """Terms (n, F) of each point's log-likelihood."""
+        """Return the terms (n, F) of each point's log-likelihood."""
 
     @abstractmethod
     def _fisher(self, f: Tensor, y: Tensor) -> Tensor:
-        """H (n, C, C) without weights."""
+        """Return H (n, C, C) without weights."""
 
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         return weighted(self._log_factors(f, y), w).sum(-1)
 
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        return weighted(recording(self._residual, f, y), w)
+        return weighted(with_autograd(self._residual, f, y), w)
 
     def fisher(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, "n C C"]:
-        """H of each point, weights included."""
-        H = recording(self._fisher, f, y)
+        """Return H of each point, weights included."""
+        H = with_autograd(self._fisher, f, y)
         return H if w is None else H * w[:, None, None]
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
@@ -48,7 +48,7 @@ class ByAutograd(Likelihood):
         return self.root_product(f, u, y, w)
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        """As far as possible without outputs; shapes and values are checked when targets are scored."""
+        """Check that targets are finite; shapes and values are checked when targets are scored."""
         if y.is_floating_point() and y.numel() and not bool(y.isfinite().all()):
             raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
 
@@ -57,7 +57,7 @@ class ByAutograd(Likelihood):
         return gradient
 
     def _hessians(self, f: Tensor, y: Tensor) -> Tensor:
-        """Hessians (n, C, C) of -log p."""
+        """Return the Hessians (n, C, C) of -log p."""
         _, pull = vjp(lambda g: self._residual(g, y), f)
         units = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
         H = torch.stack([pull(unit.expand_as(f))[0] for unit in units], -1)
@@ -65,13 +65,13 @@ class ByAutograd(Likelihood):
 
 
 def vjp(function: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """function(f) and its pull of cotangents."""
+    """Return function(f) and the function that pulls cotangents back."""
     result: Any = torch.func.vjp(function, f)
     return result[0], result[1]
 
 
-def recording(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
-    """compute(f, y), which differentiates, also where the caller records no gradients or is in inference mode."""
+def with_autograd(compute: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
+    """Return compute(f, y), which uses autograd, also where the caller records no gradients or is in inference mode."""
     keep = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         f, y = (t.clone() if t.is_inference() else t for t in (f, y))

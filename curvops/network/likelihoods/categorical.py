@@ -1,4 +1,4 @@
-"""How are class labels distributed around logits?"""
+"""The categorical likelihood: class labels around logits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Categorical(Likelihood):
 
     Args:
         weight: (C,) non-negative weights of the classes.
-        ignore_index: points with this index as target are left out; one that is a class (0 or more) is refused where
-            targets are class probabilities.
+        ignore_index: points with this index as target are left out; an index of 0 or more is refused where targets are
+            class probabilities.
         label_smoothing: s in [0, 1). With s > 0, weights or class probabilities, exp(log-likelihood) is not normalised
             over y.
 
@@ -104,7 +104,7 @@ class Categorical(Likelihood):
             raise TypeError(
                 "Categorical targets are class indices of an integer dtype, or class probabilities (n, C) of a "
                 f"floating one; given {y.dtype}, shape {tuple(y.shape)}. Convert labels with y.long(), one-hot rows "
-                'with y.float(); for regression say likelihood="regression".'
+                'with y.float(); for regression use likelihood="regression".'
             )
         if y.ndim != 1:
             hint = "Use y.squeeze(-1)." if y.ndim == 2 and y.shape[1] == 1 else "One-hot rows become y.argmax(-1)."
@@ -144,11 +144,11 @@ class Categorical(Likelihood):
             raise ValueError(f"{len(self.weight)} class weights were given, but the model has {num_outputs} outputs.")
 
     def _class_index(self, y: Tensor) -> Tensor:
-        """Labels (n, 1), with class 0 standing in for ignored ones so that they can be gathered."""
+        """Return labels (n, 1), with class 0 in place of ignored ones so that they can be gathered."""
         return y.long().masked_fill(y == self.ignore_index, 0).unsqueeze(-1)
 
     def _target_mass(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-        """The mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
+        """Return the mass q (n, C) of the class docstring, times sample weights, zero where the label is ignored."""
         smoothing = self.label_smoothing
         if y.is_floating_point():
             q = torch.lerp(y, y.new_tensor(1 / y.shape[-1]), smoothing) if smoothing else y
@@ -161,7 +161,7 @@ class Categorical(Likelihood):
         return q * self._point_weight(y, w, f.dtype)
 
     def _curvature_weight(self, f: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-        """The factor |q| (n, 1) of H."""
+        """Return the factor |q| (n, 1) of H."""
         if y.is_floating_point():
             return self._target_mass(f, y, w).sum(-1, keepdim=True)
         point = self._point_weight(y, w, f.dtype)
@@ -178,14 +178,14 @@ class Categorical(Likelihood):
 
 
 def _centred(u: Tensor, p: Tensor) -> Tensor:
-    """u - p.u, with u first measured from its entry at the likeliest class, so that p near 1 loses no digits."""
+    """Return u - p.u, with u first measured from its entry at the likeliest class, so that p near 1 loses no digits."""
     top = p.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1)
     u = u - u.gather(-1, top)
     return u - (p * u).sum(-1, keepdim=True)
 
 
 def _zero_sum(x: Tensor, index: Tensor) -> Tensor:
-    """x, whose rows sum to 0 in exact arithmetic, with the entry at ``index`` (n, 1) set to minus the others' sum.
+    """Set the entry at ``index`` (n, 1) of x, whose rows sum to 0 in exact arithmetic, to minus the others' sum.
 
     That entry is a difference like p - 1, which rounding would leave without digits.
     """
@@ -200,5 +200,5 @@ def _check_probabilities(y: Tensor, num_outputs: int | None) -> None:
         raise ValueError(
             "Categorical targets of a floating dtype are class probabilities: at least 0, with rows that sum to 1. "
             "Labels become y.long(), logits y.softmax(-1); rows of votes y / y.sum(-1, keepdim=True), with the sums as "
-            'sample weights. For regression say likelihood="regression".'
+            'sample weights. For regression use likelihood="regression".'
         )

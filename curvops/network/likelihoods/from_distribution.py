@@ -1,4 +1,4 @@
-"""How are targets distributed, where a user says so with a `torch.distributions.Distribution`?"""
+"""Likelihoods given by a function from outputs to a `torch.distributions.Distribution`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.distributions import Distribution
 from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
 from curvops.network.likelihoods.likelihood import Outputs, Weights
 
-# The points and draws on which a Hessian is looked at before it is taken for the Fisher.
+# The points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
-MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs samples and residuals alone"
+MONTE_CARLO = "Use the Monte-Carlo Fisher, co.GGN(lin, mc_samples=...), which needs only samples and residuals"
 
 
 class FromDistribution(ByAutograd):
     """p(y | f) = function(f), any distribution with batch shape (n, ...); its batch dimensions are independent.
 
-    Targets (n, ...) have the distribution's batch and event shape. What H is, C x C per point:
+    Targets (n, ...) have the distribution's batch and event shape. H, C x C per point, is:
 
     - with a finite support, E[r r^T] by enumeration: a gradient per value and batch entry;
     - else the Hessian of -log p, where it is the Fisher because it does not depend on y (natural parameters: a normal
@@ -41,14 +41,14 @@ class FromDistribution(ByAutograd):
         return f"FromDistribution({getattr(self.function, '__name__', self.function)})"
 
     def distribution(self, f: Outputs) -> Distribution:
-        """p(. | f); raises TypeError or ValueError unless it is a distribution with one row a point."""
+        """Return p(. | f). Raises TypeError or ValueError unless it is a distribution with one row a point."""
         try:
-            with _validated():
+            with _validating():
                 found = self.function(f)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
-                f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Look at what it "
-                "does with the outputs: scales and rates are positive, as f.exp() is, and probabilities logits=f."
+                f"{self!r} could not make a distribution of outputs of shape {tuple(f.shape)}: {error} Check how it "
+                "uses the outputs: scales and rates must be positive, as f.exp() is, and probabilities logits=f."
             ) from error
         if not isinstance(found, Distribution):
             raise TypeError(f"{self!r} returns {type(found).__name__}, expected a torch.distributions.Distribution.")
@@ -63,7 +63,7 @@ class FromDistribution(ByAutograd):
         found = self.distribution(f.detach())
         if generator is None:
             return self._draw(found)
-        # Distributions draw from torch's default generators alone: seeded here, and put back.
+        # Distributions draw only from torch's default generators: these are seeded here and restored.
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         accelerator = [] if f.device.type == "cpu" else [f.device]
         with torch.random.fork_rng(accelerator, device_type=f.device.type if accelerator else "cuda"):
@@ -102,7 +102,7 @@ class FromDistribution(ByAutograd):
             ) from error
 
     def _log_factors(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log-probabilities (n, F) of the F independent factors of each point."""
+        """Return the log-probabilities (n, F) of the F independent factors of each point."""
         found = self.distribution(f)
         if y.shape != found.batch_shape + found.event_shape:
             raise ValueError(
@@ -111,13 +111,13 @@ class FromDistribution(ByAutograd):
             )
         return self._score(found, f, y)
 
-    def _scored(self, y: Tensor, f: Tensor) -> Tensor:
+    def _score_at(self, y: Tensor, f: Tensor) -> Tensor:
         return self._score(self.distribution(f), f, y)
 
     def _score(self, found: Distribution, f: Tensor, y: Tensor) -> Tensor:
         base = _base(found)
         try:
-            if not base._validate_args:  # off for the whole process after torch.compile, as in `_validated`
+            if not base._validate_args:  # off for the whole process after torch.compile, see `_validating`
                 base._validate_sample(y)
             log_p = base.log_prob(y)
         except NotImplementedError as error:
@@ -127,8 +127,8 @@ class FromDistribution(ByAutograd):
             ) from error
         except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(
-                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Look at "
-                "the range and dtype of the targets."
+                f"{self!r} gives a {type(found).__name__}, which cannot score targets of {y.dtype}: {error} Check the "
+                "range and dtype of the targets."
             ) from error
         return log_p.reshape(len(f), -1).to(f.dtype)
 
@@ -136,28 +136,28 @@ class FromDistribution(ByAutograd):
         found = _base(self.distribution(f))
         if found.has_enumerate_support:
             try:
-                return self._enumerated(f, found.enumerate_support(expand=False))
+                return self._enumerate(f, found.enumerate_support(expand=False))
             except NotImplementedError:  # a binomial with different total counts, say
                 pass
         if not self._constant:
             self._constant = self._hessian_is_fisher(f.detach()[:POINTS], y[:POINTS])
         return self._hessians(f, y)
 
-    def _enumerated(self, f: Tensor, support: Tensor) -> Tensor:
-        """The sum of p r r^T over values and factors, (n, C, C)."""
+    def _enumerate(self, f: Tensor, support: Tensor) -> Tensor:
+        """Return the sum of p r r^T over values and factors, (n, C, C)."""
         H = torch.zeros_like(f.unsqueeze(2) * f.unsqueeze(1))
         for value in support:
-            log_p, pull = vjp(partial(self._scored, value), f)
+            log_p, pull = vjp(partial(self._score_at, value), f)
             for j in range(log_p.shape[1]):
                 (r,) = pull(torch.zeros_like(log_p).index_fill(1, torch.tensor([j], device=f.device), 1.0))
                 H = H + log_p[:, j, None, None].exp() * r.unsqueeze(2) * r.unsqueeze(1)
         return H
 
     def _hessian_is_fisher(self, f: Tensor, y: Tensor) -> bool:
-        """Whether the Hessian was seen to be the Fisher: False where all draws were the same, so that nothing is known.
+        """Whether the Hessian was found to be the Fisher: False where all draws are equal, which shows nothing.
 
         Raises ValueError where it depends on y, or where E[r r^T] exceeds it by 6 standard errors (a kink or a support
-        that depends on f, as of a Laplace distribution, whose Hessian is 0).
+        that depends on f, as for a Laplace distribution, whose Hessian is 0).
         """
         generator = torch.Generator(device=f.device).manual_seed(0)
         drawn = self.sample(f.repeat(DRAWS, 1), generator)
@@ -185,8 +185,8 @@ class FromDistribution(ByAutograd):
 
 
 @contextmanager
-def _validated() -> Iterator[None]:
-    """torch's checks of a distribution's parameters, which torch.compile turns off for the whole process."""
+def _validating() -> Iterator[None]:
+    """Turn on torch's checks of a distribution's parameters, which torch.compile turns off for the whole process."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(True)
     try:
@@ -196,7 +196,7 @@ def _validated() -> Iterator[None]:
 
 
 def _base(found: Distribution) -> Distribution:
-    """The distribution whose batch entries are the independent factors."""
+    """Return the distribution whose batch entries are the independent factors."""
     while isinstance(found, distributions.Independent):
         found = found.base_dist
     return found

@@ -1,4 +1,4 @@
-"""What is the likelihood of a loss that is no distribution's: exp(−loss), of which a posterior is a Gibbs posterior."""
+"""The likelihood exp(−loss) of a loss that belongs to no distribution; its posterior is a Gibbs posterior."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from curvops.network.likelihoods.by_autograd import ByAutograd
 from curvops.network.likelihoods.likelihood import Outputs, Weights
 
-OF_TARGETS = ("target", "targets", "label", "labels", "y", "y_true", "truth")
+TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
 
 
 class FromLoss(ByAutograd):
-    """The log-likelihood −loss(outputs, targets) of each point, up to a constant that a loss does not know.
+    """The log-likelihood −loss(outputs, targets) of each point, up to an unknown normalising constant.
 
     The function takes outputs (n, C) and targets as the data give them, and returns a loss a point, unreduced: (n,), or
     in the shape of the outputs or the targets, whose entries are summed. A torch loss is called with
     ``reduction="none"``; its other options count. H is the Hessian of the loss in the outputs, by C gradients a
-    product: where an eigenvalue is negative there is no GGN, and a ValueError says so (looking waits for the device
-    once a batch). Where H vanishes, as in the tails of a Huber loss, a point adds nothing.
+    product: a negative eigenvalue, with which there is no GGN, raises ValueError (the check waits for the device once a
+    batch). Where H vanishes, as in the tails of a Huber loss, a point adds nothing.
 
-    A posterior of it is the Gaussian approximation of exp(−loss) times the prior, a Gibbs or generalised posterior
-    (Bissiri, Holmes & Walker 2016): its spread has the scale that the loss has, `temperature` sets another. Evidences
-    lack the loss's normalising constant: they compare priors under one loss, not losses or their options. Nothing is
+    A posterior under it is the Gaussian approximation of exp(−loss) times the prior, a Gibbs or generalised posterior
+    (Bissiri, Holmes & Walker 2016): its spread follows the scale of the loss; `temperature` changes it. Evidences lack
+    the loss's normalising constant: they compare priors under one loss, not losses or their options. Targets cannot be
     drawn: Monte-Carlo Fishers raise TypeError. Tensors inside a function must have the outputs' device.
 
     Args:
         function: the loss, a module of torch or any function of (outputs, targets).
 
     Raises:
-        TypeError: no function of two arguments, or one whose first is named as the targets.
+        TypeError: not a function of two arguments, or one whose first argument is named like targets.
     """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -44,7 +44,7 @@ class FromLoss(ByAutograd):
             raise TypeError(
                 f"a loss is a function of (outputs, targets); {_named(function)} takes ({', '.join(names)})."
             )
-        if names and names[0] in OF_TARGETS and names[1] not in OF_TARGETS:
+        if names and names[0] in TARGET_NAMES and names[1] not in TARGET_NAMES:
             raise TypeError(
                 f"a loss takes the outputs first; {_named(function)} takes ({', '.join(names)}). Swap them: lambda "
                 "outputs, targets: loss(targets, outputs)."
@@ -60,7 +60,7 @@ class FromLoss(ByAutograd):
         return f"FromLoss({_named(self.function)})"
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
-        """All targets have one shape, that of the first: a loss would broadcast another without a word."""
+        """Check that all targets have the shape of the first ones: a loss would silently broadcast another."""
         super().check_targets(y, num_outputs)
         if self._target_shape not in (None, y.shape[1:]):
             raise ValueError(
@@ -82,22 +82,22 @@ class FromLoss(ByAutograd):
             )
         random = torch.randn(f.shape, dtype=f.dtype, generator=torch.Generator().manual_seed(0)).to(f.device)
         try:
-            known = any(bool(self.residual(at, y.clone()).any()) for at in (f, random))
+            sloped = any(bool(self.residual(at, y.clone()).any()) for at in (f, random))
         except RuntimeError as error:
             hint = (
                 "" if y.is_floating_point() else f" Give floating targets, y.float(), where {y.dtype} are no classes."
             )
             raise ValueError(f"{self!r} cannot be differentiated in the outputs: {error}.{hint}") from error
-        if not known:
+        if not sloped:
             raise ValueError(
-                f"{self!r} has no gradient in the outputs: is there a detach(), an argmax or a comparison in it? A "
-                "loss to be minimised is a differentiable function of the outputs, its first argument."
+                f"{self!r} has no gradient in the outputs: does it contain a detach(), an argmax or a comparison? A "
+                "loss must be a differentiable function of the outputs, its first argument."
             )
 
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         raise TypeError(
             f"{self!r} is a loss, not a distribution of targets: there is nothing to draw. Use co.GGN(lin), "
-            "fisher='exact', or co.EmpiricalFisher(lin); or give the distribution itself, a function from outputs to a "
+            "fisher='exact', or co.EmpiricalFisher(lin); or give the distribution, a function from outputs to a "
             "torch.distributions.Distribution."
         )
 
@@ -153,7 +153,7 @@ class FromLoss(ByAutograd):
 
 
 def required(function: Any) -> list[str] | None:
-    """The names of the arguments that a function must be given by position; None where they cannot be told."""
+    """Return the names of a function's required positional arguments; None where its signature does not show them."""
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"a loss or a distribution is given as a function, not {function!r}.")
     try:
@@ -166,7 +166,7 @@ def required(function: Any) -> list[str] | None:
 
 
 def _slack(x: Tensor) -> Tensor:
-    """What rounding may make of zero beside the largest entry."""
+    """Return the size that rounding may give to a zero beside the largest entry."""
     return torch.finfo(x.dtype).eps ** 0.5 * x.detach().abs().max()
 
 

@@ -1,4 +1,4 @@
-"""How are real-valued targets distributed around the outputs?"""
+"""The Gaussian likelihood: real-valued targets around the outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gaussian(Independent):
         tensor = noise if isinstance(noise, Tensor) else torch.tensor(float(noise), dtype=torch.float64)
         if tensor.ndim > 1 or not tensor.is_floating_point() or not within(tensor, 0.0, strict=True):
             raise ValueError(
-                "Gaussian noise is a variance: a positive finite number, or a floating tensor of such, 0-d or of "
+                "Gaussian noise is a variance: a positive finite number, or a floating tensor of them, 0-d or of "
                 f"shape (C,); given {noise!r}."
             )
         self.noise = tensor
@@ -71,7 +71,7 @@ class Gaussian(Independent):
         if not y.is_floating_point():
             raise TypeError(
                 f"Gaussian targets must have a floating dtype; given {y.dtype}. Convert with y.float(); "
-                'for class labels say likelihood="classification".'
+                'for class labels use likelihood="classification".'
             )
         check_rows(y, num_outputs, "Gaussian")
         if num_outputs is not None and self.noise.numel() not in (1, num_outputs):

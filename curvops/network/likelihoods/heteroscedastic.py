@@ -1,4 +1,4 @@
-"""How are real-valued targets distributed when the network predicts their variances too?"""
+"""The heteroscedastic Gaussian likelihood: real-valued targets whose variances the network predicts, too."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HeteroscedasticGaussian(Independent):
         if num_outputs is not None and num_outputs % 2:
             raise ValueError(
                 "HeteroscedasticGaussian needs m means and m log variances, an even number of outputs; the model has "
-                f"{num_outputs}. For one variance that is not predicted use Gaussian."
+                f"{num_outputs}. For a variance that is not predicted use Gaussian."
             )
         if y.ndim != 2 or (num_outputs is not None and 2 * y.shape[1] != num_outputs):
             m = "m" if num_outputs is None else str(num_outputs // 2)
@@ -76,11 +76,11 @@ class HeteroscedasticGaussian(Independent):
 
 
 def _standardised(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """((y - mu) / sigma, s), (n, m) each."""
+    """Return (y - mu) / sigma and s, (n, m) each."""
     mu, s = f.chunk(2, -1)
     return (y - mu) * (-0.5 * s).exp(), s
 
 
 def _score(z: Tensor, s: Tensor) -> Tensor:
-    """The residual (n, 2m) at standardised targets z."""
+    """Return the residual (n, 2m) at standardised targets z."""
     return torch.cat([-z * (-0.5 * s).exp(), 0.5 * (1 - z.square())], -1)

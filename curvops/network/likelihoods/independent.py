@@ -1,4 +1,4 @@
-"""What do likelihoods share whose output Fisher is diagonal?"""
+"""Likelihoods with a diagonal output Fisher."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outp
 
 
 class Independent(Likelihood):
-    """A likelihood with H = diag(h) and L = diag(sqrt h): subclasses say what h and its root are."""
+    """A likelihood with H = diag(h) and L = diag(sqrt h); subclasses define h and its root."""
 
     @abstractmethod
     def curvature(self, f: Outputs, y: Tensor) -> Tensor:
-        """h of each point without sample weights, broadcastable to (n, C)."""
+        """Return h of each point without sample weights, broadcastable to (n, C)."""
 
     @abstractmethod
     def curvature_root(self, f: Outputs, y: Tensor) -> Tensor:
-        """The square root of h, from logarithms or halves so that it does not underflow where h does."""
+        """Return the square root of h, from logarithms or halves so that it does not underflow where h does."""
 
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
         return weighted(self.curvature(f, y) * u, w)
@@ -32,12 +32,12 @@ class Independent(Likelihood):
 
 
 def weighted(x: Tensor, w: Tensor | None) -> Tensor:
-    """x (..., n, C) times one factor per point, if any."""
+    """Multiply x (..., n, C) by one factor per point, if any."""
     return x if w is None else x * w.unsqueeze(-1)
 
 
 def normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal draws in the shape, dtype and device of f."""
+    """Draw standard normal numbers in the shape, dtype and device of f."""
     return torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
 
 

@@ -1,4 +1,4 @@
-"""What does the rest of the library ask of a likelihood?
+"""The base class of likelihoods.
 
 A likelihood turns outputs ``f`` of shape (n, C) and targets ``y`` into log-probabilities, residuals
 ``r = -d log p / d f`` and products with the output Fisher ``H`` (C x C per point), which is never formed.
@@ -27,10 +27,10 @@ Weights = Float[Tensor, " n"] | None
 
 
 class Likelihood(ABC):
-    """Distribution p(y | f) of a target given the C outputs of the network. Immutable; copies share their tensors."""
+    """Distribution p(y | f) of a target given the network's C outputs. Immutable; copies share their tensors."""
 
     positions: int | None = None
-    """The number of positions that a point must have; None where any will do."""
+    """The number of positions that a point must have; None for any number."""
 
     @property
     def of_position(self) -> Likelihood:
@@ -39,26 +39,26 @@ class Likelihood(ABC):
 
     @abstractmethod
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
-        """Log-likelihood of each point in nats, with its normalising constant, times the point's weight."""
+        """Return each point's log-likelihood in nats, with its normalising constant, times the point's weight."""
 
     @abstractmethod
     def residual(self, f: Outputs, y: Tensor, w: Weights = None) -> Outputs:
-        """Gradient of the negative log-likelihood of each point with respect to its outputs."""
+        """Return the gradient of each point's negative log-likelihood with respect to its outputs."""
 
     @abstractmethod
     def hessian_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        """H u, where H is the output Fisher of each point times its weight. Costs O(C) a point and vector."""
+        """Return H u, where H is the output Fisher of each point times its weight. Costs O(C) a point and vector."""
 
     @abstractmethod
     def root_product(self, f: Outputs, z: RootBlock, y: Tensor, w: Weights = None) -> OutputBlock:
-        """L z, where H = L L^T and L is C x R with R = ``root_columns(C)``."""
+        """Return L z, where H = L L^T and L is C x R with R = ``root_columns(C)``."""
 
     @abstractmethod
     def root_transpose_product(self, f: Outputs, u: OutputBlock, y: Tensor, w: Weights = None) -> RootBlock:
-        """L^T u, the adjoint of ``root_product``."""
+        """Return L^T u, the adjoint of ``root_product``."""
 
     def root_columns(self, num_outputs: int) -> int:
-        """Number R of columns of the square root L for C = ``num_outputs``."""
+        """Return the number R of columns of the square root L for C = ``num_outputs``."""
         return num_outputs
 
     @abstractmethod
@@ -73,32 +73,32 @@ class Likelihood(ABC):
         w: Weights = None,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        """Residual at one sampled target, scaled so that E[r r^T] = H, weights included.
+        """Return the residual at one sampled target, scaled so that E[r r^T] = H, weights included.
 
-        The true targets enter only through what they do to H (class weights, ignored points).
+        The true targets enter only by their effect on H (class weights, ignored points).
         """
 
     @abstractmethod
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
-        """Mean of the target given the outputs: class probabilities for a categorical.
+        """Return the mean of the target given the outputs: class probabilities for a categorical.
 
-        m is C, but where targets have another number of entries than there are outputs.
+        m is C unless targets have another number of entries than the outputs.
         """
 
     @abstractmethod
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         """Refuse targets that this likelihood cannot score.
 
-        Without ``num_outputs`` (C is known only after a forward pass) whatever depends on C is left unchecked.
+        Without ``num_outputs`` (C is known only after a forward pass) nothing that depends on C is checked.
         Waits for the device once. Raises TypeError for a wrong dtype and ValueError for a wrong shape or value.
         """
 
     def check_scores(self, f: Outputs, y: Tensor) -> None:
-        """Refuse outputs and targets of the first points that do not go together."""
+        """Refuse outputs and targets of the first points that do not fit each other."""
         self.log_prob(f, y)
 
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, "n *T"]:
-        """Which points (of sequences: positions) count: the weight not zero, the target not to be ignored."""
+        """Return a mask of the points (for sequences: positions) that count: weight not zero, target not ignored."""
         return torch.ones(len(y), dtype=torch.bool, device=y.device) if w is None else w != 0
 
     @property
@@ -107,17 +107,17 @@ class Likelihood(ABC):
         return ()
 
     def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Likelihood:
-        """A copy with ``hyperparameters`` replaced, unchecked: for rebuilding an operator from its tensors."""
+        """Return a copy with other ``hyperparameters``, unchecked: for rebuilding an operator from its tensors."""
         if len(tensors) != len(self.hyperparameters):
             raise ValueError(f"{self!r} has {len(self.hyperparameters)} hyperparameters; {len(tensors)} were given.")
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """A copy with its tensors on another device or in another floating dtype; gradients flow through."""
+        """Return a copy with its tensors on another device or in another floating dtype; gradients flow through."""
         return self
 
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
-        """A copy of `to` that the user's tensors change no more; hyperparameters that require a gradient are held."""
+        """Return `to` with copied tensors, so that later changes have no effect; those with a gradient are kept."""
         new = copy.copy(self.to(device, dtype))
         for name, given in vars(self).items():
             used = getattr(new, name)

@@ -1,4 +1,4 @@
-"""What a likelihood is made of, as plain values: its class by name and its arguments."""
+"""Records of likelihoods as plain values: the class by name and its arguments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STORED: dict[str, type[Likelihood]] = {
     kind.__name__: kind
     for kind in (Bernoulli, BradleyTerry, Categorical, Gaussian, HeteroscedasticGaussian, Poisson, Sequences)
 }
-"""Each keeps its constructor's arguments as attributes of the same names."""
+"""Classes that keep their constructor's arguments as attributes of the same names."""
 
 
 def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
-    """The class and arguments; None where it is of another class, or holds a function, as `FromDistribution` does."""
+    """Return class and arguments; None for another class, or one that holds a function, as `FromDistribution` does."""
     if STORED.get(type(likelihood).__name__) is not type(likelihood):
         return None
     arguments = {name: getattr(likelihood, name) for name in inspect.signature(type(likelihood)).parameters}
@@ -37,7 +37,7 @@ def record_of_likelihood(likelihood: Likelihood) -> dict[str, Any] | None:
 
 
 def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Likelihood:
-    """The likelihood of a record; ValueError for a class of a later version."""
+    """Build the likelihood of a record. Raises ValueError for a class of a later version."""
     if record["class"] not in STORED:
         raise ValueError(f"it holds a likelihood {record['class']}, which this version does not know; upgrade curvops.")
     arguments = dict(record["arguments"])

@@ -1,4 +1,4 @@
-"""What stands between J and Jᵀ: the C × C curvature of each point, as products and as columns of a square root."""
+"""The output Fisher between J and Jᵀ: each point's C × C curvature, as products and as columns of a square root."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ FisherKind = Literal["exact", "mc", "empirical"]
 
 
 class OutputFisher(ABC):
-    """H_n = Σ_r s_r s_rᵀ for each point n: exactly the likelihood's, or sums over few residuals."""
+    """H_n = Σ_r s_r s_rᵀ for each point n: the likelihood's own, or a sum over a few residuals."""
 
     likelihood: Likelihood
 
     @abstractmethod
     def num_columns(self, num_outputs: int) -> int:
-        """R, the number of columns s_r a point has for C outputs."""
+        """Return R, the number of columns s_r a point has for C outputs."""
 
     @abstractmethod
     def product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch) -> Float[Tensor, "K n C"]:
-        """H u."""
+        """Return H u."""
 
     @abstractmethod
     def root_product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"], batch: Batch) -> Float[Tensor, "K n C"]:
-        """L z = Σ_r z_r s_r."""
+        """Return L z = Σ_r z_r s_r."""
 
     @abstractmethod
     def root_transpose_product(
         self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"], batch: Batch
     ) -> Float[Tensor, "K n R"]:
-        """Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
+        """Return Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
 
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
-        """Which points, of sequences which positions, count at all."""
+        """Return a mask of the points that count, or of the positions for sequences."""
         return self.likelihood.counted(batch.targets, batch.weights)
 
     def columns(self, f: Float[Tensor, "n C"], batch: Batch, start: int, stop: int) -> Float[Tensor, "r n C"]:
-        """The columns s_start … s_(stop−1) of every point."""
+        """Return the columns s_start … s_(stop−1) of every point."""
         units = f.new_zeros(stop - start, f.shape[0], self.num_columns(f.shape[1]))
         units.diagonal(start, 0, 2).fill_(1.0)
         return self.root_product(f, units, batch)
@@ -52,7 +52,7 @@ class OutputFisher(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Exact(OutputFisher):
-    """The output Fisher itself, R = C columns: the curvature of the GGN."""
+    """The likelihood's output Fisher, R = C columns: the curvature of the GGN."""
 
     likelihood: Likelihood
 
@@ -71,7 +71,7 @@ class Exact(OutputFisher):
 
 @dataclass(frozen=True, eq=False)
 class Unit(OutputFisher):
-    """H = I: the columns are those of the identity, and the rows those of J itself."""
+    """H = I: the columns are those of the identity, and the rows Lᵀ J those of J itself."""
 
     def num_columns(self, num_outputs: int) -> int:
         return num_outputs
@@ -90,7 +90,7 @@ class Unit(OutputFisher):
 
 
 class FromResiduals(OutputFisher):
-    """H_n = Σ_m r_m r_mᵀ over few residuals: few rows J_nᵀ r_m, which are kept however many outputs there are."""
+    """H_n = Σ_m r_m r_mᵀ over a few residuals: as few rows J_nᵀ r_m are kept, however many outputs there are."""
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
         return self.root_product(f, self.root_transpose_product(f, u, batch), batch)
@@ -98,7 +98,7 @@ class FromResiduals(OutputFisher):
 
 @dataclass(frozen=True, eq=False)
 class Sampled(FromResiduals):
-    """Residuals at targets drawn from the model once and for all, (M, N, C) divided by √M: the Monte-Carlo Fisher."""
+    """The Monte-Carlo Fisher: residuals (M, N, C), divided by √M, at targets drawn once from the model."""
 
     likelihood: Likelihood
     draws: Tensor
@@ -121,11 +121,11 @@ class Sampled(FromResiduals):
 
 @dataclass(frozen=True, eq=False)
 class Empirical(FromResiduals):
-    """The residual at the true target: the empirical Fisher, one outer product a point (R = 1).
+    """The empirical Fisher: one outer product of the residual at the true target a point (R = 1).
 
-    With `positions` T above 1 a point is a sequence of T tokens, and each has an outer product of its own (R = T).
-    A sample weight says for how many points one stands: it multiplies the outer product, and so by its root the
-    residual. A sequence with a weight for each position stands for as many as the largest says, the others relative.
+    With `positions` T above 1 a point is a sequence of T tokens, each with its own outer product (R = T).
+    A sample weight is a number of points: it multiplies the outer product, and its root the residual. A sequence with a
+    weight for each position counts as its largest weight; the others are relative to that.
     """
 
     likelihood: Likelihood
@@ -153,7 +153,7 @@ class Empirical(FromResiduals):
         return r if roots is None else r / roots.where(roots > 0, 1).unsqueeze(-1)
 
     def weighted(self, z: Float[Tensor, "K n T"], batch: Batch) -> Float[Tensor, "K n T"]:
-        """z times √w of each row, by which the gradient of the weighted log-likelihood is more than the root's row."""
+        """Return z times √w of each row: the weighted gradient is √w times the row of this root."""
         roots = self._weight_roots(batch)
         return z if roots is None else z * roots
 
@@ -167,33 +167,33 @@ class Empirical(FromResiduals):
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """L of one batch's points, H = L Lᵀ: what few rows a point, Lᵀ J, are made with."""
+    """The square root L of one batch's H = L Lᵀ, which reduces J to the rows Lᵀ J."""
 
     fisher: OutputFisher
     batch: Batch
 
     def num_columns(self, num_outputs: int) -> int:
-        """R."""
+        """Return the number R of columns."""
         return self.fisher.num_columns(num_outputs)
 
     def columns(self, f: Float[Tensor, "n C"], start: int, stop: int) -> Float[Tensor, "r n C"]:
-        """Some columns of every point."""
+        """Return the columns start … stop − 1 of every point."""
         return self.fisher.columns(f, self.batch, start, stop)
 
     def product(self, f: Float[Tensor, "n C"], z: Float[Tensor, "K n R"]) -> Float[Tensor, "K n C"]:
-        """L z."""
+        """Return L z."""
         return self.fisher.root_product(f, z, self.batch)
 
     def transpose_product(self, f: Float[Tensor, "n C"], u: Float[Tensor, "K n C"]) -> Float[Tensor, "K n R"]:
-        """Lᵀ u."""
+        """Return Lᵀ u."""
         return self.fisher.root_transpose_product(f, u, self.batch)
 
 
 IDENTITY = Root(Unit(), Batch((), torch.empty(0)))
-"""L = I of any points: the rows are those of J itself."""
+"""The root L = I for any points: the rows are those of J itself."""
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError for a word that names no Fisher."""
+    """Raise ValueError unless `kind` names a Fisher."""
     if kind not in get_args(FisherKind):
         raise ValueError(f"fisher={kind!r}; expected 'exact', 'mc' (one drawn target a point) or 'empirical'.")

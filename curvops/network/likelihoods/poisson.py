@@ -1,4 +1,4 @@
-"""How are counts distributed around log rates?"""
+"""The Poisson likelihood: counts around log rates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from curvops.network.likelihoods.likelihood import Outputs, Weights
 class Poisson(Independent):
     """Independent counts with rate e^f: the residual is e^f - y, H = diag(e^f).
 
-    Targets (n, C) are whole numbers, at least 0, of any dtype. Where counts come from different exposures (areas,
-    times), let the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.
+    Targets (n, C) are whole numbers, at least 0, of any dtype. For counts of different exposures (areas, times), let
+    the model add log exposure to its outputs. Rates must be representable: f < 88 in float32.
     """
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""How are the targets of a sequence distributed, given a likelihood of the target at one position?"""
+"""The likelihood of a sequence of targets, built from that of the target at one position."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
 
 
 class Sequences(Likelihood):
-    """T targets a point, independent given the outputs: log p is the sum over positions, H block-diagonal.
+    """A likelihood of T targets a point, independent given the outputs: log p sums over them, H is block-diagonal.
 
     Outputs are rows (n, T·C), position by position (t·C + c). Targets are (n, T) or (n, T, ...), as `likelihood` takes
     them for n·T points. Weights (n, T) are one factor per position (zeros leave positions out), (n,) one per sequence.
-    `co.linearize` makes this of any likelihood where the model returns (N, T, C).
+    `co.linearize` wraps any likelihood in this one where the model returns (N, T, C).
     """
 
     positions: int
@@ -40,7 +40,7 @@ class Sequences(Likelihood):
 
     @property
     def output_shape(self) -> torch.Size:
-        """(T, C)."""
+        """The shape (T, C) of a point's outputs."""
         return torch.Size((self.positions, self.num_outputs))
 
     def log_prob(self, f: Outputs, y: Tensor, w: SequenceWeights = None) -> Float[Tensor, " n"]:
@@ -98,7 +98,7 @@ class Sequences(Likelihood):
         self.likelihood.check_scores(self._split(f), y.flatten(0, 1))
 
     def counted(self, y: Tensor, w: SequenceWeights = None) -> Bool[Tensor, "n T"]:
-        """Which positions count."""
+        """Return a mask of the positions that count."""
         return self.likelihood.counted(y.flatten(0, 1), self._each(w)).unflatten(0, (-1, self.positions))
 
     @property
@@ -117,21 +117,21 @@ class Sequences(Likelihood):
         return new
 
     def _split(self, x: Tensor) -> Tensor:
-        """(*K, n, T·C) as (*K, n·T, C)."""
+        """Reshape (*K, n, T·C) to (*K, n·T, C)."""
         return x.unflatten(-1, (self.positions, -1)).flatten(-3, -2)
 
     def _join(self, x: Tensor) -> Tensor:
-        """The inverse of `_split`."""
+        """Invert `_split`."""
         return x.unflatten(-2, (-1, self.positions)).flatten(-2)
 
     def _each(self, w: Tensor | None) -> Tensor | None:
-        """One factor per position, (n·T,)."""
+        """Return one factor per position, (n·T,)."""
         if w is None:
             return None
         return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten()
 
 
 def single_noise(likelihood: Likelihood) -> Tensor | None:
-    """The noise of a Gaussian likelihood, of points or of positions, where it is one number; else None."""
+    """Return the noise of a Gaussian likelihood, of points or of positions, where it is one number; else None."""
     each = likelihood.of_position
     return each.noise if isinstance(each, Gaussian) and each.noise.numel() == 1 else None

@@ -1,4 +1,4 @@
-"""What does a loss of torch say of the targets' distribution, and is that what the loss itself computes?"""
+"""Losses of torch as likelihoods, and the check that loss and likelihood have equal gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from curvops.network.likelihoods.poisson import Poisson
 
 @dataclass(frozen=True)
 class Reading:
-    """How a class of losses is read.
+    """The way a class of losses is read.
 
-    likelihood: made of a loss and, where it is known, the shape of a point's outputs. class_dim: the dimension of
-    (N, ...) that holds the classes. indices: whether targets may be class indices, and outputs are never numbers.
+    likelihood: a function of a loss and the shape of a point's outputs, where that is known. class_dim: the dimension
+    of (N, ...) that holds the classes. indices: whether targets may be class indices, so that outputs are never (N,).
     """
 
     likelihood: Callable[[nn.Module, torch.Size | None], Likelihood]
@@ -56,7 +56,7 @@ def _gaussian(loss: nn.Module, shape: torch.Size | None) -> Likelihood:
 
 
 class MeansAndVariances(nn.Module):
-    """nn.GaussianNLLLoss of outputs (n, 2m): m means, then m variances."""
+    """The loss nn.GaussianNLLLoss as a function of outputs (n, 2m): m means, then m variances."""
 
     remedy = " For a GGN let the model return log variances: curvops.likelihoods.HeteroscedasticGaussian()."
 
@@ -74,7 +74,7 @@ class MeansAndVariances(nn.Module):
 
 
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
-"""Their outputs are made by the model's last layer, which belongs into the likelihood."""
+"""Losses of probabilities: the activation that makes these in the model belongs into the likelihood."""
 
 READINGS: dict[type[nn.Module], Reading] = {
     nn.CrossEntropyLoss: Reading(_cross_entropy, class_dim=1, indices=True),
@@ -86,7 +86,7 @@ READINGS: dict[type[nn.Module], Reading] = {
 
 
 def reading_of(spec: object) -> Reading | None:
-    """How a loss of torch, or one's own module, is read; None for anything else."""
+    """Return how a loss of torch, or a user's own module, is read; None for anything else."""
     found = next((reading for kind, reading in READINGS.items() if isinstance(spec, kind)), None)
     if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
         return Reading(lambda loss, shape: FromLoss(loss))
@@ -98,8 +98,8 @@ def require_same_loss(
 ) -> None:
     """Raise ValueError unless the sum of a torch loss has the likelihood's residual as its gradient.
 
-    `outputs` (n, *shape) and `targets` are as the model and the data give them, `f` the same outputs as rows. Compared
-    at these outputs and at random ones: a subclass that computes something else is found by what it computes.
+    `outputs` (n, *shape) and `targets` are as the model and the data give them, `f` are these outputs as rows. Compared
+    at these outputs and at random ones, which also detects a subclass that computes something else.
     """
     reading = reading_of(loss)
     assert reading is not None
@@ -124,8 +124,8 @@ def require_same_loss(
         if not bool(difference <= 10 * torch.finfo(f.dtype).eps ** 0.5 * size):
             raise ValueError(
                 f"{loss} has another gradient than {likelihood} (they differ by {float(difference):.2g}, the "
-                f"likelihood's own is {float(size):.2g}), so it is no plain {_plain(loss)}. Give the likelihood "
-                "itself, one of curvops.likelihoods; for this loss as it is curvops.likelihoods.FromLoss(loss)."
+                f"likelihood's own is {float(size):.2g}), so it is no plain {_plain(loss)}. Give a likelihood "
+                "of curvops.likelihoods, or this loss as curvops.likelihoods.FromLoss(loss)."
             )
 
 
@@ -134,7 +134,7 @@ def _plain(loss: nn.Module) -> str:
 
 
 def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor | None:
-    """A weight that torch broadcasts over (N, *shape), as (C,) or, where it differs between positions, (T, C)."""
+    """Return a weight that torch broadcasts over (N, *shape) as (C,) or, where it differs by position, (T, C)."""
     if weight is None or shape is None or weight.numel() == 1:
         return weight if weight is None or weight.numel() > 1 else weight.reshape(())
     if weight.ndim == 1 + len(shape) and len(weight) == 1:

@@ -1,1 +1,1 @@
-"""The user's model: a snapshot, its parameters, how it is called."""
+"""The user's model: its snapshot, its parameters and the way it is called."""

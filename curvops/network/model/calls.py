@@ -1,7 +1,7 @@
-"""Is a model called with the entries of its inputs as arguments of their own, or with all of them as one argument?
+"""How inputs become the arguments of a model: one argument for each entry, or all entries as a single argument.
 
-Its signature says: entries that `forward` takes by name (of a tuple: by position) are arguments, as Hugging Face's
-models have them; where it does not take them, the mapping or tuple is its only argument, as in `forward(self, batch)`.
+The signature decides. Entries that `forward` takes by name (for a tuple, by position) are passed as separate arguments,
+as in Hugging Face's models; otherwise the mapping or tuple is the only argument, as in `forward(self, batch)`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 
 
 class Calls:
-    """How one module is called, decided once for each set of names or number of positions.
+    """The way one module takes its inputs, decided once for each set of names or number of positions.
 
-    `mapping_type` is what a mapping was before it became a dict; as an only argument it is that again.
+    `mapping_type` is the user's type of mapping, to which a dict is converted back where it is the only argument.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -25,28 +25,28 @@ class Calls:
         self.mapping_type: Any = dict
 
     def arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments. Raises TypeError where the signature takes the inputs neither way."""
+        """Return positional and keyword arguments. Raises TypeError where the signature allows neither way."""
         if not isinstance(inputs, Mapping | tuple | list):
             return (inputs,), {}
         form = _form(inputs)
         if form not in self._whole:
-            self._whole[form] = self._decided(inputs)
+            self._whole[form] = self._is_whole(inputs)
         if self._whole[form]:
             return (self.as_given(inputs),), {}
         return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
     def as_given(self, inputs: Any) -> Any:
-        """A mapping in the type of the user's, where one can be made of a dict; anything else as it is."""
+        """Convert a mapping to the user's type, where a dict can be converted; return anything else unchanged."""
         if not isinstance(inputs, Mapping) or not issubclass(self.mapping_type, Mapping) or self.mapping_type is dict:
             return inputs
         try:
             made = self.mapping_type(dict(inputs))
-        except Exception:  # some mappings cannot be made of their entries alone
+        except Exception:  # some mappings cannot be built from their entries alone
             return inputs
         return made if isinstance(made, Mapping) and set(made) == set(inputs) else inputs
 
     def turn(self, inputs: Any) -> bool:
-        """Take the other way for such inputs; False where the signature leaves no choice."""
+        """Switch to the other way for inputs of this form; return False where the signature allows only one."""
         signature = self._signature()
         if signature is None or not isinstance(inputs, Mapping | tuple | list):
             return False
@@ -55,7 +55,7 @@ class Calls:
             return True
         return False
 
-    def _decided(self, inputs: Any) -> bool:
+    def _is_whole(self, inputs: Any) -> bool:
         signature = self._signature()
         if signature is None or (refusal := _refusal(signature, inputs, False)) is None:
             return False
@@ -64,7 +64,7 @@ class Calls:
         names = ", ".join(repr(name) for name in inputs) if isinstance(inputs, Mapping) else f"{len(inputs)} tensors"
         raise TypeError(
             f"the model's forward{signature} cannot be called with inputs {names} ({refusal}). Name the entries of a "
-            "mapping as forward names its arguments, or let forward take the whole mapping as its one argument."
+            "mapping as forward names its arguments, or let forward take the whole mapping as its only argument."
         )
 
     def _signature(self) -> inspect.Signature | None:
@@ -79,7 +79,7 @@ def _form(inputs: Any) -> Hashable:
 
 
 def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeError | None:
-    """Why arguments cannot be bound so, None where they can."""
+    """Return the error of binding the arguments this way; None where they can be bound."""
     try:
         if whole:
             signature.bind(inputs)

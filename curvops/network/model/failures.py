@@ -1,4 +1,4 @@
-"""The model could not be run: where, on what, and what to do about it."""
+"""Errors of a model that cannot be run: the inputs that it was given, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from curvops.network.data.inputs import Inputs, components
 
-# What torch's messages say, and what helps. The first that fits is taken.
+# Patterns of torch's messages and the remedy for each; the first that matches counts.
 REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"same device|different device|device type",
@@ -41,10 +41,10 @@ MISSING = "forward looks up an entry that the inputs do not have: name the mappi
 
 
 @contextlib.contextmanager
-def explained(inputs: Inputs) -> Iterator[None]:
-    """Say of an error that the model raises what it was run on and what to do; the error itself is the cause.
+def explain(inputs: Inputs) -> Iterator[None]:
+    """Add to an error of the model the inputs that it was run on and a remedy; the error itself becomes the cause.
 
-    Raises TypeError for a TypeError, else ValueError. Memory that runs out is left to say so itself.
+    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which kernels a model must run on to be differentiated in both modes, for the length of a call."""
+"""Kernels with derivatives of both modes, switched on for the length of a call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ATTENTION = [
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
     for name in ("math", "flash", "mem_efficient", "cudnn", "overrideable")
 ]
-"""How to ask for and to set each of attention's kernels, and whether it has forward mode."""
+"""For each of attention's kernels: its getter, its setter, and whether it has forward mode."""
 
 
 def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
-    """Contexts that keep the model on kernels with derivatives of both modes; each is restored after a call."""
+    """Return contexts that keep the model on kernels with derivatives of both modes, and restore the settings."""
     settings: list[Callable[[], Any]] = [_unfused_attention]  # fused attention has no forward mode
     parts = list(module.modules()) if module is not None else []
     if any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in parts):
@@ -31,7 +31,7 @@ def settings_for(module: nn.Module | None) -> list[Callable[[], Any]]:
 
 
 def stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
-    """Contexts in which every call of the model runs: the same values by operations that can be differentiated."""
+    """Return contexts that replace operations without derivatives by others with equal values, for every call."""
     parts = list(module.modules()) if module is not None else []
     stand_ins: list[Callable[[], Any]] = [PlainLookups] if any(needs_plain_lookups(part) for part in parts) else []
     return [*stand_ins, eagerly] if module is not None and holds_compiled(module) else stand_ins
@@ -39,7 +39,7 @@ def stand_ins_for(module: nn.Module | None) -> list[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """As `torch.nn.attention.sdpa_kernel(MATH)`, which takes as long as a small layer."""
+    """Do what `torch.nn.attention.sdpa_kernel(MATH)` does, which itself takes as long as a small layer."""
     enabled = [get() for get, *_ in ATTENTION]
     changed = [(choose, was) for was, (_, choose, wanted) in zip(enabled, ATTENTION) if was != wanted]
     try:

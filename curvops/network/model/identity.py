@@ -1,4 +1,4 @@
-"""Is this the network that it was? By the dtype, shape and fingerprint of every tensor that it holds."""
+"""The identity of a network: dtype, shape and fingerprint of every tensor that it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from curvops.network.data.fingerprints import fingerprint
 
 
 def identity_of(named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """By name: dtype, shape, and the fingerprint of the values as they are. One pass over them."""
+    """Return dtype, shape and fingerprint of each tensor by name. One pass over the values."""
     return {
         name: {
             "dtype": str(tensor.dtype),
@@ -23,12 +23,12 @@ def identity_of(named: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, with the names and what to do, unless the tensors given are those known."""
+    """Raise ValueError, with the names and the remedy, unless the given tensors equal the known ones."""
     missing, further = known.keys() - given.keys(), given.keys() - known.keys()
     if missing or further:
         lacks, more = (_some(sorted(names)) or "nothing" for names in (missing, further))
         raise ValueError(
-            f"this is another model than the one saved: it lacks {lacks}, and has {more} besides. Build it as it was."
+            f"this is not the model that was saved: it lacks {lacks}, and also has {more}. Build it as it was then."
         )
     found = identity_of(given)
     for what in ("shape", "dtype"):
@@ -36,19 +36,19 @@ def require_same_network(known: Mapping[str, Any], given: Mapping[str, Tensor]) 
         if other:
             was, now = (_written(each[other[0]][what]) for each in (known, found))
             remedy = {
-                "shape": "Build the model with the sizes that it had.",
+                "shape": "Build the model with the sizes that it had then.",
                 "dtype": "Convert a copy of the model first, as model.double() and model.float() do.",
             }
             raise ValueError(
-                f"the model saved has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}). "
+                f"the saved model has another {what} of {_some(other)} ({other[0]!r}: {was}, here {now}). "
                 f"{remedy[what]}"
             )
     other = [name for name in known if known[name]["fingerprint"] != found[name]["fingerprint"]]
     if other:
         raise ValueError(
             f"the model has other values than when it was saved in {len(other)} of {len(known)} tensors: "
-            f"{_some(other)}. Load the weights that it was linearised at (model.load_state_dict); of the selected "
-            "parameters they are kept in the saved folder, in its safetensors file as linearization.weights.NAME."
+            f"{_some(other)}. Load the weights at which it was linearised (model.load_state_dict); those of the "
+            "selected parameters are in the safetensors file of the saved folder, as linearization.weights.NAME."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which layer is the last? Found by running the model once, whatever the order of registration."""
+"""The last layer of a model, found by running it once, whatever the order of registration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.model import Model
 
-# Linear, or affine, in all that is differentiated: views, casts, choices, sums, means, paddings, resampling.
+# Linear or affine in every differentiated input: views, casts, choices, sums, means, paddings, resampling.
 LINEAR = {
     "Add", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "Alias", "AsStrided", "AvgPool2D",
     "AvgPool3D", "Cat", "Clone", "ConstantPadNd", "Cumsum", "Diagonal", "Expand", "Flip", "Gather", "Index",
@@ -24,13 +24,13 @@ REMEDY = "name its parameters by globs, as parameters='head.*'"
 
 
 def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
-    """Names of the parameters of the one layer in whose output the model's is linear.
+    """Return the names of the parameters of the single layer in whose output the model's output is linear.
 
-    Views, choices, permutations, sums, means and products with constants may follow it. Of a function of its
-    parameters, those that enter its outputs by one product, or are added to it. A weight that is tied to another
-    layer's has the name that the model gives it first. One forward pass.
+    Views, choices, permutations, sums, means and products with constants may follow the layer. For a model given as a
+    function: the parameters of the last product, and those added to it. A tied weight has the first name that the model
+    gives it. One forward pass.
 
-    Raises ValueError where there is none: the outputs are a softmax or a sum of two layers', say.
+    Raises ValueError where there is no such layer: the outputs are a softmax or a sum over two layers, say.
     """
     if model.module is None:
         found = _of_function(model, inputs)
@@ -39,16 +39,16 @@ def last_layer(model: Model, inputs: Inputs) -> tuple[str, ...]:
         found = () if layer is None else _names(model, layer)
     if not found:
         raise ValueError(
-            "parameters='last_layer': the model's output is not linear in one layer's (a softmax, a sum of branches or "
-            f"parameters outside a layer come after it); {REMEDY}."
+            "parameters='last_layer': the model's output is not linear in the output of one layer (a softmax, a sum of "
+            f"branches or parameters outside a layer come after it); {REMEDY}."
         )
     return found
 
 
 def layer_of_outputs(model: Model, inputs: Inputs) -> nn.Module | None:
-    """The one module with parameters in whose output the model's is linear; None where there is none.
+    """Return the single module with parameters in whose output the model's output is linear; None without one.
 
-    One forward pass of a model that is a module.
+    The model must be a module. One forward pass.
     """
     assert model.module is not None
     calls: list[tuple[nn.Module, Node]] = []
@@ -96,7 +96,7 @@ def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
     names = {id(leaf): name for name, leaf in leaves.items()}
     found: dict[str, None] = {}
     while node is not None:
-        behind = [_moved(parent) for parent in _parents(node)]
+        behind = [_before_views(parent) for parent in _parents(node)]
         given = [names.get(id(getattr(end, "variable", None))) for end in behind]
         found.update(dict.fromkeys(name for name in given if name is not None))
         rest = [end for end, name in zip(behind, given) if name is None]
@@ -104,19 +104,19 @@ def _of_function(model: Model, inputs: Inputs) -> tuple[str, ...]:
             break
         if not _is_linear(node) or len(rest) > 1:
             return ()
-        node = rest[0] if rest else None  # a bias, and what it is added to
+        node = rest[0] if rest else None  # a bias was added to this
     return tuple(name for name in leaves if name in found)
 
 
-def _moved(node: Node) -> Node:
-    """The node before it as far as one alone is taken linearly, without a constant factor."""
+def _before_views(node: Node) -> Node:
+    """Return the first node before this one that is not a linear operation, without a constant factor, on one input."""
     while _kind(node) in LINEAR and len(_parents(node)) == 1:
         (node,) = _parents(node)
     return node
 
 
 def _is_linear(node: Node) -> bool:
-    """Whether what a node makes is linear, or affine, in all that is differentiated."""
+    """Whether the result of a node is linear or affine in every differentiated input."""
     if _kind(node) == "Div" and node.next_functions[1][0] is not None:
         return False
     return _kind(node) in LINEAR or (_kind(node) in PRODUCTS and len(_parents(node)) == 1)

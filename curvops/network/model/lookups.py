@@ -1,4 +1,4 @@
-"""Embeddings as plain lookups: the values of torch's kernels, with derivatives of every order and mode.
+"""Embeddings as plain lookups, which have derivatives of every order and mode, and the values of torch's kernels.
 
 `F.embedding_bag` has no forward mode and no second derivative; `sparse=True` gives gradients that no product can use,
 `scale_grad_by_freq=True` gradients that depend on the other points of a batch, and `max_norm` writes into the weight.
@@ -15,17 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 
 def needs_plain_lookups(module: nn.Module) -> bool:
-    """Whether a module looks up in one of these ways."""
+    """Whether a module is an embedding with one of the options above, or a bag."""
     if isinstance(module, nn.Embedding):
         return module.sparse or module.scale_grad_by_freq or module.max_norm is not None
     return isinstance(module, nn.EmbeddingBag)
 
 
 class PlainLookups(TorchFunctionMode):
-    """While entered, embeddings and bags of fixed length are composed of a lookup and a reduction.
+    """Mode in which embeddings, and bags of fixed length, are computed by a lookup and a reduction.
 
-    Rows longer than `max_norm` are shortened in the result alone; as in torch, with the derivative of the row itself.
-    Bags given by offsets stay with torch.
+    Rows longer than `max_norm` are shortened in the result only, and have, as in torch, the derivative of the row
+    itself. Bags given by offsets are left to torch.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,7 @@ def _bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """(n, t) indices to (n, E); None where the bags are given by offsets."""
+    """Return the bags (n, E) of indices (n, t); None where they are given by offsets."""
     if offsets is not None or input.ndim != 2:
         return None
     rows = _shortened(F.embedding(input, weight), max_norm, norm_type)

@@ -1,4 +1,4 @@
-"""The user's model as a pure function of its parameters: a snapshot that nothing later can change."""
+"""The user's model as a pure function of its parameters: a snapshot that later changes do not reach."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from curvops.network.data.inputs import Inputs, components, copy, first_of, norm
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
 from curvops.network.model.calls import Calls
-from curvops.network.model.failures import explained
+from curvops.network.model.failures import explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.parameters import Blocks, Selection, select
-from curvops.network.model.skeleton import Reached, skeleton_of
+from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
 from curvops.network.model.wrappers import unwrapped
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
 STOCHASTIC = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-_OF_THE_PROCESS = threading.RLock()
-"""Held while derivatives are taken, by any model; taken after the model's own lock, never before it."""
+_PROCESS_LOCK = threading.RLock()
+"""Held while any model takes derivatives; acquired after the model's own lock, never before it."""
 
 
 class Model:
-    """f(θ, inputs) -> outputs (n, C) for the selected parameters θ, everything else held at its snapshot.
+    """The function f(θ, inputs) -> outputs (n, C) of the selected parameters θ; all else is held at its snapshot.
 
-    Outputs at several positions a point, (n, ..., C), become rows (n, T·C) as its `layout` says, once it has one.
+    Outputs at several positions a point, (n, ..., C), become rows (n, T·C) by its `layout`, once that is fixed.
 
-    Built from an `nn.Module`, the one inside where it is compiled or made parallel, or from a pair (function(params,
-    inputs), params). Of a module a copy is called, with the settings that it had at the snapshot (`skeleton`):
-    nothing is done to the user's, and nothing done to it matters. The copy can hold one set of values at a time, so
-    everything that calls it takes `lock`. A function is called as it is.
-    `last` names the parameters of the last layer, where "last_layer" selects them (see `last_layer`).
+    Built from an `nn.Module` (without its compiled or parallel wrapper) or from a pair (function(params, inputs),
+    params). A module is copied with its present settings (`skeleton`) and only the copy is called: the user's module is
+    never changed, and later changes to it have no effect. The copy can hold one set of values at a time, so every call
+    takes `lock`. A function is called as it is.
+    `last` names the parameters of the last layer, for the selection "last_layer" (see `last_layer`).
     Raises ValueError for a module that is random or depends on its batch (train mode), or for a bad selection.
     """
 
@@ -82,7 +82,7 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """D."""
+        """The number D of selected entries."""
         return self.selection.num_parameters
 
     @property
@@ -95,13 +95,13 @@ class Model:
         return dict(views)
 
     def unflatten(self, weights: Float[Tensor, " D"]) -> Blocks:
-        """Selected parameters by name, entries outside a subnetwork as in the snapshot."""
+        """Return the selected parameters by name, with entries outside a subnetwork as in the snapshot."""
         index = self.selection.index
         flat = weights if index is None else self._flat.to(weights.dtype).index_copy(0, index, weights)
         return self.selection.named(flat)
 
     def at(self, weights: Float[Tensor, " D"]) -> Model:
-        """The same network with other values of the selected parameters, copied."""
+        """Return this network with other values of the selected parameters, copied."""
         other = object.__new__(Model)
         other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "tangent_space"})
         index, given = self.selection.index, weights.detach()
@@ -110,22 +110,22 @@ class Model:
 
     @cached_property
     def tangent_space(self) -> TangentSpace:
-        """Where the snapshot stands; a cast keeps it."""
+        """The tangent space at the snapshot; a cast keeps it."""
         return tangent_space(self.selection, {**self.values, **self.frozen, **self._buffers})
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of the snapshot."""
+        """Return the tensors of the snapshot."""
         return [self._flat, *self.frozen.values(), *self._buffers.values()]
 
     @property
     def kept_tensors(self) -> Blocks:
-        """The tensors of the snapshot by name, as `tensors_of` lists those of a model."""
+        """The tensors of the snapshot by name, without buffers that are not persistent (see `tensors_of`)."""
         found = {**self.values, **self.frozen, **self._buffers}
         return found if self.module is None else {n: t for n, t in found.items() if n not in _computed(self.module)}
 
     @property
     def eps(self) -> float:
-        """The coarsest rounding among its tensors' dtypes: a frozen base may be in half precision."""
+        """The largest machine epsilon among the tensors' dtypes: a frozen base may be in half precision."""
         return max(torch.finfo(tensor.dtype).eps for tensor in self.tensors() if tensor.is_floating_point())
 
     @property
@@ -135,36 +135,36 @@ class Model:
 
     @property
     def normalises(self) -> bool:
-        """Whether a part of the module normalises activations or weights, by the name of its class or of a base."""
+        """Whether a part of the module normalises activations or weights, judged by the names of its classes."""
         parts = () if self.module is None else self.module.modules()
         return any(NORMALISATION.search(kind.__name__) for part in parts for kind in type(part).__mro__)
 
     def leaves(self) -> Blocks:
-        """The selected parameters by name, as leaves of a graph to be recorded."""
+        """Return the selected parameters by name, as leaves of a graph to be recorded."""
         return {name: value.detach().requires_grad_() for name, value in self.values.items()}
 
     def __call__(self, values: Mapping[str, Tensor], inputs: Any) -> Float[Tensor, "n C"]:
-        """The outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
+        """Return the outputs at the selected parameters `values`, in θ's dtype, one row a point, position by position.
 
-        Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), of the shape that was fixed.
+        Raises TypeError or ValueError unless the model returns (n, C) or (n, ..., C), in the layout that was fixed.
         """
         return self.rows(self.raw(values, inputs))
 
     def raw(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """What the model returns, (n, ...) as it returns it."""
+        """Return the model's outputs (n, ...) in the shape in which it returns them."""
         return checked_outputs(self._run(values, inputs), self.layout)
 
     def fix_layout(self, inputs: Any, class_dim: int = -1, numbers: bool = False) -> tuple[Layout, Tensor]:
-        """The layout of the outputs at these inputs, and the outputs; from now on all outputs must have it.
+        """Fix the layout of the outputs at these inputs for all later calls; return it with the outputs.
 
-        class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: take (n,) for (n, 1).
-        The pass also finds out how the model is called, and whether it writes into its inputs. Raises ValueError or
+        class_dim: the dimension of (n, ...) that holds the C outputs of a position. numbers: read (n,) as (n, 1).
+        The pass also determines how the model is called, and whether it writes into its inputs. Raises ValueError or
         TypeError, with the remedy, for an error inside the model.
         """
         self.calls.arguments(inputs)
         given = copy(inputs)
         before = _versions(given)
-        with torch.no_grad(), explained(inputs):
+        with torch.no_grad(), explain(inputs):
             try:
                 outputs = self._checked_call(given)
             except TypeError:
@@ -182,23 +182,22 @@ class Model:
         return self.layout, checked_outputs(outputs, self.layout)
 
     def admit(self, inputs: Inputs) -> None:
-        """Run the model on two points of inputs in dtypes or shapes that it has not seen.
+        """Run the model on two points of these inputs, where their dtypes or shapes are new to it.
 
-        Raises ValueError or TypeError, with the remedy, for an error inside the model, and for outputs of another
-        shape.
+        Raises ValueError or TypeError, with the remedy, for an error inside the model or outputs of another shape.
         """
         if (form := _form(inputs)) in self._admitted:
             return
         few = first_of(inputs)
         self.calls.arguments(few)
         with torch.no_grad():
-            with explained(few):
+            with explain(few):
                 outputs = self._run(self.values, few)
             self.rows(checked_outputs(outputs, self.layout))
         self._admitted.add(form)
 
     def rows(self, outputs: Tensor) -> Float[Tensor, "n C"]:
-        """What the model returned as rows in θ's dtype; ValueError where it has not the layout that was fixed."""
+        """Return the model's outputs as rows in θ's dtype. Raises ValueError for another layout than the fixed one."""
         layout = self.layout or Layout(outputs.shape[1:])
         if layout.shape != outputs.shape[1:]:
             expected = ", ".join(str(length) for length in layout.shape)
@@ -217,13 +216,13 @@ class Model:
         if _versions(inputs) != before:
             self._writes = True
             raise ValueError(
-                "the model wrote into its inputs, as it did not for the first points: the data may have been changed. "
+                "the model wrote into its inputs, which it did not do for the first points: the data may have changed. "
                 "Let it work on a copy, x = x.clone(), check the data, and linearise again."
             )
         return outputs
 
     def _call(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
-        """What the model returns, whatever that is."""
+        """Call the model and return its result unchecked."""
         module, function, inputs = self.module, self._function, _recordable(inputs)
         if module is None:
             assert function is not None
@@ -233,21 +232,21 @@ class Model:
         return self.holding(values, lambda: module(*args, **kwargs))
 
     def _checked_call(self, inputs: Any) -> Any:
-        """What the model returns at the snapshot. Raises ValueError where it also reads the user's own parameters."""
+        """Call the model at the snapshot. Raises ValueError where it also reads the user's own parameters."""
         if self.module is None:
             return self._call(self.values, inputs)
-        with Reached(dict(self.module.named_parameters())) as reached:
+        with TensorUse(dict(self.module.named_parameters())) as use:
             outputs = self._call(self.values, inputs)
-        if reached.names:
+        if use.names:
             raise ValueError(
-                f"the model's forward reads {sorted(reached.names)} by another way than the modules that own them (a "
-                "list, a global name, a variable of the scope where its class was defined): other values could not "
-                "take their place. Read them from self, as self.layer.weight."
+                f"the model's forward reads {sorted(use.names)} otherwise than from the modules that own them (from a "
+                "list, a global name, a variable of the scope where its class was defined), so they cannot be given "
+                "other values. Read them from self, as self.layer.weight."
             )
         return outputs
 
     def holding(self, values: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
-        """`run()` while the module holds `values` and its snapshot: backward passes run checkpointed blocks again."""
+        """Call `run` while the module holds `values` and its snapshot: backward passes rerun checkpointed blocks."""
         if self.module is None:
             with own_randomness(self._flat.device):
                 return run()
@@ -262,11 +261,11 @@ class Model:
     def differentiating(self) -> Iterator[None]:
         """Record derivatives even under no_grad or inference_mode, through kernels that have them.
 
-        Which kernels serve, and how deep dual numbers are nested, torch keeps for the process: one thread at a time.
+        Torch keeps the choice of kernels and the nesting of dual numbers per process, so one thread at a time enters.
         """
         with (
             self.lock,
-            _OF_THE_PROCESS,
+            _PROCESS_LOCK,
             torch.inference_mode(False),
             torch.enable_grad(),
             contextlib.ExitStack() as stack,
@@ -277,7 +276,7 @@ class Model:
 
     @torch.inference_mode(False)
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Model:
-        """A copy with parameters and buffers converted; the user's module is still only called, never changed."""
+        """Return a copy with parameters and buffers converted."""
 
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -300,13 +299,13 @@ class Model:
 
 @contextlib.contextmanager
 def _filled(module: nn.Module, tensors: Blocks) -> Iterator[None]:
-    """While entered, these tensors are at their places in the module, as `torch.func.functional_call` puts them."""
+    """Put these tensors at their places in the module for a while, as `torch.func.functional_call` does."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for place, tensor in tensors.items():
             *path, local = place.split(".")
             part: Any = module
-            for name in path:  # as `get_submodule`, in a fifth of its time
+            for name in path:  # what `get_submodule` does, in a fifth of its time
                 part = part._modules[name]
             held: dict[str, Any] = part._parameters if local in part._parameters else part._buffers
             before.append((held, local, held[local]))
@@ -318,7 +317,7 @@ def _filled(module: nn.Module, tensors: Blocks) -> Iterator[None]:
 
 
 def tensors_of(source: Any) -> Blocks:
-    """Parameters and buffers of a user's model by name, as it now is.
+    """Return the present parameters and buffers of a user's model by name.
 
     Buffers that are not persistent are left out: a model computes them itself, and no file of weights holds them.
     """
@@ -330,7 +329,7 @@ def tensors_of(source: Any) -> Blocks:
 
 
 def _computed(module: nn.Module) -> set[str]:
-    """The names of buffers that are not persistent."""
+    """Return the names of buffers that are not persistent."""
     return {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
@@ -339,7 +338,7 @@ def _computed(module: nn.Module) -> set[str]:
 
 
 def places(module: nn.Module) -> dict[str, str]:
-    """Every place that holds a parameter or buffer, once, with the first name of what it holds.
+    """Return every place that holds a parameter or buffer, once, with the first name of the tensor there.
 
     `functional_call` could tie the names itself, but leaves a module under two names holding the tensors of the call.
     """
@@ -355,9 +354,9 @@ def places(module: nn.Module) -> dict[str, str]:
 
 
 def checked_outputs(outputs: Any, layout: Layout | None = None) -> Tensor:
-    """The outputs unchanged; raises TypeError or ValueError unless they are a floating tensor (n, C) or (n, ..., C).
+    """Return the outputs; raise TypeError or ValueError unless they are a floating tensor (n, C) or (n, ..., C).
 
-    One number a point, (n,), is accepted where the layout says so.
+    One number a point, (n,), is accepted where the layout allows it.
     """
     if not isinstance(outputs, Tensor):
         wanted = "outputs.logits" if hasattr(outputs, "logits") else "the tensor of outputs alone"
@@ -395,7 +394,7 @@ def check_deterministic_modules(module: nn.Module) -> None:
 
 
 def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:
-    """Module, function, all named tensors, and the trainable names."""
+    """Return the module, the function, all named tensors, and the trainable names."""
     source = unwrapped(source)
     if isinstance(source, nn.Module):
         tensors: dict[str, Tensor] = dict(source.named_parameters())
@@ -413,17 +412,17 @@ def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, di
 
 
 def _form(inputs: Inputs) -> Hashable:
-    """What a model may depend on besides the numbers: names, dtypes and shapes without the points."""
+    """Return names, dtypes and shapes without the points, on which a model may depend besides the values."""
     return tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in components(inputs))
 
 
 def _versions(inputs: Inputs) -> list[int]:
-    """How often each tensor was written to."""
+    """Return how often each tensor was written to."""
     return [-1 if tensor.is_inference() else tensor._version for _, tensor in components(inputs)]
 
 
 def _recordable(inputs: Any) -> Any:
-    """The inputs, copied where they were made in inference mode and are now to be differentiated through."""
+    """Return the inputs, copied where they were made in inference mode and are now to be differentiated."""
     if isinstance(inputs, Mapping):
         return {name: _recordable(part) for name, part in inputs.items()}
     if isinstance(inputs, tuple | list):

@@ -1,4 +1,4 @@
-"""Names and the flat vector: which parameters are selected, and how a vector of length D maps onto them."""
+"""The selected parameters, and how a vector of length D maps onto them."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class Selection(FlatLayout):
 
     @property
     def num_parameters(self) -> int:
-        """D."""
+        """The number D of selected entries."""
         return self.size if self.index is None else len(self.index)
 
     def size_of(self, names: Collection[str]) -> int:
-        """The entries in the named tensors."""
+        """Return the number of entries in the named tensors."""
         return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
 
     def positions(self) -> Blocks:
-        """For each entry of the selection's tensors its position in the vector, −1 outside a subnetwork."""
+        """Return, for each entry of the selected tensors, its position in the vector; −1 outside a subnetwork."""
         full = torch.arange(self.size)
         if self.index is not None:
             full = torch.full_like(full, -1).index_copy(0, self.index.cpu(), torch.arange(len(self.index)))
         return self.named(full)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
-        """Named tensors as one vector. Raises ValueError for a missing name or a wrong shape."""
+        """Join named tensors into one vector. Raises ValueError for a missing name or a wrong shape."""
         for name, shape in zip(self.names, self.shapes):
             if name not in tensors:
                 raise ValueError(f"the mapping lacks {name!r}; it must name {list(self.names)}.")
@@ -76,28 +76,28 @@ class Selection(FlatLayout):
         return vector if self.index is None else vector[self.index]
 
     def unflatten(self, vector: Float[Tensor, " D"]) -> Blocks:
-        """A tangent as named tensors; entries outside a subnetwork are zero."""
+        """Split a tangent vector into named tensors; entries outside a subnetwork are zero."""
         return {name: block.squeeze(0) for name, block in self.split(vector.unsqueeze(1)).items()}
 
     def split(self, block: Float[Tensor, "D K"]) -> Blocks:
-        """A block of vectors as `{name: (K, *shape)}`: views where the block is stored as `(K, D).mT`."""
+        """Split a block of vectors into `{name: (K, *shape)}`: views where the block is stored as `(K, D).mT`."""
         rows = block.mT
         if self.index is not None:
             rows = rows.new_zeros(rows.shape[0], self.size).index_copy(1, self.index, rows)
         return self.named(rows)
 
     def join(self, blocks: Mapping[str, Tensor]) -> Float[Tensor, "D K"]:
-        """`{name: (K, *shape)}` as a block of vectors, stored as `(K, D).mT`."""
+        """Join `{name: (K, *shape)}` into a block of vectors, stored as `(K, D).mT`."""
         rows = self.concatenate([blocks[name] for name in self.names], 1)
         return (rows if self.index is None else rows[:, self.index]).mT
 
 
 def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any, last: Sequence[str]) -> Selection:
-    """The selection that a user's `parameters=` argument means.
+    """Return the selection that a user's `parameters=` argument describes.
 
     `parameters` are all named tensors, `trainable` the names that require a gradient, `last` those of the last layer.
     `spec` is None, "last_layer", a glob or a list of globs, a predicate (name, tensor) -> bool, positions (integers or
-    a boolean mask) in the flat vector of the trainable parameters, or a selection made before of tensors that exist.
+    a boolean mask) in the flat vector of the trainable parameters, or an existing selection of these tensors.
 
     Raises ValueError where nothing is selected, a name is unknown, an index is out of range or repeated, or the
     selected tensors differ in device or dtype or hold NaN or Inf; TypeError for another kind of `spec`.
@@ -128,7 +128,7 @@ def select(parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Any
 
 
 def matching(names: Iterable[str], *globs: str) -> list[str]:
-    """The names that any of the globs matches, in their own order; letter case counts."""
+    """Return the names that match any of the globs, in the order of the names; letter case counts."""
     return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
 
 
@@ -146,7 +146,7 @@ def _from_predicate(parameters: Mapping[str, Tensor], chosen: Callable[[str, Ten
 def _from_positions(
     parameters: Mapping[str, Tensor], trainable: Sequence[str], spec: Tensor
 ) -> tuple[list[str], Int[Tensor, " D"]]:
-    """The tensors that the positions touch, and the positions within those tensors alone."""
+    """Return the tensors that the positions touch, and the positions within those tensors alone."""
     sizes = [parameters[name].numel() for name in trainable]
     total = sum(sizes)
     if spec.dtype == torch.bool:

@@ -1,8 +1,8 @@
-"""A copy of a module that holds its own settings: whatever is done to the user's module later leaves it alone.
+"""A copy of a module with settings of its own, which later changes to the user's module do not reach.
 
-Tensors of parameters and buffers are shared, since every call puts those of the snapshot in their place. All else that
-a forward pass may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the
-order of submodules, and objects made of all these (configurations). Other objects are shared.
+Parameters and buffers are shared, since every call replaces them by the snapshot's. Everything else that a forward pass
+may read is copied: training flags, numbers, strings, lists, mappings, other tensors, arrays, hooks, the order of
+submodules, and objects composed of these (configurations). Other objects are shared.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.overrides import TorchFunctionMode
 
 NUMBERS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 UNCHANGING = (type, Enum, int, float, complex, str, bytes)
-"""Their subclasses, too."""
+"""Values of these types and of their subclasses are shared."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 DEEPEST = 4
-"""Levels of objects and containers within one another that a configuration may have."""
+"""How deep the objects and containers of a configuration may be nested."""
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """The module with settings of its own and the same parameters and buffers, to be called in place of it."""
+    """Return a copy of the module with settings of its own and shared parameters and buffers, to be called instead."""
     held = (*module.parameters(), *module.buffers())
     found: nn.Module = _Copier(held).of(module)
     return found
 
 
 class _Copier:
-    """Copies each object once, so that what was shared or circular is again."""
+    """A copier that copies each object once, so that shared and circular references stay so."""
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         self.memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
@@ -51,11 +51,11 @@ class _Copier:
         known = self.memo.get(id(value))
         if known is None:
             self.alive.append(value)
-            self.memo[id(value)] = value  # unless it is copied, and for what refers to itself
-            self.memo[id(value)] = known = self._copied(value)
+            self.memo[id(value)] = value  # for an object that is shared or refers to itself
+            self.memo[id(value)] = known = self._copy(value)
         return known
 
-    def _copied(self, value: Any) -> Any:
+    def _copy(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return value if isinstance(value, torch.jit.ScriptModule) else self._module(value)
         if isinstance(value, Tensor):
@@ -72,28 +72,28 @@ class _Copier:
             return self._function(value)
         if hasattr(value, "__array_interface__") or isinstance(value, array | bytearray):
             return copy(value)
-        return self._filled(value) if _is_plain(value, DEEPEST) else value
+        return self._object(value) if _is_plain(value, DEEPEST) else value
 
     def _module(self, module: nn.Module) -> nn.Module:
-        other = self._filled(module)
+        other = self._object(module)
         if getattr(other, "_compiled_call_impl", None) is not None:
             other.__dict__["_compiled_call_impl"] = None  # compiled for the other one
         if "_orig_mod" in other._modules:
             other.__dict__["forward"] = other._modules["_orig_mod"]
         return other
 
-    def _filled(self, value: Any) -> Any:
-        """An object of the same class with copies of its attributes."""
+    def _object(self, value: Any) -> Any:
+        """Return an object of the same class with copies of the attributes."""
         try:
             other: Any = value.__class__.__new__(value.__class__)
-        except TypeError:  # it is made of arguments
+        except TypeError:  # its constructor needs arguments
             return value
         self.memo[id(value)] = other
         self._fill(other, value)
         return other
 
     def _fill(self, other: Any, value: Any) -> None:
-        """Copies of an object's attributes, for the other one."""
+        """Give the other object copies of this one's attributes."""
         for name, part in _slots(value).items():
             object.__setattr__(other, name, self.of(part))  # the object may be frozen
         if hasattr(value, "__dict__"):
@@ -102,7 +102,7 @@ class _Copier:
     def _container(self, value: Any) -> Any:
         try:
             other = copy(value)
-        except TypeError:  # a view of a mapping, which nobody can write into
+        except TypeError:  # a read-only view of a mapping
             return value
         self.memo[id(value)] = other
         if isinstance(value, Mapping) and hasattr(other, "__setitem__"):
@@ -119,13 +119,13 @@ class _Copier:
             return value
         try:
             other = tuple.__new__(type(value), parts)
-        except TypeError:  # of a class of C, such as what torch.max returns
+        except TypeError:  # a class written in C, such as the result of torch.max
             return type(value)(parts)
         self._fill(other, value)
         return other
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """One that refers to copies where it refers to modules by a closure or by a global name."""
+        """Return a function that refers to copies of the modules in its closure and among its global names."""
         cells = function.__closure__ or ()
         named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
         ours = {name: self.of(part) for name, part in named.items() if isinstance(part, nn.Module)}
@@ -147,7 +147,7 @@ def _holds_module(cell: CellType) -> bool:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether an object is made of what is copied: its attributes are, and it holds nothing besides them."""
+    """Whether an object consists of values that can be copied: its attributes, and nothing besides them."""
     kind = type(value)
     if kind in NUMBERS or isinstance(value, (*UNCHANGING, Tensor, nn.Module)) or hasattr(value, "__array_interface__"):
         return True
@@ -158,7 +158,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, CONTAINERS):
         return all(_is_plain(part, depth - 1) for part in value)
     if kind is not SimpleNamespace and not all(_is_pythons(kind, name) for name in ("__reduce__", "__reduce_ex__")):
-        return False  # a class of C that is pickled in a way of its own
+        return False  # a class written in C with its own way of pickling
     attributes = _slots(value) | getattr(value, "__dict__", {})
     own = bool(attributes) or hasattr(value, "__dict__")
     return own and all(_is_plain(part, depth - 1) for part in attributes.values())
@@ -170,14 +170,14 @@ def _is_pythons(kind: type, name: str) -> bool:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are in slots, by name."""
+    """Return the attributes of an object that are in slots, by name."""
     kinds = (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind))
     names = [n for kind in kinds for n, member in kind.items() if isinstance(member, MemberDescriptorType)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-class Reached(TorchFunctionMode):
-    """While entered, notes which of some tensors are used, by identity: {id: name}."""
+class TensorUse(TorchFunctionMode):
+    """Mode that notes the names of those of the given tensors (by identity) that an operation uses."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Reached(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         values: list[Any] = [*args, *kwargs.values()]
-        for value in values:  # which grow: torch's own trees take as long as the model's pass
+        for value in values:  # the list grows in the loop: torch's own trees take as long as the model's pass
             if isinstance(value, list | tuple | dict):
                 values += value.values() if isinstance(value, dict) else value
             elif id(value) in self._names and func not in _READINGS:

@@ -1,4 +1,4 @@
-"""Where a network was linearised: the parameters selected, and the values of all that the model holds."""
+"""The point at which a network was linearised: the selected parameters, and the values of all tensors of the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from curvops.network.model.parameters import Selection
 
 @dataclass(frozen=True, eq=False)
 class TangentSpace:
-    """The tangent space at θ, in which steps, gradients and curvatures live; it keeps fingerprints, not weights.
+    """The tangent space at θ, to which steps, gradients and curvatures belong; it keeps fingerprints, not weights.
 
-    `held` has the fingerprint of every tensor of the model by name: frozen weights and buffers change the map as the
-    selected weights do. `index` are the positions of a subnetwork within the named tensors, None where all of them are
-    selected.
+    `held` maps the name of every tensor of the model to its fingerprint: frozen weights and buffers change the map,
+    too. `index` holds the positions of a subnetwork within the named tensors, None where all of them are selected.
     """
 
     names: tuple[str, ...]
@@ -29,41 +28,40 @@ class TangentSpace:
     index: Int[Tensor, " S"] | None = None
 
     def difference(self, other: Any) -> str | None:
-        """What differs between this and another place to linearise at, and what to do; None where nothing does."""
+        """Describe how two tangent spaces differ, and the remedy; None where they do not."""
         if not isinstance(other, TangentSpace):
-            return f"one is of a network's parameters, the other of {other!r}."
+            return f"one belongs to a network's parameters, the other to {other!r}."
         if (self.names, self.shapes) != (other.names, other.shapes) or not _same(self.index, other.index):
             return (
-                f"they are of different parameters ({self._described()} and {other._described()}); linearise both with "
+                f"they belong to different parameters ({self._text()} and {other._text()}); linearise both with "
                 "the same parameters=."
             )
-        # What only one of them holds is another model's part (the head of another task), not another value.
+        # A tensor in only one of them is a part of another model (the head of another task), not another value.
         moved = [name for name, value in self.held.items() if other.held.get(name, value) != value]
         if moved:
             return (
-                f"they were linearised at different weights (of {_some(moved)}), so that together they are the "
-                "curvature of neither; linearise both data sets at one set of weights. Where the sum is meant "
-                "(yesterday's curvature as a prior, merged Fishers), take a copy that forgets its weights: "
-                "op.detached_from_weights()."
+                f"they were linearised at different weights (of {_some(moved)}), so that their sum is the curvature at "
+                "neither; linearise both data sets at one set of weights. Where the sum is intended (yesterday's "
+                "curvature as a prior, merged Fishers), use a copy without its weights: op.detached_from_weights()."
             )
         return None
 
     def is_at(self, other: TangentSpace) -> bool:
-        """Whether both are the same parameters, and know the same tensors at the same values."""
+        """Whether both have the same parameters, and hold the same tensors at the same values."""
         return self.held == other.held and self.difference(other) is None
 
     def join(self, other: TangentSpace) -> TangentSpace:
-        """What both of two spaces that do not differ say of the weights."""
+        """Combine the fingerprints of two spaces that do not differ."""
         if other.held.keys() <= self.held.keys():
             return self
         return other if self.held.keys() <= other.held.keys() else replace(self, held={**self.held, **other.held})
 
     def detached(self) -> TangentSpace:
-        """The same parameters, wherever they stand."""
+        """Return the space of these parameters without the values of any tensor."""
         return replace(self, held={})
 
     def part(self, indices: Int[Tensor, " S"]) -> TangentSpace:
-        """The space of a subnetwork, as if its positions had been selected."""
+        """Return the space of a subnetwork, as if its positions had been selected."""
         index = indices if self.index is None else self.index[indices.to(self.index.device)]
         kept, moved, start, shift = [], torch.empty_like(index), 0, 0
         for i, size in enumerate(shape.numel() for shape in self.shapes):
@@ -76,13 +74,13 @@ class TangentSpace:
         names, shapes = tuple(self.names[i] for i in kept), tuple(self.shapes[i] for i in kept)
         return TangentSpace(names, shapes, self.held, _unless_all(moved, shift))
 
-    def _described(self) -> str:
+    def _text(self) -> str:
         count = sum(shape.numel() for shape in self.shapes) if self.index is None else len(self.index)
         return f"{count} in {_some(self.names)}"
 
 
 def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
-    """The tangent space of a selection in a model that holds these values. One pass over them.
+    """Return the tangent space of a selection in a model that holds these values. One pass over them.
 
     Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
     """
@@ -93,7 +91,7 @@ def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> Tangent
 
 
 def _unless_all(index: Tensor, size: int) -> Tensor | None:
-    """The positions, None where they are all of them in their order."""
+    """Return the positions; None where they are all positions in order."""
     return None if torch.equal(index, torch.arange(size, device=index.device)) else index
 
 

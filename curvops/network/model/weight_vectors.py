@@ -1,4 +1,4 @@
-"""A number, a vector or a mapping over parameter names, as a tensor like θ: prior precisions and means."""
+"""Prior precisions and means, given as a number, a vector or a mapping over parameter names, as tensors like θ."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from curvops.network.model.parameters import matching
 
 
 def read_precision(name: str, given: Any, network: Model, others: str = "") -> Tensor:
-    """A diagonal precision, 0-d or (D,), positive and finite; TypeError or ValueError otherwise."""
+    """Read a diagonal precision, 0-d or (D,). Raises TypeError or ValueError unless it is positive and finite."""
     hint = "wrap a matrix as co.linalg.Dense(matrix, psd=True)"
     precision = read_vector(name, given, network, "a positive number", others, hint)
     if not bool(((precision > 0) & precision.isfinite()).all()):
         raise ValueError(
             f"{name} must be positive and finite, got {float(precision.detach().min()):.3g}; without a prior the "
-            "posterior is improper wherever the data say nothing."
+            "posterior is improper in every direction that the data leave undetermined."
         )
     return precision
 
 
 def read_vector(name: str, given: Any, network: Model, number: str, others: str = "", hint: str = "") -> Tensor:
-    """A number, vector or mapping as a tensor like θ, 0-d or (D,), the user's own where that requires a gradient."""
+    """Read a number, vector or mapping as a tensor like θ, 0-d or (D,): the user's own where it requires a gradient."""
     if isinstance(given, Mapping):
         return _by_parameter(given, network, name)
     if isinstance(given, bool) or not isinstance(given, numbers.Real | Tensor):
         raise TypeError(
-            f"{name} must be {number}, a tensor ({network.num_parameters},) of such, a mapping {{glob over parameter "
+            f"{name} must be {number}, a tensor ({network.num_parameters},) of them, a mapping {{glob over parameter "
             f"names: number or tensor}}{others}, got {given!r}."
         )
     vector = _like(network, given, name)
@@ -51,7 +51,7 @@ def _like(network: Model, given: Any, name: str) -> Tensor:
 
 
 def _by_parameter(given: Mapping[Any, Any], network: Model, what: str) -> Float[Tensor, " D"]:
-    """The vector of a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
+    """Return the vector for a mapping {glob over parameter names: number, or tensor of the parameter's shape}.
 
     Raises ValueError unless each selected parameter is matched exactly once and each glob matches one.
     """

@@ -1,4 +1,4 @@
-"""The module or function inside a wrapper, and how to run what is compiled as it was written.
+"""Wrappers around a model (compiled, parallel), and how to run compiled code as it was written.
 
 Products differentiate through the model: a compiled graph has no forward mode, and tracing it would compile it again.
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def unwrapped(model: Any) -> Any:
-    """What `torch.compile`, `DataParallel` and `DistributedDataParallel` were given; names lose the prefix.
+    """Return the model that `torch.compile`, `DataParallel` or `DistributedDataParallel` wraps; names lose the prefix.
 
     A wrapper with hooks of its own stays.
     """
@@ -32,5 +32,5 @@ def holds_compiled(module: nn.Module) -> bool:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """While entered, whatever is compiled runs as it was written."""
+    """Return a context in which compiled code runs as it was written."""
     return torch.compiler.set_stance("force_eager")

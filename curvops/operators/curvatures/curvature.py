@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +15,7 @@ from curvops.network.walks.passes import BatchMap, Passes
 from curvops.operators.curvatures.row_squares import curvature_diagonal
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.reading import OfLinearization, Stored
+from curvops.operators.linearized.reading import OfLinearization
 
 
 class Curvature(OfLinearization, NetworkOperator):
@@ -48,11 +46,6 @@ class Curvature(OfLinearization, NetworkOperator):
     def output(self) -> OutputFisher:
         """H, the curvature of each point's outputs."""
         raise TypeError(f"{type(self).__name__} does not say what H is.")
-
-    @staticmethod
-    def _of(lin: Linearization, **kept: Any) -> Stored:
-        """The weights, the likelihood's hyperparameters and the keywords that an operator of `lin` stores."""
-        return (lin.theta, *lin.likelihood.hyperparameters), {"lin": lin, **kept}
 
     def _size(self) -> torch.Size:
         return torch.Size((self.theta.shape[-1], self.theta.shape[-1]))

@@ -12,28 +12,32 @@ from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResi
 from curvops.network.walks.passes import Passes
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import Stored
 
 
 class EmpiricalFisher(Curvature):
-    """F = Σ_n g_n g_nᵀ (D, D) with g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
+    """The empirical Fisher F = Σ_n g_n g_nᵀ (D, D), g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
 
-    `co.EmpiricalFisher(lin)`. It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second
-    moments of gradients, not for uncertainty. A sequence's g_n sums over its tokens; with `per_token=True` each token
-    has an outer product of its own. Class weights multiply r_n, sample weights the outer product: a point of weight two
-    counts as two (a sequence with weights for its positions by the largest, the others relative to it). Cost to build:
-    nothing at the call; the first product makes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix
-    products a layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3
-    to make. While a gradient for a hyperparameter is recorded it costs what the GGN's does. Memory: what the plan
-    keeps, within what is left of the budget.
+    It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second moments of gradients, not
+    for uncertainty. Class weights multiply r_n, sample weights the outer product: a point of weight two counts as two
+    (a sequence with weights for its positions by the largest, the others relative to it). Cost to build: nothing at the
+    call; the first product computes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix products a
+    layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3 to compute.
+    While a gradient for a hyperparameter is recorded it costs as much as the GGN's. Memory: the rows that the plan
+    keeps, within the rest of the budget.
+
+    Args:
+        lin: the linearised network.
+        per_token: give each token of a sequence its own outer product; else g_n sums over the tokens.
+
+    Raises:
+        TypeError: per_token is neither True nor False.
     """
 
     OPTIONS = ("per_token",)
 
-    @classmethod
-    def _read(cls, lin: Linearization, per_token: bool = False) -> Stored:
+    def __init__(self, lin: Linearization, per_token: bool = False) -> None:
         check_flag("per_token", per_token)
-        return cls._of(lin, per_token=per_token)
+        super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
 
     @property
     def output(self) -> OutputFisher:

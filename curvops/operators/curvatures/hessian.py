@@ -14,26 +14,30 @@ from curvops.network.engines.routes import tolerance
 from curvops.network.model.parameters import Blocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.reading import OfLinearization, Stored
+from curvops.operators.linearized.reading import OfLinearization
 
 
 class Hessian(OfLinearization, NetworkOperator):
-    """∇² of −Σ_n log p(y_n | f(x_n, θ)) (D, D) at θ*, = GGN + Σ_n Σ_c r_nc ∇²f_c; symmetric, in general indefinite.
+    """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, GGN + Σ_n Σ_c r_nc ∇²f_c.
 
-    `co.Hessian(lin)`; choose it for sharpness and saddle points, the GGN for posteriors, and solve shifted systems with
-    `minres`, not CG. Cost to build: one product of a few points. A product is a forward and a backward pass with its
-    graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one vector, 2 more for each
-    further one. Memory: that graph for one batch; nothing is kept between products. Of the
-    likelihood's hyperparameters the single noise of a Gaussian alone has a gradient. Raises RuntimeError where the
-    model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
+    Symmetric, in general indefinite. Choose it for sharpness and saddle points, the GGN for posteriors, and solve
+    shifted systems with `minres`, not CG. Cost to build: one product on two points. A product is a forward and a
+    backward pass with its graph, and a further backward pass a vector (Pearlmutter 1994): about 4 gradients for one
+    vector, 2 more for each further one. Memory: that graph for one batch; nothing is kept between products. Among the
+    likelihood's hyperparameters only the single noise of a Gaussian has a gradient.
+
+    Args:
+        lin: the linearised network.
+
+    Raises:
+        RuntimeError: the model has no second derivatives, or wrong ones (torch's fused weight_norm is not symmetric).
     """
 
     STORED = "lin"
 
-    @classmethod
-    def _read(cls, lin: Linearization) -> Stored:
+    def __init__(self, lin: Linearization) -> None:
         _require_symmetric(lin)
-        return (lin.theta,), {"lin": lin}
+        super().__init__(lin.theta, lin=lin)
 
     @property
     def lin(self) -> Linearization:

@@ -21,7 +21,7 @@ from curvops.network.model.parameters import matching
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization, Stored, made_of
+from curvops.operators.linearized.reading import OfLinearization, made_of
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -37,10 +37,17 @@ class Subnetwork(Dense):
     `co.Subnetwork(op, indices)`; plus a prior it is solved by Cholesky (Daxberger et al. 2021). Cost to build: for a
     GGN or Fisher the S columns of LᵀJ (H = L Lᵀ), by a backward pass for each column of L where S is at least twice as
     many, else by a push of J for each index, and S² N·C operations; for other operators a product for each index. A
-    product is S² operations. Memory: some S² numbers in float64, and some points' rows. Choose it for exact
-    inference over up to a few thousand weights. `parameters=indices` in `co.linearize` is the same block as an operator
-    that is never formed. Raises ValueError for indices out of range, repeated, or none, and
-    where a tensor that the operator is made of requires a gradient.
+    product is S² operations. Memory: a few S² numbers in float64, and the rows of some points. Choose it for exact
+    inference over up to a few thousand weights. `parameters=indices` in `co.linearize` gives this block as an operator
+    that is never formed.
+
+    Args:
+        source: the operator (D, D).
+        indices: positions of the weights, or a boolean mask (D,). (The keywords are those of the stored form.)
+
+    Raises:
+        TypeError: a linearisation in place of an operator, or no indices.
+        ValueError: indices out of range, repeated, or none; a tensor inside the operator that requires a gradient.
     """
 
     def __init__(
@@ -81,23 +88,27 @@ class Subnetwork(Dense):
 class BlockDiagonal(OfLinearization, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
 
-    `co.BlockDiagonal(lin, blocks="layer")` has a block for each layer's own parameters; `blocks=[["0.*"], ["2.*", …]]`
-    takes globs over names, and lists of positions work too; what no group names gets its own block with the rest of
-    its layer. Plus a prior, solved by Cholesky. Cost to build: one push of J for each weight. A product is Σ p²
-    operations. Memory: Σ p² numbers. Choose it for small layers: KFAC serves large ones. Raises ValueError for groups
-    that overlap or name nothing, and where the blocks exceed the memory budget.
+    Plus a prior it is solved by Cholesky. Cost to build: one push of J for each weight. A product is Σ p² operations.
+    Memory: Σ p² numbers. Choose it for small layers, KFAC for large ones.
+
+    Args:
+        lin: the linearised network.
+        blocks: "layer", a block for each layer's own parameters, or groups such as [["0.*"], ["2.*", …]] of globs over
+            names, or of positions. Weights in no group have a block with the rest of their layer.
+
+    Raises:
+        ValueError: groups that overlap or name nothing, or blocks that exceed the memory budget.
     """
 
     STORED = "positions"
 
-    @classmethod
-    def _read(cls, lin: Linearization, blocks: Any = "layer") -> Stored:
+    def __init__(self, lin: Linearization, blocks: Any = "layer") -> None:
         positions = tuple(_partition(lin, blocks))
         _require_room(lin, positions)
         exact = Exact(lin.likelihood)
         parts = (round_with_rest(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
-        return tuple(dense), {"positions": positions, **made_of(lin)}
+        super().__init__(*dense, positions=positions, **made_of(lin))
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

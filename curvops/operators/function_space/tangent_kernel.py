@@ -15,30 +15,35 @@ from curvops.network.model.weight_vectors import read_precision
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization, Stored
+from curvops.operators.linearized.reading import OfLinearization
 
 
 class TangentKernel(OfLinearization, Operator):
     """K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) for a diagonal prior precision A: the covariance of f under the prior.
 
-    `co.TangentKernel(lin, prior=1.0, x=None, x2=None)`: prior a positive number, a vector (D,) or a mapping {glob
-    over parameter names: number}; x defaults to the training inputs, x2 to x, which makes K symmetric positive
-    semi-definite (Jacot et al. 2018). Rows point by point.
+    Symmetric positive semi-definite where x' is x (Jacot et al. 2018). Rows are ordered point by point.
 
     Cost to build: nothing. A product is a pull at x' and a push at x, 0.5–2 gradients a vector. Choose it where points
     are few and weights many: function space. `to_dense` (the Gram matrix) costs a forward pass and C backward passes
     each side, and for each layer Σ (a aᵀ) ∘ (δ δᵀ) over its pairs of positions, or a product of its own Jacobian where
     that is less work or A is not constant on it. Memory: rows for which the budget has room, and the Gram matrix.
-    Raises ValueError for a prior of another size or that is not positive.
+
+    Args:
+        lin: the linearised network.
+        prior: A, a positive number, a vector (D,) or a mapping {glob over parameter names: number}.
+        x: inputs; None are the training inputs.
+        x2: the inputs x'; None are x.
+
+    Raises:
+        TypeError, ValueError: a prior of another kind or size, or that is not positive; inputs as in `lin.jacobian`.
     """
 
     CARRIED = True  # it does not depend on the likelihood
 
-    @classmethod
-    def _read(cls, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> Stored:
+    def __init__(self, lin: Linearization, prior: Any = 1.0, x: Any = None, x2: Any = None) -> None:
         scale = read_precision("prior", prior, lin.model)
         left = lin.jacobian(x)
-        return (left, left if x2 is None else lin.jacobian(x2), scale), {}
+        super().__init__(left, left if x2 is None else lin.jacobian(x2), scale)
 
     @classmethod
     def _is_stored(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -29,23 +29,23 @@ from curvops.operators.kfac.kfac_factors import (
 )
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.linearization_record import problem_of_linearization
-from curvops.operators.linearized.reading import OfLinearization, Stored, made_of
+from curvops.operators.linearized.reading import OfLinearization, made_of
 from curvops.progress import Progress
 
 
 class OfLayerBlocks(DirectSumForm):
-    """Layer by layer; a layer that is too large for Cholesky has a closed form under one number alone."""
+    """The closed form of layer blocks plus a diagonal; a layer too large for Cholesky has one under a number alone."""
 
     @cached_property
     def decomposed(self) -> list[ClosedForm]:
-        """The forms, the eigendecompositions that they take made side by side."""
+        """The forms of all blocks, their eigendecompositions computed side by side."""
         blocks = (block for block, form in zip(self.base.blocks, self.forms) if isinstance(form, KroneckerForm))
         decompose(blocks, self.base.progress)
         return self.forms
 
 
 class LayerBlocks(DirectSum):
-    """What KFAC and EKFAC share: a block for each layer's parameters."""
+    """A block-diagonal operator with a block for each layer's parameters, the base of KFAC and EKFAC."""
 
     _damped_form: ClassVar[type[ClosedForm] | None] = OfLayerBlocks
 
@@ -85,14 +85,13 @@ class LayerBlocks(DirectSum):
 
 
 class OfFactors(OfLinearization, LayerBlocks):
-    """What is made of Kronecker factors, by one walk over the data or two."""
+    """Layer blocks built from Kronecker factors, by one walk over the data or two."""
 
     STORED = "positions"
 
-    @classmethod
     @resumable
-    def _read(
-        cls,
+    def __init__(
+        self,
         lin: Linearization,
         fisher: str = "exact",
         sharing: str = "expand",
@@ -100,36 +99,31 @@ class OfFactors(OfLinearization, LayerBlocks):
         generator: torch.Generator | None = None,
         bias: str = "joint",
         checkpoint: Place | None = None,
-    ) -> Stored:
+    ) -> None:
         check_sharing(sharing)
         check_bias(bias)
         output = output_fisher(lin, fisher, mc_samples, generator)  # all walks see the same draws
         seed, problem = seed_of(getattr(output, "generator", None)), partial(problem_of_linearization, lin)
-        begin(cls.__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
+        begin(type(self).__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
-        # Each selected tensor is in one block, whole: nothing to check.
+        # Each selected tensor lies whole in one block: nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
-        kept = {"names": tuple(block.names for block in blocks), "progress": lin.passes.progress}
-        operators = cls._operators(lin, output, blocks)
-        return tuple(operators), {"positions": positions, **kept, **made_of(lin)}
+        operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
+        super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **made_of(lin))
 
     @staticmethod
     def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
-        """The blocks as operators."""
+        """Return the blocks as operators."""
         return [block.operator for block in blocks]
 
 
 class KFAC(OfFactors):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
-    `co.KFAC(lin, fisher="exact" | "mc" | "empirical", sharing="expand" | "reduce", mc_samples=1, generator=None,
-    bias="joint" | "separate", checkpoint=None)`. A is the mean of a aᵀ over inputs (a one appended for the bias), B the
-    sum of δ δᵀ over the columns of the output Fisher's square root. Where a layer is applied at several positions,
-    *expand* takes each as a point of its own and *reduce* averages a and adds up δ over them first (Eschenhagen et al.
-    2023; embeddings always expand). Linear, convolutions (a block for each group) and Embedding have factors; norm
-    layers and others have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning
-    names them): no model is refused. Layers that share weights have one block. bias="separate" gives a bias the block B
-    of its own and leaves out what it shares with its weight: the two may then have different prior precisions.
+    A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
+    Fisher's square root. Linear layers, convolutions (a block for each group) and embeddings have factors; norm layers
+    and others have their exact block up to 1,024 parameters and its exact diagonal beyond (a `NoFactors` warning names
+    them): no model is refused. Layers that share weights have one block.
 
     Eigenvalues of factors with up to 512 columns come from sums in float64 whatever the data's dtype, those of wider
     factors, where they are sums of fewer rows than columns, from these rows: small ones are accurate. For others, a
@@ -142,18 +136,29 @@ class KFAC(OfFactors):
     beside it (an update with form="low_rank") keeps the closed form, by Woodbury's identity.
     `heuristic_damping` gives Martens & Grosse's factored damping instead.
 
-    `checkpoint`, a folder, keeps the sums over the points done, every half minute at most: a build that was killed goes
-    on from there and ends with the same bits. It keeps the result, too, and is refused for another network, other data
-    or options.
-
     Cost to build: a forward pass, a backward pass for each column (C, or `mc_samples`, or 1), the factors' matrix
     products. A product is two matrix products a layer. Memory: Σ 2·(in² + out²) numbers. Choose it where the GGN's own
-    products cost too much and a diagonal is too crude. Raises ValueError for an unknown `fisher`, `sharing` or
-    `bias`, and for a selection that splits a layer.
+    products cost too much and a diagonal is too crude.
+
+    Args:
+        lin: the linearised network.
+        fisher: "exact", "mc" (targets drawn from the model) or "empirical" (the true targets).
+        sharing: where a layer is applied at several positions, "expand" treats each as a point of its own, and "reduce"
+            averages a and sums δ over them first (Eschenhagen et al. 2023; embeddings always expand).
+        mc_samples: targets to draw a point with fisher="mc".
+        generator: source of the draws.
+        bias: "joint", one block with the weight, or "separate", a block B of its own, without what it shares with the
+            weight: the two may then have different prior precisions.
+        checkpoint: a folder for the sums over the points done, saved every half minute at most, and for the result: a
+            build that was killed resumes from it and ends with the same bits. Refused for another network, other data
+            or options.
+
+    Raises:
+        ValueError: unknown `fisher`, `sharing` or `bias`, or a selection that splits a layer.
     """
 
     def heuristic_damping(self, shift: float) -> LinearOperator:
-        """(B + √λ/π I) ⊗ (A + π√λ I) in every Kronecker block, + λ I in the others (Martens & Grosse 2015, §6.3).
+        """Return (B + √λ/π I) ⊗ (A + π√λ I) in Kronecker blocks and + λ I in others (Martens & Grosse 2015, §6.3).
 
         It stays Kronecker-factored, at the price of cross terms that the exact B ⊗ A + λ I does not have.
         """
@@ -167,8 +172,8 @@ class KFAC(OfFactors):
 class EKFAC(OfFactors):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
-    `co.EKFAC(lin, ...)` with KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius
-    norm than KFAC, and with the exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
+    KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius norm than KFAC, and with the
+    exact trace. Cost to build: KFAC, its eigendecompositions, and a second walk with a
     matrix product for each column (where a layer is applied at one position: one for all). A product is four matrix
     products a layer. Memory: KFAC's and D numbers. Choose it before KFAC where the second walk is affordable: solves
     and samples cost the same.

@@ -1,9 +1,10 @@
-"""How an operator is made of a linearisation: its public signature, apart from the form in which it is stored."""
+"""Operators that users build from a linearisation, and linear_operator rebuilds from their stored form."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,53 +19,57 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators.linearized.linearization import Linearization
 
-Stored = tuple[tuple[Any, ...], dict[str, Any]]
-"""Tensors and operators by position, and keywords: what the next class in line stores."""
-
-
 ASIDE = ("lin", "generator", "checkpoint")
-"""Arguments that do not say which operator of a linearisation it is."""
+"""Arguments that do not determine which operator of a linearisation is built."""
 
 
 class OfLinearization(LinearOperator):
-    """An operator that users make of a linearisation, and linear_operator rebuilds from what is stored.
+    """An operator that users build from a linearisation, and linear_operator rebuilds from its stored form.
 
-    A subclass reads the linearisation in `_read`, whose signature is the public one (positions, names and defaults),
-    and returns the tensors and keywords that the next class in line stores. `STORED` is a keyword that every stored
-    form has: it distinguishes a rebuild from a user's call, which alone knows its `asked`. A call under a Gaussian
-    noise that requires a gradient makes a `ScaledByNoise` where the class has no such gradient of its own.
+    The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to that of
+    the next class, which stores them. A rebuild skips it. `STORED` is a keyword of every stored form, by which a
+    rebuild is recognised; only a user's call has `asked`. A call under a Gaussian noise that requires a gradient
+    returns a `ScaledByNoise` where the class itself has no gradient for it.
     """
 
     STORED: str = ""
     CARRIED: bool = False
     """Whether the operator has gradients for the likelihood's hyperparameters, or does not depend on them."""
     asked: Mapping[str, Any] | None = None
-    """What the user's call said but for `ASIDE`; None for a rebuild of its result."""
-    _read: Any
+    """The arguments of the user's call but for `ASIDE`; None for a rebuild."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "_read" in vars(cls):
-            cls.__signature__ = inspect.signature(cls._read)
+        written = vars(cls).get("__init__")
+        if written is not None and "lin" in inspect.signature(written).parameters:
+            cls.__init__ = cls._for_users(written)  # type: ignore[method-assign]
+            signature = inspect.signature(written)
+            public = [p for name, p in signature.parameters.items() if name != "self"]
+            cls.__signature__ = signature.replace(parameters=public, return_annotation=signature.empty)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         scaled = None if cls.CARRIED or cls._is_stored(args, kwargs) else scaled_by_noise(cls, *args, **kwargs)
         return super().__new__(cls) if scaled is None else scaled
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        asked = None
-        if not self._is_stored(args, kwargs):
+    @classmethod
+    def _for_users(cls, written: Callable[..., None]) -> Callable[..., None]:
+        """Return this class's `__init__`, which passes stored forms by the one that is written for users."""
+
+        @wraps(written)
+        def init(self: OfLinearization, *args: Any, **kwargs: Any) -> None:
+            if self._is_stored(args, kwargs):
+                super(cls, self).__init__(*args, **kwargs)
+                return
             bound = self._bound(args, kwargs)
-            stored: Stored = self._read(*bound.args, **bound.kwargs)
-            args, kwargs = stored
-            asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
-        super().__init__(*args, **kwargs)
-        self.asked = asked
+            written(self, *bound.args, **bound.kwargs)
+            self.asked = {key: value for key, value in bound.arguments.items() if key not in ASIDE}
+
+        return init
 
     def of(self, lin: Linearization, generator: torch.Generator | None = None) -> LinearOperator | None:
-        """The same kind of operator with the same options, of another linearisation; None where they are not known.
+        """Build this operator, with its options, from another linearisation; None where the options are not known.
 
-        What it draws comes from `generator`.
+        Draws come from `generator`.
         """
         if self.asked is None:
             return None
@@ -78,7 +83,7 @@ class OfLinearization(LinearOperator):
 
     @classmethod
     def _bound(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """The arguments of a user's call by name, checked as far as all classes share them."""
+        """Return the arguments of a user's call by name, after the checks that all classes share."""
         signature = inspect.signature(cls)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -88,7 +93,7 @@ class OfLinearization(LinearOperator):
         source = bound.arguments["lin"]
         if not isinstance(source, Linearization):
             raise TypeError(
-                f"{cls.__name__} is made of a linearised network, curvops.linearize(model, data, likelihood), "
+                f"{cls.__name__} is built from a linearised network, curvops.linearize(model, data, likelihood), "
                 f"got {type(source).__name__}."
             )
         if not cls.CARRIED:
@@ -97,11 +102,11 @@ class OfLinearization(LinearOperator):
 
 
 class ScaledByNoise(OfLinearization, Scaled):
-    """An operator made at one observation noise, as a function of it: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
+    """An operator built at one observation noise, as a function of it: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
 
     For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1), and empirical Fishers, whose residuals
-    are, to its square (p = 2). Users get it of a class that walks over the data once, co.KFAC(lin) say, where σ² is a
-    tensor that requires a gradient. It follows the tensor when it changes in place.
+    are, to its square (p = 2). Classes that walk over the data once, co.KFAC(lin) say, return it where σ² is a tensor
+    that requires a gradient. Changes of the tensor in place take effect.
     """
 
     STORED = "reference"
@@ -130,18 +135,18 @@ class ScaledByNoise(OfLinearization, Scaled):
         return found
 
     def settled(self) -> LinearOperator:
-        """The operator at this noise, without a gradient for it; ValueError where it is no longer that of the data."""
+        """Return the operator without a gradient for the noise. Raises ValueError where the noise has changed."""
         if float(self.factor.detach()) != 1:
             raise ValueError(
                 f"the noise has changed from {self._kwargs['reference']:.6g} to {float(self._args[1].detach()):.6g} "
-                "since the curvature was made: make the posterior again, co.laplace(lin, ...), before it is saved."
+                "since the curvature was built: build the posterior again, co.laplace(lin, ...), before saving it."
             )
         base: LinearOperator = self.base
         return base
 
 
 def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
-    """`kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is asked for."""
+    """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
     lin = args[0] if args else kwargs.get("lin")
     if not isinstance(lin, Linearization):  # refused where arguments are read
         return None
@@ -156,16 +161,16 @@ def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> S
 
 
 def made_of(lin: Linearization) -> dict[str, Any]:
-    """The keywords that record, without the linearisation, which weights and data an operator was made of."""
+    """Return the keywords that record, without the linearisation, the weights and data of an operator."""
     return {"space": lin.tangent_space, "sources": lin.sources}
 
 
 def require_no_gradient(likelihood: Likelihood, what: str) -> None:
-    """Raise ValueError where a gradient is asked for that `what` does not have: it would silently be zero."""
+    """Raise ValueError where a gradient is needed that `what` does not have: it would silently be zero."""
     if recorded(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
             "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it; for "
-            "the one noise of a Gaussian likelihood so have co.KFAC(lin) and the others, made while gradients are on, "
-            "and co.evidence.maximize(post, 'noise') finds it without."
+            "the single noise of a Gaussian likelihood co.KFAC(lin) and the others, built while gradients are on, have "
+            "it, too, and co.evidence.maximize(post, 'noise') needs none."
         )

@@ -113,14 +113,24 @@ def test_masks_become_floating_weights() -> None:
 
 INDEX = torch.arange(N)
 UNSAID = {
-    "indices": ((X, Y, INDEX), False, TypeError, r"a third item \(torch.int64 of shape \(10,\)\).*Sample weights need"),
-    "floats": ((X, Y, W), False, TypeError, "torch.float32.*weights=True, or a mapping .'inputs'.*Leave out an index"),
+    "indices": (
+        (X, Y, INDEX),
+        False,
+        TypeError,
+        r"a third item \(torch.int64 of shape \(10,\)\).*Declare sample weights",
+    ),
+    "floats": (
+        (X, Y, W),
+        False,
+        TypeError,
+        "torch.float32.*weights=True, .*Leave out an index",
+    ),
     "dataset": (TensorDataset(X, Y, INDEX), False, TypeError, r"Batch 0: There is a third item.*for x, y, _ in loader"),
     "batches": (in_fours(X, Y, INDEX), False, TypeError, "Batch 0: There is a third item"),
     "names": ([(X, Y, ["a"] * N)], False, TypeError, "Batch 0: There is a third item .list"),
     "complex": ((X, Y, W * 1j), True, TypeError, "real numbers, counts or masks; given torch.complex64"),
     "negative counts": ((X, Y, -INDEX), True, ValueError, "negative sample weights"),
-    "declared, not given": ((X, Y), True, TypeError, "weights=True, but there are inputs and targets alone"),
+    "declared, not given": ((X, Y), True, TypeError, "weights=True, but there are only inputs and targets"),
     "declared, not named": ({"inputs": X, "targets": Y}, True, TypeError, "weights=True, but"),
     "other names": (NAMED | {"index": INDEX}, False, TypeError, "dict cannot be read"),
     "negative": ((X, Y, -W), True, ValueError, "negative sample weights"),
@@ -269,12 +279,12 @@ BAD = {
     "with replacement": (
         DataLoader(TensorDataset(X, Y), 4, sampler=WeightedRandomSampler([1.0] * N, N)),
         ValueError,
-        r"anew in each pass, by a WeightedRandomSampler.*DataLoader\(loader.dataset, .*shuffle=False",
+        r"anew in each pass, with a WeightedRandomSampler.*DataLoader\(loader.dataset, .*shuffle=False",
     ),
     "more than all": (
         DataLoader(TensorDataset(X, Y), 4, sampler=RandomSampler(X, num_samples=2 * N)),
         ValueError,
-        "by a RandomSampler",
+        "with a RandomSampler",
     ),
     "a loader of one's own": (Loader(TensorDataset(X, Y), 4, shuffle=True), ValueError, "this Loader draws"),
     "NaN": ((NAN, Y), ValueError, r"Batch 1: inputs of shape \(4, 3\) holds NaN"),

@@ -210,8 +210,8 @@ def test_losses_that_stand_for_them() -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "remedy"),
     [
-        (nn.NLLLoss(), TypeError, r"say nn.CrossEntropyLoss\(\)"),
-        (nn.BCELoss(), TypeError, r"drop the model's last sigmoid and say nn.BCEWithLogitsLoss\(\)"),
+        (nn.NLLLoss(), TypeError, r"use nn.CrossEntropyLoss\(\)"),
+        (nn.BCELoss(), TypeError, r"drop the model's last sigmoid and use nn.BCEWithLogitsLoss\(\)"),
     ],
     ids=str,
 )
