@@ -29,7 +29,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.vectors import Matrix, Vectors, describe_square, product
 from curvops.linalg.estimators.brackets import single
-from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient, solve_pairs
+from curvops.linalg.estimators.carried_gradients import VectorPairs, attach_gradient, needs_gradient, solve_pairs
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum, dense_spectrum
 from curvops.linalg.estimators.quadrature import LEAST, LEAST_VECTORS, run
 from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, check_run
