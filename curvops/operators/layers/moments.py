@@ -200,7 +200,7 @@ class OuterSum:
         It ends the sum: call it once, after `join`.
         """
         if self.rows:
-            (rows,), self.rows = self.rows, []
+            rows, self.rows = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows, 1), []
             p = rows.shape[-1]
             if rows.shape[1] < p or dtype != torch.float64:
                 total = rows.new_empty(len(rows), p, p)
