@@ -12,7 +12,7 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution
 
 from curvops.network.likelihoods.by_autograd import ByAutograd, vjp
-from curvops.network.likelihoods.likelihood import Outputs, Weights
+from curvops.network.likelihoods.likelihood import Outputs
 
 # The points and draws on which a Hessian is checked before it is used as the Fisher.
 POINTS, DRAWS = 8, 64
@@ -73,15 +73,6 @@ class FromDistribution(ByAutograd):
                 with module.device(f.device):
                     module.manual_seed(seed)
             return self._draw(found)
-
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
-        return self.residual(f, self.sample(f, generator), None if w is None else w.sqrt())
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         found = self.distribution(f)

@@ -65,7 +65,6 @@ class Likelihood(ABC):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         """Draw one target per point from p(. | f), in the form that ``log_prob`` takes."""
 
-    @abstractmethod
     def mc_residual(
         self,
         f: Outputs,
@@ -75,8 +74,10 @@ class Likelihood(ABC):
     ) -> Outputs:
         """Return the residual at one sampled target, scaled so that E[r r^T] = H, weights included.
 
-        The true targets enter only by their effect on H (class weights, ignored points).
+        The true targets enter only by their effect on H (class weights, ignored points): a likelihood that reads them
+        there overrides this.
         """
+        return self.residual(f, self.sample(f, generator), None if w is None else w.sqrt())
 
     @abstractmethod
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:

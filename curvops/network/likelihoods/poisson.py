@@ -36,15 +36,6 @@ class Poisson(Independent):
     def sample(self, f: Outputs, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(f.detach().exp(), generator=generator)
 
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
-        return self.residual(f, self.sample(f, generator), None if w is None else w.sqrt())
-
     def mean(self, f: Outputs) -> Outputs:
         return f.exp()
 
