@@ -202,7 +202,7 @@ def test_a_steady_rate_tells_how_long_a_solve_will_take(monkeypatch):
     records = Records(RIGHT, [1.0] * 3, 2.0**-60, 0.0, 1000, None)
     records.history = [[2.0**-i] * 3 for i in range(41)]
     records.current, records.iteration = records.history[-1], 40
-    now = records.begun[1]
+    now = records.started[1]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now + 40.0)
     assert records.outlook() == f"residual {2.0**-40:.1e}, about 00:20 left at this rate"
     records.maxiter = 45  # ends sooner
