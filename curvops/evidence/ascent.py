@@ -61,7 +61,7 @@ class Ascent:
             if self.mode == "linear":
                 theta, spent = self.now.linear_mode(theta, 0.1 * self.xtol)
                 scatter, data = self._at(theta)
-            gamma = self._counted(spent)
+            gamma = self._count(spent)
             change = torch.zeros_like(alpha)
             if self.over:
                 up, down = gamma - alpha * scatter, gamma + alpha * scatter
@@ -81,7 +81,7 @@ class Ascent:
                         f"the log evidence has no maximum in the noise within a factor {FURTHEST:.0g} of "
                         f"{start.noise:.3g}: the network fits its targets exactly. Hold the noise."
                     )
-            self.now = self.now.moved(alpha, noise)
+            self.now = self.now.with_values(alpha, noise)
             if largest <= self.xtol:
                 ending = Ending.CONVERGED
                 break
@@ -89,21 +89,21 @@ class Ascent:
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.taken), ending, targets=targets)
         tuning.warn_of_ending(f"after {len(self.taken)} steps of maximize: ", stacklevel=3)
-        return self.now.finished(tuning, self.generator)
+        return self.now.posterior_with(tuning, self.generator)
 
     def _at(self, theta: Float[Tensor, " D"]) -> tuple[Float[Tensor, " G"], Misfit | None]:
-        """What the weights cost the prior of each group, and how far they are from the targets."""
+        """Return the scatter of each group at these weights, and their misfit to the targets."""
         data = None if self.now.noise is None else misfit(self.now.origin, theta)
         return self.now.scatter(theta), data
 
-    def _counted(self, spent: int) -> Float[Tensor, " G"]:
+    def _count(self, spent: int) -> Float[Tensor, " G"]:
         """γ of each group, noted as a step."""
         exact = self.now.exact_counts(self.rtol, self.generator)
-        gamma, spread, matvecs = self._probed() if exact is None else (*exact, 0)
+        gamma, spread, matvecs = self._estimate_count() if exact is None else (*exact, 0)
         self._note(gamma, spread, matvecs + spent)
         return gamma
 
-    def _probed(self) -> tuple[Tensor, Tensor, int]:
+    def _estimate_count(self) -> tuple[Tensor, Tensor, int]:
         """γ of each group from solves with random signs, and its standard error."""
         groups, post = self.now.groups, self.now.posterior
         P = post.precision

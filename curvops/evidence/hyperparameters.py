@@ -54,7 +54,7 @@ class Hyperparameters:
 
     @cached_property
     def posterior(self) -> Laplace:
-        """Of the origin's noise: its weights have these shares, its mode is theirs."""
+        """The posterior at the origin's noise with the same shares of the weights and the same mode."""
         factor = 1.0 if self.noise is None else self.noise / self.origin.observation_noise
         post = self.origin.with_prior(self.groups.precision(self.alpha * factor))
         return dataclasses.replace(post, temperature=1.0)  # the evidence is the model's
@@ -106,10 +106,10 @@ class Hyperparameters:
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
-    def moved(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
+    def with_values(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
         return dataclasses.replace(self, alpha=alpha, noise=noise)
 
-    def finished(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
+    def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
         """The posterior under these hyperparameters, its curvature at their noise."""
         post = self.origin if self.noise is None else self.origin.with_noise(self.noise, generator)
         return dataclasses.replace(post.with_prior(self.groups.precision(self.alpha)), tuning=tuning)
@@ -117,7 +117,7 @@ class Hyperparameters:
 
 @torch.no_grad()
 def misfit(post: Laplace, theta: Float[Tensor, " D"]) -> Misfit:
-    """Of the linearised network at these weights. One pass over the data, and at others than θ* a product with J."""
+    """Return the misfit of the linearised network: one pass over the data, and away from θ* a product with J."""
     lin = post.lin
     (noise,) = lin.likelihood.hyperparameters
     unit = lin.likelihood.with_hyperparameters([torch.ones_like(noise)])

@@ -151,12 +151,12 @@ def mackay(
             formed_kernel(first.cache, first.prior)
         keep_no_steps()  # what one sketches serves the next: they are made again as a whole
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
-        return run.finished() if kept.done else run.run(int(steps))
+        return run.result() if kept.done else run.run(int(steps))
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
-    """What a step solved for, and where it stood in the logarithms."""
+class StepSolution:
+    """The solutions of a step, and its position in the logarithms."""
 
     at: Float[Tensor, " G"]
     theta: Float[Tensor, " D"]
@@ -175,7 +175,7 @@ class _FixedPoint:
     generator: torch.Generator | None
     kept: Checkpoint
     taken: list[TuningStep] = field(default_factory=list)
-    past: list[Solved] = field(default_factory=list)
+    past: list[StepSolution] = field(default_factory=list)
     changes: list[Float[Tensor, " H"]] = field(default_factory=list)
     targets: float | None = None
     halved: bool = False
@@ -187,7 +187,7 @@ class _FixedPoint:
         if state is None:
             return
         restore(self, STATE, state)
-        self.now = self.now.moved(state["alpha"], state["observation noise"])
+        self.now = self.now.with_values(state["alpha"], state["observation noise"])
         self.now.origin.cache.recall(state["known"])
 
     def state(self) -> dict[str, Any]:
@@ -195,12 +195,12 @@ class _FixedPoint:
         at = {"alpha": self.now.alpha, "observation noise": self.now.noise}
         return state_of(self, STATE) | at | {"known": self.now.origin.cache.state()}
 
-    def finished(self) -> Laplace:
+    def result(self) -> Laplace:
         """The posterior where the steps ended."""
         names, steps = self.now.groups.names, tuple(self.taken)
         tuning = Tuning(self.update, names, "linear", steps, self.ending, self.halved, self.targets)
         tuning.warn_of_ending(f"after {len(steps)} steps of mackay: ", stacklevel=5)
-        return self.now.finished(tuning, self.generator)
+        return self.now.posterior_with(tuning, self.generator)
 
     def run(self, steps: int) -> Laplace:
         """The posterior at the fixed point."""
@@ -213,11 +213,11 @@ class _FixedPoint:
             theta, spent = self.now.linear_mode(start.origin.mean if first is None else first, wanted)
             data = None if self.now.noise is None else misfit(self.now.origin, theta)
             self.targets = None if data is None else data.targets
-            gamma, stderr, drawn = self._counted(last)
+            gamma, stderr, drawn = self._count(last)
             products, saved = (0, 0.0) if drawn is None else (drawn.matvecs, self._saved(drawn))
-            self.past = [*self.past[-1:], Solved(self._position(), theta, None if drawn is None else drawn.draws)]
+            self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
             self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
-            new = self._updated(gamma, self.now.scatter(theta), data)
+            new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
             self._check(new, start)
             changes.append(_logs(new) - _logs(self.now))
             bar = self._error_bar(gamma, stderr, data)
@@ -230,17 +230,17 @@ class _FixedPoint:
                     stacklevel=4,
                 )
             if self.halved:
-                new = _between(self.now, new)
+                new = _geometric_mean(self.now, new)
                 changes[-1] = changes[-1] / 2
             self.now = new
-            if bool((_left(changes) <= bar).all()):
+            if bool((_remaining(changes) <= bar).all()):
                 self.ending = Ending.CONVERGED if self.samples is None else Ending.WITHIN_ERROR
                 break
             self.kept.save(self.state)
         self.past = []  # of no use any more, and large
         if self.kept:
             self.kept.finish(self.state())
-        return self.finished()
+        return self.result()
 
     def _position(self) -> Float[Tensor, " G"]:
         """The logarithms that solutions depend on: of precision and noise together."""
@@ -267,7 +267,7 @@ class _FixedPoint:
         whole, left = math.log(1 / self.rtol), math.log(max(start / self.rtol, 1.0))
         return len(drawn.draws) * steps * (whole / max(left, LEAST_FALL * whole) - 1)
 
-    def _counted(
+    def _count(
         self, guess: Float[Tensor, "k D"] | None
     ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Deviations | None]:
         """γ of each group, its standard error, and the draws that it was counted from, with all products spent."""
@@ -296,7 +296,7 @@ class _FixedPoint:
         gamma = each.mean(0).clamp(least, groups.counts - least)
         return gamma, stderr, found
 
-    def _updated(
+    def _next_hyperparameters(
         self, gamma: Float[Tensor, " G"], scatter: Float[Tensor, " G"], data: Misfit | None
     ) -> Hyperparameters:
         alpha, noise, count = self.now.alpha, self.now.noise, float(gamma.sum())
@@ -315,7 +315,7 @@ class _FixedPoint:
                 )
             else:
                 noise = data.squares / (data.targets - count)
-        return self.now.moved(alpha, noise)
+        return self.now.with_values(alpha, noise)
 
     def _error_bar(
         self, gamma: Float[Tensor, " G"], stderr: Float[Tensor, " G"], data: Misfit | None
@@ -339,13 +339,13 @@ def _logs(at: Hyperparameters) -> Float[Tensor, " H"]:
     return logs if at.noise is None else torch.cat([logs, logs.new_tensor([math.log(at.noise)])])
 
 
-def _between(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:
+def _geometric_mean(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:
     """The geometric mean."""
     noise = None if one.noise is None or other.noise is None else math.sqrt(one.noise * other.noise)
-    return other.moved((one.alpha * other.alpha).sqrt(), noise)
+    return other.with_values((one.alpha * other.alpha).sqrt(), noise)
 
 
-def _left(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
+def _remaining(changes: list[Float[Tensor, " H"]]) -> Float[Tensor, " H"]:
     """How far it is yet, if changes go on to shrink as the last two did."""
     last = changes[-1].abs()
     if len(changes) < 2:

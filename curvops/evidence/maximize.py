@@ -84,7 +84,7 @@ def maximize(
             "from post.with_prior(1.0)."
         )
     if groups == "scalar" and not noise:
-        return _searched(post, float(present.detach()), rtol, xtol, generator, at)
+        return _search(post, float(present.detach()), rtol, xtol, generator, at)
     if noise:
         check_noise_scales(post)
     post.cache.log_likelihood()  # refuses data that are not known
@@ -107,7 +107,7 @@ def _read(over: Any) -> tuple[str | None, bool]:
     return (precisions[0] if precisions else None), "noise" in parts
 
 
-def _searched(
+def _search(
     post: Laplace, start: float, rtol: float, xtol: float, generator: torch.Generator | None, mode: str
 ) -> Laplace:
     """The scalar precision of largest evidence, by bounded search in windows."""

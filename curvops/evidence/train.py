@@ -139,7 +139,7 @@ def _modes_restored_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 def _batches(data: Any, batch_size: int | None, generator: torch.Generator | None) -> Callable[[], Iterable[Any]]:
-    """What gives the batches of an epoch, with which `parts_of` deals."""
+    """Return a function that gives the batches of an epoch, in a form that `parts_of` reads."""
     if isinstance(data, Dataset):
         device = None if generator is None else generator.device
         seeds = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))

@@ -74,7 +74,7 @@ def validate(
     if not isinstance(parts, Sequence) or tuple(parts) not in PARTS:
         raise ValueError(f"over must be 'scalar', 'noise' or ('scalar', 'noise'); got {over!r}.")
     if y is None:
-        x, y = _held_out(x, post)
+        x, y = _held_out_data(x, post)
     search = _Search(post, x, y, joint, generator)
     with torch.no_grad():
         if prior_precisions is not None:
@@ -92,7 +92,7 @@ def validate(
         return search.best()
 
 
-def _held_out(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
+def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     """The inputs and targets of data that come in any form, as if they had been given so."""
     source = [data] if holds_all(data) else items(as_source(data, max(post.lin.data.sizes)), post.mean.device)
     parts = [parts_of(item, False) for item in source]

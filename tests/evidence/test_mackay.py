@@ -11,7 +11,7 @@ from torch import nn
 
 import curvops as co
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit
-from curvops.evidence.mackay import Solved, _between, _FixedPoint, _left, _oscillates
+from curvops.evidence.mackay import StepSolution, _FixedPoint, _geometric_mean, _oscillates, _remaining
 from curvops.evidence.precision_groups import precision_groups
 
 DOUBLE = torch.float64
@@ -259,11 +259,11 @@ def test_intervals_are_quantiles_of_chi_squared(annotations_unchecked):
 
 def test_what_is_left_is_the_sum_of_a_geometric_series():
     first, ratio = torch.tensor([0.8, -0.8, 0.3]).double(), torch.tensor([0.5, -0.5, 0.9]).double()
-    found = _left([torch.ones(3).double(), first, first * ratio])
+    found = _remaining([torch.ones(3).double(), first, first * ratio])
     torch.testing.assert_close(found, sum((first * ratio).abs() * ratio.abs() ** k for k in range(1, 400)))
-    assert _left([first]).isinf().all()  # of one change no ratio is known
-    assert _left([first, -first]).isinf().all() and _left([first, 2 * first]).isinf().all()
-    assert _left([0 * first, 0 * first]).eq(0).all()
+    assert _remaining([first]).isinf().all()  # of one change no ratio is known
+    assert _remaining([first, -first]).isinf().all() and _remaining([first, 2 * first]).isinf().all()
+    assert _remaining([0 * first, 0 * first]).eq(0).all()
 
 
 def test_an_oscillation_alternates_beyond_its_error_bar_without_shrinking():
@@ -305,7 +305,7 @@ def test_solutions_are_guessed_on_the_line_through_the_last_two(noise, annotatio
 
     def solved(at, draws=True):
         at = torch.tensor([at], dtype=DOUBLE)
-        return Solved(at, (base + at * slope)[0], base + at * slope if draws else None)
+        return StepSolution(at, (base + at * slope)[0], base + at * slope if draws else None)
 
     for step, share in ((0.6, 0.75), (0.4, 0.5), (-0.4, -0.5), (0.9, 0.0)):
         place = torch.tensor([1.8 + step], dtype=DOUBLE)
@@ -332,7 +332,7 @@ def test_halved_steps_end_half_way_in_the_logarithms():
             Hyperparameters(post, groups, torch.tensor([alpha]).double(), noise)
             for alpha, noise in zip((3.0, 27.0), noises)
         )
-        found = _between(one, other)
+        found = _geometric_mean(one, other)
         assert float(found.alpha) == pytest.approx(9.0, rel=1e-12) and found.noise == middle
 
 

@@ -124,7 +124,7 @@ def test_states_and_flags_of_another_kind() -> None:
     sgld, baoa = S.sgld(F, 0.1, data_size=1), S.baoa(F, 0.1, data_size=1)
     state = sgld.init(ZERO, seeded(0))
     for wrong in (ZERO, {"x": ZERO}, baoa.init(ZERO), None):
-        with pytest.raises(TypeError, match="state must be one of this sampler's init"):
+        with pytest.raises(TypeError, match="state must come from this sampler's init"):
             sgld.update(wrong)
     with pytest.raises(ValueError, match="holds chains"):
         S.chains(sgld, 2).update(state)

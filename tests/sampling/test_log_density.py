@@ -158,8 +158,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         (model, {"likelihood": "classification", "data_size": 11.0}, TypeError, "data_size"),
         (model, {"data_size": 11}, ValueError, "likelihood is missing"),
         (model, {"likelihood": "poetry", "data_size": 11}, TypeError, "No likelihood"),
-        (lin, {"data_size": 11}, ValueError, "brings data_size"),
-        (lin, {"likelihood": "classification"}, ValueError, "brings likelihood"),
+        (lin, {"data_size": 11}, ValueError, "already has data_size"),
+        (lin, {"likelihood": "classification"}, ValueError, "already has likelihood"),
         (lin, {"prior_precision": -1.0}, ValueError, "positive"),
         (lin, {"prior_precision": torch.ones(3)}, ValueError, "entries"),
         (

@@ -144,11 +144,11 @@ def test_warm_up_reaches_the_acceptance_asked_for(name: str, target: float) -> N
 @pytest.mark.parametrize(("target", "most"), [(0.8, math.inf), (0.4, 0.6)])
 def test_the_search_for_a_step_size_follows_its_equation(target: float, most: float) -> None:
     """The start is forgotten, no trial is beyond the largest step, and a chance that is NaN is that of a rejection."""
-    search, log_trial = StepSizeSearch.begun(0.5, target, most), math.log(0.5)
+    search, log_trial = StepSizeSearch.start(0.5, target, most), math.log(0.5)
     assert math.isclose(search.trial, 0.5)
     trials: list[float] = []
     for t, chance in enumerate((0.9, 0.1, math.nan, 1.0, 0.7), 1):
-        search = search.updated(chance)
+        search = search.update(chance)
         error = (target - (0.0 if math.isnan(chance) else chance)) / min(target, 1 - target)
         log_trial = min(log_trial - max(-1.0, min(1.0, t**-0.75 * error)), math.log(most))
         trials.append(log_trial)

@@ -147,12 +147,12 @@ BAD = {
     "a softmax, named": (
         lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: f.softmax(1)), DATA, NOISE, last="head"),
         ValueError,
-        "not linear in its parameters, or something follows",
+        "not linear in its parameters, or another operation follows",
     ),
     "a branch beside it": (
         lambda: reprior(Wrapped(nn.Linear(4, 2), lambda f, h: f + h[:, :2]), DATA, NOISE, last="head"),
         ValueError,
-        "something follows it or is added to it",
+        "another operation follows it",
     ),
     "not linear in its weight": (lambda: reprior(Wrapped(Exponential(4, 2)), DATA, NOISE), ValueError,
                                  "not linear in its parameters"),
@@ -161,7 +161,7 @@ BAD = {
     "an unknown name": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, last="head"), ValueError, r"are \['0', '2'\]"),
     "a module": (lambda: reprior(mlp(3, 4, 2), DATA, NOISE, last=nn.Linear(4, 2)), TypeError, "must be the name"),
     "shared": (lambda: reprior(Tied(), regression(outputs=3), NOISE), ValueError, "shares its weight with body.weight"),
-    "frozen": (lambda: reprior(frozen_head(), DATA, NOISE), ValueError, r"\['2.bias'\] require no gradient"),
+    "frozen": (lambda: reprior(frozen_head(), DATA, NOISE), ValueError, r"\['2.bias'\] are to be sampled"),
     "a function": (
         lambda: reprior((lambda p, x: x @ p["w"], {"w": torch.ones(3, 2).double()}), DATA, NOISE),
         TypeError,
@@ -222,8 +222,8 @@ def test_the_same_regression_is_taken_in_float64():
 
 CALLS = {
     "a vector": (lambda rep, phi: rep.map(flat(phi)), TypeError, "phi must be a mapping of parameter names"),
-    "a name less": (lambda rep, phi: rep.energy({"0.weight": phi["0.weight"]}), ValueError, r"it lacks \['0.bias'"),
-    "a name more": (lambda rep, phi: rep.logdet({**phi, "3": phi["0.bias"]}), ValueError, r"has \['3'\] besides"),
+    "a name less": (lambda rep, phi: rep.energy({"0.weight": phi["0.weight"]}), ValueError, r"missing \['0.bias'"),
+    "a name more": (lambda rep, phi: rep.logdet({**phi, "3": phi["0.bias"]}), ValueError, r"unknown \['3'\]"),
     "stacked": (lambda rep, phi: rep.map(rep.normal(2)), ValueError, "torch.vmap"),
     "float32": (
         lambda rep, phi: rep({n: b.float() for n, b in phi.items()}),

@@ -67,7 +67,7 @@ def test_the_inverse_is_found_where_the_map_does_not_fold():
 def test_where_no_inverse_is_found_it_says_so():
     rep = built(width=1, reg=1e-4, n=3)
     far = {name: 3 + block for name, block in one(rep).items()}
-    with pytest.raises(ValueError, match="no φ was found whose T"):
+    with pytest.raises(ValueError, match="no φ with T"):
         rep.inverse(far)
 
 

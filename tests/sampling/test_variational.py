@@ -306,7 +306,7 @@ def test_density_and_covariance_are_those_of_the_draws(family: str, inputs: int)
         name: t + 0.3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for name, t in state.spread.items()
     }
     points = numbers_of(sampler, state)
-    z = sampler.family.moved(spread, state.structure, points)
+    z = sampler.family.transform(spread, state.structure, points)
     sigma, precision = sampler.family.covariance(spread, state.structure, torch.arange(8))
     dense = sigma.to_dense()
     assert torch.allclose(z.mT @ z / len(z), dense, atol=1e-10)
@@ -446,7 +446,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
         (
             lambda: vi(log_posterior, temperature=lambda step: 0.0, lr=1e-2).update(state, batch),
             ValueError,
-            "temperature is 0",
+            "temperature must be positive",
         ),
         (
             lambda: vi(log_posterior, lr=1e-2).posterior(

@@ -1,1 +1,1 @@
-"""The ground of all samplers: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""
+"""Parts that all samplers share: states, parameters as vectors, noise, schedules, metrics, log densities, the step."""

@@ -17,37 +17,37 @@ LogDensity = Callable[[Any, Any], Tensor]
 
 
 class NotVectorized(UserWarning):
-    """The log posterior of several chains is computed one by one; the message says why."""
+    """Warns that the log posterior of several chains is computed chain by chain; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The function, and how several chains call it: together (`torch.vmap`), one by one, or (None) as it allows."""
+    """A log posterior and how chains evaluate it: together (`torch.vmap`), one by one, or (None) as it allows."""
 
     log_posterior: LogDensity
     vectorized: bool | None = None
     _together: list[bool] = field(default_factory=list, repr=False)
 
     def value(self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any) -> Float[Tensor, "*k"]:
-        """log_posterior alone."""
+        """Return log_posterior alone."""
         with torch.no_grad():
-            return self._routed(self._value, theta, structure, batch)[0]
+            return self._evaluate(self._value, theta, structure, batch)[0]
 
     def gradient(
         self, theta: Float[Tensor, "*k d"], structure: Structure, batch: Any
     ) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """log_posterior and its gradient, in memory of its own."""
-        value, gradient = self._routed(self._gradient, theta, structure, batch)
+        """Return log_posterior and its gradient, each in new memory."""
+        value, gradient = self._evaluate(self._gradient, theta, structure, batch)
         return value, gradient
 
-    def _routed(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
+    def _evaluate(self, compute: Any, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, ...]:
         if theta.ndim == 1 or self._is_together():
             try:
                 found = compute(theta, structure, batch)
             except (RuntimeError, NotImplementedError) as error:
                 if theta.ndim == 1 or isinstance(error, torch.OutOfMemoryError):
                     raise
-                self._apart(error)
+                self._fall_back(error)
             else:
                 return found
         each = [compute(row, structure, batch) for row in theta]
@@ -56,12 +56,12 @@ class Evaluation:
     def _is_together(self) -> bool:
         return self._together[0] if self._together else self.vectorized is not False
 
-    def _apart(self, error: Exception) -> None:
-        """From now on one by one, or an error where the chains would share what a batch changes."""
+    def _fall_back(self, error: Exception) -> None:
+        """Evaluate chains one by one from now on; raise ValueError where a batch changes what the chains share."""
         if "running_mean" in str(error):
             raise ValueError(
-                "the model normalises by batch statistics in train mode, so that chains would share its running means: "
-                "call model.eval(), or use a normalisation that sees one point at a time."
+                "the model normalises by batch statistics in train mode, so the chains would share its running means: "
+                "call model.eval(), or use a normalisation over single points."
             ) from error
         if self.vectorized:
             raise ValueError(
@@ -69,23 +69,23 @@ class Evaluation:
             ) from error
         warnings.warn(
             f"torch.vmap cannot run log_posterior, so the chains are computed one by one, with the same draws: {error} "
-            "chains(..., vectorized=False) says so from the start.",
+            "To ask for this from the start, give chains(..., vectorized=False).",
             NotVectorized,
             stacklevel=6,
         )
         self._together[:] = [False]
 
     def _value(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor]:
-        return (self._called(structure.parts(theta), theta.ndim, structure, batch),)
+        return (self._call(structure.parts(theta), theta.ndim, structure, batch),)
 
     def _gradient(self, theta: Tensor, structure: Structure, batch: Any) -> tuple[Tensor, Tensor]:
         leaves = [part.requires_grad_() for part in structure.parts(theta.detach())]
         with torch.enable_grad():
-            value = self._called(leaves, theta.ndim, structure, batch)
+            value = self._call(leaves, theta.ndim, structure, batch)
         if not value.requires_grad:
             raise ValueError(
                 "log_posterior has no gradient in params: it was detached, or does not depend on them. Compute it from "
-                "the params that it is called with (torch.func.functional_call for a module)."
+                "the params that it receives (torch.func.functional_call for a module)."
             )
         gradients = torch.autograd.grad(value, leaves, torch.ones_like(value), allow_unused=True)
         missing = [name for name, each in zip(structure.names, gradients) if each is None]
@@ -96,7 +96,7 @@ class Evaluation:
             )
         return value.detach(), structure.concatenate([each for each in gradients if each is not None], theta.ndim - 1)
 
-    def _called(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
+    def _call(self, parts: Sequence[Tensor], ndim: int, structure: Structure, batch: Any) -> Tensor:
         def call(*tensors: Tensor) -> Tensor:
             return checked_value(self.log_posterior(structure.tree(tensors), batch))
 
@@ -104,7 +104,7 @@ class Evaluation:
 
 
 def checked_value(value: Any) -> Tensor:
-    """What `log_posterior` returned, a real number; TypeError or ValueError otherwise."""
+    """Return the value of `log_posterior`; raise TypeError or ValueError unless it is one real number."""
     if isinstance(value, tuple):
         raise TypeError(
             f"log_posterior returned a tuple of {len(value)}; it must return the number alone, the mean log-likelihood "

@@ -1,4 +1,4 @@
-"""The log posterior of a network as samplers take it: mean log-likelihood of a batch + log prior / N."""
+"""The log posterior of a network in the form that samplers take: mean log-likelihood of a batch + log prior / N."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from curvops.posterior.updating import as_prior
 from curvops.sampling.core.state import State
 
 SUBNETWORK = "subnetwork"
-"""The name of the one tensor of parameters where entries of tensors were selected."""
+"""The name of the single vector of parameters where a subnetwork was selected."""
 
 
 @dataclass(frozen=True, eq=False)
 class LogPosterior:
     """(params, batch) -> (1/n) Σ log p(y_i | x_i, params) + (1/N) log prior, up to a constant, in nats.
 
-    Made by `co.sampling.log_posterior`. Batches are (inputs, targets), as `co.linearize` takes them, of any size n.
-    Everything but the selected parameters is held at its values when this was made.
+    `co.sampling.log_posterior` makes it. Batches are (inputs, targets), as `co.linearize` takes them, of any size n.
+    Everything but the selected parameters keeps the value that it had at that time.
     """
 
     model: Model
@@ -47,36 +47,36 @@ class LogPosterior:
     _spec: Any = field(default=None, repr=False)
     _likelihood: list[Likelihood] = field(default_factory=list, repr=False)
     _engines: list[Engines] = field(default_factory=list, repr=False)
-    """Those of the last batch that was `recorded`."""
+    """The engines that `record` made last."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engines": []}  # which name classes weakly
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The selected parameters at the values that the model had, by name: copies, to start a sampler from."""
+        """Copies of the selected parameters by name, at the values that the model had: a start for a sampler."""
         if self.model.selection.index is not None:
             return {SUBNETWORK: self.model.theta.clone()}
         return {name: value.clone() for name, value in self.model.values.items()}
 
     @property
     def fingerprint(self) -> str:
-        """What is equal for equal weights of the model, equal priors and N."""
+        """A digest of the model's weights, the prior and N: equal where these are equal."""
         A = self.prior.precision
         held = [A] if isinstance(A, Tensor) else A.representation()
         return f"{self.data_size}:{digest([*self.model.tensors(), self.prior.mean, *held])}"
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
-        """The log posterior of a batch over N, differentiable in params."""
+        """Return mean log-likelihood of the batch + log prior / N, differentiable in params."""
         return self.log_likelihood(params, batch) + self.log_prior(params) / self.data_size
 
     def log_likelihood(self, params: Mapping[str, Tensor], batch: Any) -> Float[Tensor, ""]:
-        """The mean over the batch's points of log p(y | x, params)."""
+        """Return the mean of log p(y | x, params) over the points of the batch."""
         values = self._values(params)
         given, targets, weights = parts_of(batch, self.weighted)
         theta = self.model.theta
         inputs = move(normalise(given), theta.device, theta.dtype)
-        likelihood = self._fitting(inputs, targets)
+        likelihood = self._likelihood_at(inputs, targets)
         outputs, layout = self.model(values, inputs), self.model.layout
         assert layout is not None
         if len(outputs) != len(targets):
@@ -86,7 +86,7 @@ class LogPosterior:
         return likelihood.log_prob(outputs, y, w).mean()
 
     def require_all_data(self, batch: Any) -> None:
-        """ValueError unless the batch holds N points, for samplers that accept or reject."""
+        """Raise ValueError unless the batch holds all N points, as samplers that accept or reject need."""
         n = len(parts_of(batch, self.weighted)[1])
         if n != self.data_size:
             raise ValueError(
@@ -95,7 +95,7 @@ class LogPosterior:
             )
 
     def log_prior(self, params: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """−½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
+        """Return −½ (θ − m)ᵀA(θ − m), the log prior up to its constant."""
         if self._terms is not None:
             return -0.5 * torch.stack([_squares(params[name], *term) for name, term in self._terms.items()]).sum()
         gap = self._flat(params) - self.prior.mean
@@ -105,7 +105,7 @@ class LogPosterior:
 
     @cached_property
     def _terms(self) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-        """A and m of each tensor of the parameters, m None where it is 0; None where A is an operator."""
+        """(A, m) for each tensor of the parameters, m None where it is 0; None where A is an operator."""
         A, m = self.prior.diagonal, self.prior.mean
         if A is None:
             return None
@@ -120,11 +120,11 @@ class LogPosterior:
         means: list[Tensor | None] = [None] * len(sizes)
         return dict(zip(shapes, zip(parts(A), [*parts(m)] if bool(m.any()) else means)))
 
-    def linearized(self, weights: Float[Tensor, " D"], batch: Any, engines: Engines | None = None) -> Linearization:
-        """The network linearised at weights in the order of `params`, a vector, on a copy of one batch as its data.
+    def linearize(self, weights: Float[Tensor, " D"], batch: Any, engines: Engines | None = None) -> Linearization:
+        """Linearise the network at a vector of weights (ordered as `params`), with a copy of one batch as its data.
 
-        Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch, and a pass
-        over two at later ones; none where it is given the engines that `recorded` made of these weights and batch.
+        Raises as `co.linearize` does for a batch. Costs a few passes over two points at the first batch and one such
+        pass at later ones; none with the engines that `record` made for these weights and this batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
         data = as_batches([batch], 1, **reading, hold=True)
@@ -135,10 +135,11 @@ class LogPosterior:
         shape = output_shape(likelihood, network.layout)
         return Linearization(engines.model, data, likelihood, shape, "auto", memory, False, engines=engines)
 
-    def recorded(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
-        """The engines with a pass over all of one batch, for `score_and_diagonal`, and that batch, which is not copied.
+    def record(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Engines, Likelihood, Batch]:
+        """Record a pass over one batch for `score_and_diagonal`; return its engines, the likelihood and the batch.
 
-        Weights and errors are as of `linearized`. What was proven of the network at the last batch is not looked up.
+        Takes weights and raises errors as `linearize` does. Engines that were checked at the last batch are reused
+        without a further check.
         """
         likelihood, network, reading = self._reading(weights, batch)
         checked, held = checked_batch(batch, **reading), self._engines
@@ -150,11 +151,11 @@ class LogPosterior:
         return engines, likelihood, checked
 
     def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, dict[str, Any]]:
-        """The likelihood, found at the first batch, the network at these weights, and how batches are read for it."""
+        """Return the likelihood, the network at these weights, and the options with which its batches are read."""
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
-            self._fitting(move(normalise(given), theta.device, theta.dtype), targets)
+            self._likelihood_at(move(normalise(given), theta.device, theta.dtype), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
         check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
@@ -163,7 +164,7 @@ class LogPosterior:
 
     @cached_property
     def _budget(self) -> int:
-        """The bytes of each linearisation: to ask the system takes as long as a small network's pass."""
+        """Bytes for each linearisation, asked once: asking the system takes as long as a small network's pass."""
         return default_budget(self.model.theta.device)
 
     def _flat(self, params: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
@@ -188,8 +189,8 @@ class LogPosterior:
                 )
         return params if self.model.selection.index is None else self.model.unflatten(params[SUBNETWORK])
 
-    def _fitting(self, inputs: Inputs, targets: Tensor) -> Likelihood:
-        """The likelihood at the model's positions, found at the first batch, with which everything is checked."""
+    def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
+        """Return the likelihood at the model's positions; the first batch fixes it and is checked against it."""
         if not self._likelihood:
             theta, reading = self.model.theta, reading_of(self._spec)
             few = take(inputs, slice(0, 2))
@@ -206,7 +207,7 @@ class LogPosterior:
 
 
 def _squares(p: Tensor, A: Tensor, m: Tensor | None) -> Tensor:
-    """(p − m)ᵀA(p − m)."""
+    """Return (p − m)ᵀA(p − m)."""
     squares = (p if m is None else p - m).square()
     return A * squares.sum() if A.ndim == 0 else (A * squares).sum()
 
@@ -221,26 +222,27 @@ def log_posterior(
     parameters: Any = None,
     weights: bool = False,
 ) -> LogPosterior:
-    """The log posterior of a network as every sampler takes it, carrying N.
+    """Build the log posterior of a network, in the form that every sampler takes; it carries N.
 
     Args:
         model: an `nn.Module` or a pair (function(params, inputs) -> outputs, mapping of parameters), with all
-            arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which brings likelihood,
-            parameters, N and whether data are weighted.
+            arguments below; or a linearisation, `co.linearize(model, data, likelihood)`, which already has a
+            likelihood, parameters, N and perhaps weights of the points.
         likelihood: as `co.linearize` takes it.
         prior_precision: A, as `co.laplace` takes it: a number, a vector (D,), a mapping {glob: number}, an operator, or
             an earlier posterior (then with its mean).
         prior_mean: m, likewise: a number, a vector (D,) or a mapping.
         data_size: N, the number of points in all batches together.
         parameters: as `co.linearize` takes it ("last_layer" needs data: give a linearisation).
-        weights: True says that the third item of a batch holds weights.
+        weights: True where the third item of a batch holds the weights of its points.
 
     Returns:
         A `LogPosterior`; `.params` are the parameters to start from.
 
     Raises:
         TypeError, ValueError: N missing or given twice, a model in train mode that is random or has batch statistics,
-            and what `co.linearize` and `co.laplace` refuse. Batches are checked when they come, targets at the first.
+            and all that `co.linearize` and `co.laplace` refuse. Each batch is checked when it is used, targets at the
+            first.
 
     Cost of a call: a forward pass, and a pass over the parameters for the prior.
     """
@@ -248,7 +250,7 @@ def log_posterior(
         given = {"likelihood": likelihood, "data_size": data_size, "parameters": parameters, "weights": weights or None}
         twice = [name for name, value in given.items() if value is not None]
         if twice:
-            raise ValueError(f"the linearisation brings {', '.join(twice)}: leave that out.")
+            raise ValueError(f"the linearisation already has {', '.join(twice)}: leave that out.")
         prior = as_prior(prior_precision, prior_mean, model.model, model)
         known = [model.likelihood]
         return LogPosterior(model.model, prior, model.num_data, model.data.weighted, model.likelihood, known)
@@ -262,16 +264,16 @@ def log_posterior(
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
     if reading_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
-    else:  # read at the first batch, whose shapes it needs
+    else:  # interpreted at the first batch, whose shapes it needs
         likelihood = copy.deepcopy(likelihood)
     network = Model(model, parameters)
     return LogPosterior(network, as_prior(prior_precision, prior_mean, network), size, weights, likelihood)
 
 
-def in_order(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
-    """{name: tensor (*k, *shape)}, with `leading` dimensions k, as vectors in the order of `lin.flatten`, a copy.
+def as_vectors(lin: Linearization, tensors: Any, leading: int, what: str) -> Float[Tensor, "*k D"]:
+    """Copy {name: tensor (*k, *shape)} into vectors (*k, D) in the order of `lin.flatten`; k has `leading` dimensions.
 
-    One tensor without a name, or that of a subnetwork, holds such vectors. Raises ValueError for other names or shapes.
+    A tensor without a name, or of a subnetwork, already holds vectors. Raises ValueError for other names or shapes.
     """
     selection = lin.model.selection
     named = tensors if isinstance(tensors, Mapping) else {SUBNETWORK: tensors}
@@ -299,12 +301,12 @@ def in_order(lin: Linearization, tensors: Any, leading: int, what: str) -> Float
 
 
 def order_at_mean(lin: Linearization, state: State) -> Int[Tensor, " D"]:
-    """For each of the linearisation's weights its position in the state's vector.
+    """Return the position in the state's vector of each weight of the linearisation.
 
-    Raises ValueError where the linearisation is of other parameters, or at other weights than the state's.
+    Raises ValueError where the linearisation is of other parameters, or at other weights than the state.
     """
     positions = torch.arange(state.structure.size, device=state.theta.device, dtype=torch.float64)
-    order = in_order(lin, state.structure.unflatten(positions), 0, "the state's params").long()
+    order = as_vectors(lin, state.structure.unflatten(positions), 0, "the state's params").long()
     mean = state.theta[order]
     if lin.theta.dtype != mean.dtype or lin.theta.device != mean.device:
         raise ValueError(

@@ -29,23 +29,23 @@ class Isotropic:
     scale: float = 1.0
 
     def check(self, structure: Structure, theta: Tensor) -> None:
-        """ValueError unless D is a matrix (d, d) on these parameters."""
+        """Raise ValueError unless D is a matrix (d, d) on these parameters."""
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """D v; v itself where D is the identity."""
+        """Return D v; v itself where D is the identity."""
         return v if self.scale == 1 else v * self.scale
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """D⁻¹ v; v itself where D is the identity."""
+        """Return D⁻¹ v; v itself where D is the identity."""
         return v if self.scale == 1 else v / self.scale
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        """D^½ ξ for standard normal ξ, in memory of its own."""
+        """Draw D^½ ξ for standard normal ξ, in new memory."""
         drawn = source.normal(like)
         return drawn if self.scale == 1 else drawn.mul_(self.scale**0.5)
 
     def kick(self, target: Tensor, g: Float[Tensor, "*k d"], drift: float, spread: float, source: NoiseSource) -> None:
-        """target += drift · D g + spread · D^½ ξ; without spread nothing is drawn."""
+        """Add drift · D g + spread · D^½ ξ to target, in place; with spread 0 nothing is drawn."""
         target.add_(self.product(g), alpha=drift)
         if spread:
             target.add_(self.noise(source, g), alpha=spread)
@@ -53,7 +53,7 @@ class Isotropic:
 
 @dataclass(frozen=True, eq=False)
 class OperatorMetric(Isotropic):
-    """D an operator: constant between two refreshes, so that no term with its derivative is needed."""
+    """A metric D given by an operator: constant between two refreshes, so no term with its derivative is needed."""
 
     D: LinearOperator = field(kw_only=True)
 
@@ -70,12 +70,12 @@ class OperatorMetric(Isotropic):
         if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
             raise ValueError(
                 f"preconditioner {kind} is of parameters in the order {list(space.names)}, params are "
-                f"{list(structure.names)}: give both the same, in one order."
+                f"{list(structure.names)}: give both the same parameters in the same order."
             )
 
     @cached_property
     def _basis(self) -> Eigenbasis | None:
-        """The eigenbasis of D, where its closed form has one: drift and noise then share the way back from it."""
+        """The eigenbasis of D where its closed form has one: drift and noise then share one rotation back."""
         inverse = isinstance(self.D, Inverse)
         known = self.D.base if inverse else self.D
         form = known._closed_form() if isinstance(known, Operator) else None
@@ -114,7 +114,7 @@ class OperatorMetric(Isotropic):
 
 
 def as_metric(given: Any, name: str = "preconditioner") -> Isotropic:
-    """The metric that None, a number, a vector (d,) or an operator known to be positive semidefinite stands for."""
+    """Return the metric for None, a number, a vector (d,) or an operator known to be positive semidefinite."""
     if given is None:
         return Isotropic()
     if isinstance(given, numbers.Real) and not isinstance(given, bool):

@@ -1,4 +1,4 @@
-"""How a step size or a temperature changes from step to step: functions of the number of steps made."""
+"""Schedules of step sizes and temperatures: functions of the number of steps made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value at every step."""
+    """A schedule with one value at every step."""
 
     value: float
 
@@ -24,7 +24,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class RobbinsMonro:
-    """a (b + t)^−γ: with γ in (½, 1] the steps add up to ∞ and their squares do not (Robbins & Monro 1951)."""
+    """The schedule a (b + t)^−γ: for γ in (½, 1], steps sum to ∞, their squares do not (Robbins & Monro 1951)."""
 
     a: float
     b: float = 1.0
@@ -45,7 +45,7 @@ class RobbinsMonro:
 
 @dataclass(frozen=True)
 class Cosine:
-    """From `first` down to `last` along half a cosine, begun anew every `period` steps (Zhang et al. 2020)."""
+    """A schedule from `first` to `last` along half a cosine, restarted every `period` steps (Zhang et al. 2020)."""
 
     first: float
     period: int
@@ -62,7 +62,7 @@ class Cosine:
 
 
 def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
-    """A number, checked, or a function of the step, whose values `at` checks."""
+    """Return the schedule for a number, which is checked, or a function of the step, whose values `at` checks."""
     if callable(given) and not isinstance(given, type):
         return given
     kind = "a number or a function of the step, such as RobbinsMonro(a)"
@@ -70,7 +70,7 @@ def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
 
 
 def at(name: str, schedule: Schedule, step: int, zero: bool = False) -> float:
-    """The value at a step, checked unless it was before."""
+    """Return the schedule's value at a step, checked unless it is constant."""
     if isinstance(schedule, Constant):
         return schedule.value
     return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)" if zero else "(0, inf)")

@@ -1,4 +1,4 @@
-"""States of samplers before and after a step, what a step says of itself, and the chain that a run leaves."""
+"""States of samplers, the information that a step returns, and the chain that a run returns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AnyState = TypeVar("AnyState", bound="State")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class State(Summarised):
-    """Where one chain is, or k chains are: tensors alone. Two states share none, unless a step was made in place.
+    """The state of one chain, or of k chains. Two states share no tensor, unless a step was made in place.
 
-    theta: the parameters as one vector, (d,) or (k, d). step: updates made so far, on the CPU. random: the state of
-    the generator that noise is drawn from, of each chain its own.
+    theta: the parameters as one vector, (d,) or (k, d). step: updates made so far, on the CPU. random: for each chain
+    the state of the generator of its noise.
     """
 
     theta: Float[Tensor, "*k d"]
@@ -31,17 +31,17 @@ class State(Summarised):
 
     @property
     def params(self) -> Any:
-        """The parameters as the tree that `init` was given, views of `theta`; with chains their dimension first."""
+        """The parameters as the tree given to `init`, views of `theta`; the dimension of chains comes first."""
         return self.structure.unflatten(self.theta)
 
     def clone(self: AnyState) -> AnyState:
-        """The same in memory of its own."""
-        return replace(self, **{each.name: _copied(getattr(self, each.name)) for each in fields(self)})
+        """Return a copy in new memory."""
+        return replace(self, **{each.name: _copy(getattr(self, each.name)) for each in fields(self)})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MomentumState(State):
-    """That of samplers with momenta m, a vector as `theta` is."""
+    """The state of a sampler with momenta m, a vector like `theta`."""
 
     momentum: Float[Tensor, "*k d"]
 
@@ -53,11 +53,11 @@ class MomentumState(State):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Info(Summarised):
-    """What a step says of itself; tensors 0-d, or (k,) of chains, on the parameters' device.
+    """Information about one step: tensors 0-d, or (k,) for chains, on the parameters' device.
 
-    log_posterior: the sampler's `log_posterior` of this batch, where the step began; of Metropolis samplers where it
-    ended. acceptance: probability that the proposal is accepted. energy_error: H(proposal) − H(start), its negative
-    logarithm where positive. Both are None for samplers that accept every step.
+    log_posterior: the sampler's `log_posterior` of this batch, at the start of the step; for Metropolis samplers at its
+    end. acceptance: probability that the proposal is accepted. energy_error: H(proposal) − H(start); where positive,
+    the acceptance is its negative exponential. Both are None for samplers that accept every step.
     """
 
     log_posterior: Float[Tensor, "*k"]
@@ -65,18 +65,20 @@ class Info(Summarised):
     energy_error: Float[Tensor, "*k"] | None = None
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copy(each) for key, each in value.items()}
     if isinstance(value, list):
         return list(value)
     return value
 
 
-def seeded(generator: torch.Generator | None, device: torch.device, chains: int | None) -> UInt8[Tensor, "*k bytes"]:
-    """States of new generators, seeded by draws of `generator`, or of torch's default one."""
+def generator_states(
+    generator: torch.Generator | None, device: torch.device, chains: int | None
+) -> UInt8[Tensor, "*k bytes"]:
+    """Return the states of new generators, seeded by draws from `generator` or from the default generator of torch."""
     on = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
     found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
@@ -85,11 +87,11 @@ def seeded(generator: torch.Generator | None, device: torch.device, chains: int 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(Summarised):
-    """k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
+    """The result of a run: k chains of S draws, on the parameters' device; a sampler of one chain has k = 1.
 
-    theta: the draws as vectors, (k, S, d). log_posterior, and of Metropolis samplers acceptance and energy_error: what
-    each of the steps after warm-up said, (k, steps), see `Info`. thin: steps between two draws. state: the last one,
-    from which a further run goes on; sampler: the one that made the draws, with the step size that warm-up found.
+    theta: the draws as vectors, (k, S, d). log_posterior, and for Metropolis samplers acceptance and energy_error: the
+    traces (k, steps) of the steps after warm-up, see `Info`. thin: steps between two draws. state: the last state, from
+    which a further run continues; sampler: the sampler that made the draws, with the step size from the warm-up.
     """
 
     theta: Float[Tensor, "k S d"]
@@ -102,7 +104,7 @@ class Chain(Summarised):
 
     @property
     def structure(self) -> Structure:
-        """How the parameters lie in the vectors of `theta`."""
+        """The layout of the parameters in the vectors of `theta`."""
         return self.state.structure
 
     @property

@@ -1,4 +1,4 @@
-"""A tree of parameters as one vector: samplers step in the vector, the model is called with the tree."""
+"""Trees of parameters as one vector: samplers move the vector, the model is called with the tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvops.network.model.parameters import FlatLayout
 
 @dataclass(frozen=True, eq=False)
 class Structure(FlatLayout):
-    """A tree's tensors as they lie in the vector (d,), and what the tree is (`spec`)."""
+    """The layout of a tree of tensors in one vector (d,), with the tree's structure (`spec`)."""
 
     spec: Any
 
@@ -24,20 +24,20 @@ class Structure(FlatLayout):
         return f"Structure({len(self.names)} tensors, d={self.size})"
 
     def tree(self, parts: Sequence[Tensor]) -> Any:
-        """The tensors as the tree that the user gave: a mapping by name, a tuple, one tensor, …"""
+        """Return the tensors as the tree that the user gave: a mapping by name, a tuple, one tensor, …"""
         return pytree.tree_unflatten(list(parts), self.spec)
 
     def unflatten(self, vector: Float[Tensor, "*k d"]) -> Any:
-        """The tree of a vector, its tensors (*k, *shape) views of it."""
+        """Return the tree of a vector; its tensors (*k, *shape) are views of it."""
         return self.tree(self.parts(vector))
 
 
-def flattened(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
-    """The vector of a tree of parameters, a copy, and how they lie in it.
+def flatten(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
+    """Copy a tree of parameters into one vector; return it and its layout.
 
     Raises:
         TypeError: params is a module, or a leaf is no real floating tensor.
-        ValueError: there is none, they differ in dtype or device, or hold NaN or Inf.
+        ValueError: there is no tensor, or tensors differ in dtype or device, or hold NaN or Inf.
     """
     if isinstance(params, nn.Module):
         raise TypeError("params is a module: give its tensors, dict(model.named_parameters()).")
@@ -69,23 +69,23 @@ def flattened(params: Any) -> tuple[Float[Tensor, " d"], Structure]:
     return structure.concatenate(list(leaves.values())), structure
 
 
-def flattened_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
-    """The vectors of a list of trees, one for each chain.
+def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"], Structure]:
+    """Copy a list of trees, one for each chain, into vectors (k, d); return them and their layout.
 
     Raises:
-        ValueError: there are more or fewer than chains, or they differ in their tensors.
+        ValueError: the list is longer or shorter than k, or the trees differ in their tensors.
     """
     if len(starts) != chains:
         raise ValueError(
-            f"a list holds a start for each of the {chains} chains, this one {len(starts)}. Parameters that are a list "
-            "themselves: give them as a tuple."
+            f"a list must hold one start for each of the {chains} chains, this one holds {len(starts)}. Give "
+            "parameters that are themselves a list as a tuple."
         )
-    rows, structures = zip(*[flattened(start) for start in starts])
+    rows, structures = zip(*[flatten(start) for start in starts])
     first = structures[0]
     for i, other in enumerate(structures):
         if (other.spec, other.shapes) != (first.spec, first.shapes):
             raise ValueError(
-                f"start {i} holds {_described(other)}, start 0 {_described(first)}: all chains need the same."
+                f"start {i} holds {_describe(other)}, start 0 {_describe(first)}: all chains need the same."
             )
         if (rows[i].dtype, rows[i].device) != (rows[0].dtype, rows[0].device):
             raise ValueError(
@@ -94,16 +94,16 @@ def flattened_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d
     return torch.stack(rows), first
 
 
-def _described(structure: Structure) -> str:
+def _describe(structure: Structure) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(structure.names, structure.shapes))
 
 
 ROW = 1024
-"""Numbers that are summed in their own dtype; sums of them are summed in float64."""
+"""Numbers of a row, which is summed in its own dtype; sums of rows are added in float64."""
 
 
 def long_dot(a: Float[Tensor, "*k d"], b: Float[Tensor, "*k d"]) -> Float64[Tensor, "*k"]:
-    """Σ a b along the last dimension: without a copy in float64, which would take several times as long."""
+    """Return Σ a b along the last dimension in float64; a float64 copy would take several times as long."""
     products = a * b
     rows = products.shape[-1] // ROW
     whole, rest = products.split([rows * ROW, products.shape[-1] - rows * ROW], -1)

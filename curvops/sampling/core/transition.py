@@ -1,4 +1,4 @@
-"""The protocol: `init` makes a state, `update` takes a step with a batch; the method is swapped by one line."""
+"""The protocol of samplers: `init` makes a state, `update` takes a step with a batch; methods are interchangeable."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Schedule, as_schedule, at
-from curvops.sampling.core.state import Info, State, seeded
-from curvops.sampling.core.structure import flattened, flattened_starts
+from curvops.sampling.core.state import Info, State, generator_states
+from curvops.sampling.core.structure import flatten, flatten_starts
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
 
 LOOK_EVERY = 32
-"""Steps between two looks at whether numbers are finite, on a device that would have to be waited for."""
+"""Steps between two checks for finite values on an accelerator, each of which waits for the device."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Transition(ABC):
-    """A sampler or an optimiser: everything that a step needs but the state and the batch. Immutable.
+    """A sampler or an optimiser: all that a step needs besides the state and the batch. Immutable.
 
     temperature τ enters as 𝒯 = τ/N, since `log_posterior` is a mean over the N = `data_size` points: τ = 1 is the
-    posterior, τ = 0 the optimiser. chains: how many the states hold side by side, None for one without a dimension.
+    posterior, τ = 0 the optimiser. chains: how many a state holds, None for one without a leading dimension.
     """
 
     density: Evaluation
@@ -51,46 +51,46 @@ class Transition(ABC):
     @torch.inference_mode(False)
     @torch.no_grad()
     def init(self, params: Any, generator: torch.Generator | None = None) -> Any:
-        """A state at these parameters, which are copied.
+        """Return a state at these parameters, which are copied.
 
         Args:
             params: a tree (dict, tuple, …) of floating tensors of one dtype and device, such as
                 `dict(model.named_parameters())` or `log_posterior.params`. With chains, all start there; a list
                 of such trees holds a start for each.
-            generator: source of what the state's own generators start from, one for each chain; None takes torch's
+            generator: source of the seeds of the state's own generators, one for each chain; None takes torch's
                 default. Initial momenta are drawn.
 
         Raises:
-            TypeError, ValueError: params of another form, integer, not finite, or not those of the preconditioner.
+            TypeError, ValueError: params of another form, integer, not finite, or not the preconditioner's.
         """
         check_generator(generator)
         if self.chains is not None and isinstance(params, list):
-            theta, structure = flattened_starts(params, self.chains)
+            theta, structure = flatten_starts(params, self.chains)
         else:
-            theta, structure = flattened(params)
+            theta, structure = flatten(params)
             theta = theta if self.chains is None else theta.expand(self.chains, -1).clone()
         self.metric.check(structure, theta)
         state = State(
-            theta, torch.zeros((), dtype=torch.int64), seeded(generator, theta.device, self.chains), structure
+            theta, torch.zeros((), dtype=torch.int64), generator_states(generator, theta.device, self.chains), structure
         )
         noise = NoiseSource(state.random, theta.device)
-        begun = self._begun(state, noise)
+        initial = self._initial_state(state, noise)
         noise.keep()
-        return begun
+        return initial
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, state: Any, batch: Any = None, inplace: bool = False) -> tuple[Any, Info]:
-        """One step from this state with this batch.
+        """Take one step from this state with this batch.
 
         Args:
-            state: of `init` or of an earlier update by the same kind of sampler.
+            state: returned by `init` or an earlier `update` of the same kind of sampler.
             batch: handed to `log_posterior`.
             inplace: write into the tensors of `state`, which is returned, instead of copies. The numbers are the same.
 
         Raises:
             Diverged: the log posterior is not finite; the message names a step size to try. On an accelerator it is
-                looked at every 32 steps.
+                checked every 32 steps.
             TypeError, ValueError: the state of another sampler, or a log posterior that is no number for each chain or
                 does not depend on the parameters.
         """
@@ -104,11 +104,11 @@ class Transition(ABC):
         return new, info
 
     def with_preconditioner(self: AnyTransition, preconditioner: Any) -> AnyTransition:
-        """The same with another D: every hundred steps, say, that of newer curvature. States go on."""
+        """Return this sampler with another D, such as one of newer curvature; states stay valid."""
         return replace(self, metric=as_metric(preconditioner))
 
     def with_step_size(self: AnyTransition, step_size: Any) -> AnyTransition:
-        """The same with another step size or schedule. States go on."""
+        """Return this sampler with another step size or schedule; states stay valid."""
         return replace(self, step_size=as_schedule("step_size", step_size))
 
     # What a method defines
@@ -118,20 +118,20 @@ class Transition(ABC):
     largest_step: ClassVar[float] = math.inf
 
     def step_taken(self, step: int) -> tuple[str, float]:
-        """The option that sets the step's length, and its value."""
+        """Return the name of the option that sets the step's length, and its value."""
         return "step_size", self.step_size(step)
 
     def stability_limit(self, curvature: float) -> float | None:
-        """The largest ε that is stable on a quadratic of this curvature (of D^½ H D^½); None where there is none."""
+        """Return the largest ε stable at this curvature (of D^½ H D^½); None where no limit is known."""
         return None
 
-    def _begun(self, state: State, noise: NoiseSource) -> Any:
-        """The state with what the method holds beside the parameters."""
+    def _initial_state(self, state: State, noise: NoiseSource) -> Any:
+        """Add to the state the tensors that the method keeps besides the parameters."""
         return state
 
     @abstractmethod
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
-        """Move the state, in place. Nothing of it may be written to before the gradient was found finite."""
+        """Take a step in place. Nothing of the state may be written to before the gradient is known to be finite."""
 
     @property
     def _state_type(self) -> type[State]:
@@ -140,13 +140,13 @@ class Transition(ABC):
     # What methods share
 
     def _now(self, state: State) -> tuple[float, float]:
-        """ε and 𝒯 at this step."""
+        """Return ε and 𝒯 at this step."""
         step = int(state.step)
         temperature = at("temperature", self.temperature, step, zero=True)
         return at("step_size", self.step_size, step, zero=True), temperature / self.data_size
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
-        """log_posterior and its gradient at the state, finite."""
+        """Return log_posterior and its gradient at the state; raise where they are not finite."""
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         step = int(state.step)
         if (state.theta.device.type == "cpu" or step % LOOK_EVERY == 0) and not bool(value.isfinite().all()):
@@ -154,7 +154,7 @@ class Transition(ABC):
         return value, gradient
 
     def _not_finite(self, value: Tensor, step: int) -> Exception:
-        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_chains_where(~value.isfinite())}"
+        found = "NaN or Inf" if value.ndim == 0 else f"NaN or Inf in {_named_chains(~value.isfinite())}"
         if step == 0:
             return ValueError(
                 f"log_posterior is {found} at the initial params: start where it is finite, and look at the batch."
@@ -169,7 +169,7 @@ class Transition(ABC):
     def _check_state(self, state: Any) -> None:
         if type(state) is not self._state_type:
             raise TypeError(
-                f"state must be one of this sampler's init ({self._state_type.__name__}), got {type(state).__name__}."
+                f"state must come from this sampler's init ({self._state_type.__name__}), got {type(state).__name__}."
             )
         wanted = () if self.chains is None else (self.chains,)
         if tuple(state.theta.shape[:-1]) != wanted:
@@ -179,8 +179,8 @@ class Transition(ABC):
             )
 
 
-def _chains_where(bad: Tensor) -> str:
-    """The numbers of some chains, five of them written out."""
+def _named_chains(bad: Tensor) -> str:
+    """Count and name chains, at most five of them by number."""
     which = bad.nonzero().flatten().tolist()
     names = ", ".join(map(str, which[:5])) + (", …" if len(which) > 5 else "")
     return f"{len(which)} of {len(bad)} chains ({names})"
@@ -189,7 +189,7 @@ def _chains_where(bad: Tensor) -> str:
 def common_arguments(
     log_posterior: Any, step_size: Any, temperature: Any, data_size: Any, preconditioner: Any
 ) -> dict[str, Any]:
-    """The fields that every sampler has, checked."""
+    """Check the arguments that every sampler has and return its fields."""
     if not callable(log_posterior):
         raise TypeError(
             "log_posterior must be a function (params, batch) -> number, or co.sampling.log_posterior(...), got "

@@ -1,4 +1,4 @@
-"""Whether chains have mixed, how many independent draws they are worth, and whether their law is the target's."""
+"""Diagnostics of chains: mixing, effective sample size, and the distance of their distribution from the target."""
 
 from curvops.sampling.diagnostics.kernel_stein import scores, stein_discrepancy
 from curvops.sampling.diagnostics.projected_chains import RandomProjections, random_projections

@@ -1,7 +1,7 @@
-"""The kernel Stein discrepancy, how far the law of draws is from a target whose score is known; and such scores.
+"""The kernel Stein discrepancy between draws and a target with a known score, and the scores of log posteriors.
 
-Liu, Lee & Jordan 2016 and Chwialkowski, Strathmann & Gretton 2016; the inverse multiquadric kernel, which sees draws
-that do not converge, of Gorham & Mackey 2017.
+Liu, Lee & Jordan 2016 and Chwialkowski, Strathmann & Gretton 2016, with the inverse multiquadric kernel of Gorham &
+Mackey 2017, which detects draws that do not converge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from curvops.network.data.batches import parts_of
 from curvops.sampling.core.evaluation import Evaluation
 from curvops.sampling.core.log_density import LogPosterior
 from curvops.sampling.core.state import Chain
-from curvops.sampling.diagnostics.collected import collected
+from curvops.sampling.diagnostics.draws import checked_draws
 
 AT_A_TIME = 2**22
 """Numbers of the draws that are converted together."""
@@ -28,31 +28,31 @@ AT_A_TIME = 2**22
 
 @torch.no_grad()
 def stein_discrepancy(draws: Any, scores: Any, scale: float | str = 1.0) -> Estimate:
-    """The squared kernel Stein discrepancy between the law of the draws and the target, as a U-statistic.
+    """Estimate the squared kernel Stein discrepancy between draws and a target, by a U-statistic.
 
-    It is E u(θ, θ') over pairs of draws, zero where the law is the target's, for u = s(θ)ᵀs(θ')k + s(θ)ᵀ∇'k +
-    s(θ')ᵀ∇k + tr ∇∇'k with the score s and the kernel k = (c² + ‖θ − θ'‖²)^-½.
+    It is E u(θ, θ') over pairs of draws, zero where the draws come from the target, for
+    u = s(θ)ᵀs(θ')k + s(θ)ᵀ∇'k + s(θ')ᵀ∇k + tr ∇∇'k with the score s and the kernel k = (c² + ‖θ − θ'‖²)^-½.
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor; all chains count together.
-        scores: likewise, the gradient of the *full* log density at each draw: of a posterior that of the summed
-            log-likelihood plus the log prior, N times that of `log_posterior` over all data. Of a tempered one, this
-            divided by τ. Unbiased scores of minibatches make draws of the target look farther from it, by E of their
-            noise's product where two draws share a minibatch, and otherwise leave the mean as it is.
+        scores: tensors of the same names and shapes, the gradient of the *full* log density at each draw: for a
+            posterior the gradient of the summed log-likelihood plus the log prior, N times that of `log_posterior` over
+            all data; for a tempered one, this divided by τ. Unbiased scores of minibatches leave the mean unchanged
+            unless two draws share a minibatch: it then grows by the expected product of their noises.
         scale: c, in the units of the weights, or "median": the median distance of the draws.
 
     Returns:
         An `Estimate`: the value is unbiased and may be negative. Its standard error is that of a U-statistic of
-        *independent* draws (a third too large where they are the target's own): thin chains first, or read it as too
-        small by √(draws / effective sample size).
+        *independent* draws (a third too large where they come from the target): thin chains first, or regard it as too
+        small by the factor √(draws / effective sample size).
 
     Raises:
-        TypeError, ValueError: draws or scores that are not such tensors, of different names or shapes, fewer than four
+        TypeError, ValueError: draws or scores of another kind, of different names or shapes, fewer than four
             draws, or a scale that is not positive.
 
-    Cost: three products of n draws with each other, n²D operations each, and n² numbers of memory.
+    Cost: three Gram matrices of n draws, n²D operations each, and memory for n² numbers.
     """
-    points, slopes = collected(draws), collected(scores, "scores")
+    points, slopes = checked_draws(draws), checked_draws(scores, "scores")
     if list(points) != list(slopes) or any(points[name].shape != slopes[name].shape for name in points):
         raise ValueError(
             "scores must have the names and the shapes of the draws: "
@@ -75,7 +75,7 @@ def stein_kernel(
     dimension: int,
     scale: float,
 ) -> Float[Tensor, "n n"]:
-    """u(θ_i, θ_j) from θ_iᵀθ_j, θ_iᵀs_j, s_iᵀs_j and ‖θ_i − θ_j‖²."""
+    """Return u(θ_i, θ_j) from θ_iᵀθ_j, θ_iᵀs_j, s_iᵀs_j and ‖θ_i − θ_j‖²."""
     own = crossed.diagonal()
     apart = own.unsqueeze(1) + own - crossed - crossed.mT  # (θ_i − θ_j)ᵀ(s_i − s_j)
     w = scale**2 + squares
@@ -83,11 +83,11 @@ def stein_kernel(
 
 
 def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
-    """The mean of u over pairs of different draws, and its standard error for independent ones.
+    """Return the mean of u over pairs of different draws, with its standard error for independent draws.
 
-    The variance is the square of the mean less the mean of u_ij u_kl over all four different, which is unbiased. Where
-    it comes out below what pairs alone contribute (the target's own draws: u is degenerate), it is the latter, which
-    makes the error of such draws a third too large on average.
+    The variance is the square of the mean less the mean of u_ij u_kl over four different indices, which is unbiased.
+    Where it falls below the contribution of pairs alone (draws from the target, for which u is degenerate), that
+    contribution replaces it, which makes the error of these draws a third too large on average.
     """
     n = len(u)
     u = u - u.diagonal().diag()
@@ -103,13 +103,13 @@ def u_statistic(u: Float[Tensor, "n n"]) -> Estimate:
 
 
 def _products(points: dict[str, Tensor], slopes: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """θθᵀ, θsᵀ and ssᵀ over all draws in float64, θ from its first draw, and D; few entries at a time."""
+    """Return θθᵀ, θsᵀ and ssᵀ over all draws in float64, θ less its mean, and D; few entries at a time."""
     first = next(iter(points.values()))
     n, dimension = first.shape[0] * first.shape[1], 0
     found = first.new_zeros(3, n, n, dtype=torch.float64)
     for name, tensor in points.items():
         for x, s in zip(_parts(tensor, n), _parts(slopes[name], n)):
-            x = x - x.mean(0)  # distances of weights that are far from zero
+            x = x - x.mean(0)  # distances lose digits where weights are far from zero
             dimension += x.shape[1]
             found[0] += x @ x.mT
             found[1] += x @ s.mT
@@ -133,38 +133,38 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
         i, j = torch.triu_indices(n, n, 1, device=squares.device)
         found = float(squares[i, j].median().sqrt())
         if not found > 0:
-            raise ValueError("scale='median' is zero: at least half of the draws are the same; give a number.")
+            raise ValueError("scale='median' is zero: at least half of the pairs of draws coincide; give a number.")
         return found
     return checked_number("scale", scale, kind="a positive number or 'median'")
 
 
 @torch.no_grad()
 def scores(log_posterior: Any, chain: Chain, batches: Any, *, part: bool = False) -> Any:
-    """∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
+    """Compute ∇ log p(θ | data) at each draw of a run, for `stein_discrepancy(chain, scores)`.
 
-    It is N times the gradient of `log_posterior`, a mean over N points, added up over the batches by their sizes. Of a
+    It is N times the gradient of `log_posterior`, a mean over N points, summed over the batches by their sizes. For a
     tempered posterior divide it by τ.
 
     Args:
-        log_posterior: of `co.sampling.log_posterior`.
-        chain: what `co.sampling.run` returned.
+        log_posterior: made by `co.sampling.log_posterior`.
+        chain: returned by `co.sampling.run`.
         batches: all data, `[(X, y)]` or a list of batches.
-        part: True takes batches of a part of the data, N/n times their sum: unbiased scores where they are chosen at
-            random, which the discrepancy's docstring says what to make of.
+        part: True accepts batches of a part of the data and returns N/n times their sum: unbiased scores where the part
+            is chosen at random; `stein_discrepancy` says how they change its value.
 
     Returns:
         A tree like `chain.params`, tensors (k, S, *shape).
 
     Raises:
         TypeError: another kind of log posterior, draws or batches.
-        ValueError: the batches do not hold all N points, and `part` is not asked for.
+        ValueError: the batches do not hold all N points, and `part` is False.
 
     Cost: a gradient for each draw, many draws together where `torch.vmap` can.
     """
     if not isinstance(log_posterior, LogPosterior):
         raise TypeError(
             "scores takes co.sampling.log_posterior(...), which knows N and the sizes of batches, got "
-            f"{type(log_posterior).__name__}; of a density of your own give its gradients to stein_discrepancy."
+            f"{type(log_posterior).__name__}; for a density of your own give its gradients to stein_discrepancy."
         )
     if not isinstance(chain, Chain):
         raise TypeError(f"scores takes the chain that co.sampling.run returned, got {type(chain).__name__}.")

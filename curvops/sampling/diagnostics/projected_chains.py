@@ -1,4 +1,4 @@
-"""Chains of many weights through a few random projections of these, one parameter at a time (Hron et al. 2022)."""
+"""Diagnostics of chains of many weights through a few random projections (Hron et al. 2022)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from curvops.checks import check_generator
 from curvops.linalg.core.summary import Summarised
 from curvops.posterior.arguments import checked_count
-from curvops.sampling.diagnostics.collected import collected
+from curvops.sampling.diagnostics.draws import checked_draws
 
 AT_A_TIME = 2**22
 """Numbers of the draws that are converted together."""
@@ -20,12 +20,12 @@ AT_A_TIME = 2**22
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RandomProjections(Summarised):
-    """What p random projections say of chains.
+    """R̂² and effective sample sizes of chains under p random projections.
 
     ``r_squared`` (p,) is R̂² = Var(θ) / E_chain[Var(θ | chain)], unrooted: 1 where the chains agree; None for a single
-    chain, which has nothing to agree with. ``ess`` (chains, p) is each chain's own S / (1 + 2 Σ (1 − l/S) ρ̂_l), up to
-    the first negative ρ̂ (Hron et al. 2022, with the autocorrelations ρ̂_l at lag l as TensorFlow Probability takes
-    them); it sees nothing of a disagreement between chains. ``series`` (chains, draws, p) are the projections.
+    chain. ``ess`` (chains, p) is S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain by itself, up to the first negative ρ̂
+    (Hron et al. 2022, with autocorrelations ρ̂_l at lag l as in TensorFlow Probability); it does not detect a
+    disagreement between chains. ``series`` (chains, draws, p) are the projections.
     """
 
     r_squared: Float[Tensor, " p"] | None
@@ -35,23 +35,23 @@ class RandomProjections(Summarised):
 
 @torch.no_grad()
 def random_projections(draws: Any, count: int = 100, generator: torch.Generator | None = None) -> RandomProjections:
-    """R̂² and effective sample sizes of random projections of the weights, or of functions.
+    """Compute R̂² and effective sample sizes of random projections of the weights, or of functions.
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor: weights, or outputs (chain, draw, N, C) of the
             network at some inputs.
-        count: how many projections, onto standard normal vectors.
-        generator: their source.
+        count: the number of projections, onto standard normal vectors.
+        generator: source of these vectors.
 
     Raises:
-        TypeError, ValueError: something else than draws of two or more each, draws that are not finite, chains that
+        TypeError, ValueError: draws of another kind, fewer than two a chain, draws that are not finite, chains that
             stand still, or a count that is not a positive whole number.
 
-    Cost: a product of the draws with a D × count matrix of which a few columns exist at a time; no copy of the draws.
+    Cost: a product of the draws with a D × count matrix, made in parts; no copy of the draws.
     """
     count = checked_count(count)
     check_generator(generator)
-    series = projected(collected(draws, each=2), count, generator)
+    series = project(checked_draws(draws, each=2), count, generator)
     within = series.var(1, correction=0)
     if not bool((within > 0).all()):
         still = int((within == 0).all(1).sum())
@@ -61,10 +61,10 @@ def random_projections(draws: Any, count: int = 100, generator: torch.Generator 
     return RandomProjections(r_squared, effective_sizes(series), series)
 
 
-def projected(
+def project(
     checked: dict[str, Tensor], count: int, generator: torch.Generator | None
 ) -> Float[Tensor, "chains draws p"]:
-    """Draws times standard normal columns, in float64, less a constant for each column: few entries at a time."""
+    """Multiply draws by standard normal columns in float64, up to a constant for each column; few entries at a time."""
     first = next(iter(checked.values()))
     found = first.new_zeros((*first.shape[:2], count), dtype=torch.float64)
     device = first.device if generator is None else generator.device
@@ -78,7 +78,7 @@ def projected(
 
 
 def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains *p"]:
-    """S / (1 + 2 Σ (1 − l/S) ρ̂_l) of each chain, the sum up to the first negative ρ̂."""
+    """Return S / (1 + 2 Σ (1 − l/S) ρ̂_l) for each chain, with the sum up to the first negative ρ̂."""
     rho = autocorrelation(series)
     draws = series.shape[1]
     kept = (rho >= 0).cumprod(1)
@@ -88,10 +88,10 @@ def effective_sizes(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "
 
 
 def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*p"]:
-    """How many independent draws the chains are worth together, fewer where they disagree; at least one.
+    """Return the effective sample size of all chains together, smaller where they disagree; at least one.
 
-    k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ counts what lies between the chains
-    (Gelman et al. 2013, eq. 11.7), up to the first pair of lags whose sum is negative (Geyer 1992): a chain that swings
+    k S / (1 + 2 Σ ρ̂_l), ρ̂_l = 1 − (W − mean acov_l) / var⁺, whose variance var⁺ includes that between the chains
+    (Gelman et al. 2013, eq. 11.7), up to the first pair of lags with a negative sum (Geyer 1992): a chain that swings
     from side to side has negative correlations at odd lags. Chains of one draw each count as independent draws.
     """
     chains, draws = series.shape[:2]
@@ -115,9 +115,9 @@ def effective_size(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "*
 
 
 def autocorrelation(series: Float[Tensor, "chains draws *p"]) -> Float[Tensor, "chains draws *p"]:
-    """ρ̂_l at each lag l: the mean of the S − l products of deviations from the chain's mean, ρ̂_0 = 1.
+    """Return ρ̂_l at each lag l: the mean of the S − l products of deviations from the chain's mean, scaled to ρ̂_0 = 1.
 
-    NaN where a chain stands still. By a Fourier transform, O(S log S).
+    NaN where a chain stands still. A Fourier transform, O(S log S).
     """
     draws = series.shape[1]
     moved = series.double() - series.double().mean(1, keepdim=True)

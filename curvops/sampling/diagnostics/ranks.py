@@ -1,4 +1,4 @@
-"""Rank-normalised split R̂ and effective sample sizes of single numbers, by ArviZ (Vehtari et al. 2021)."""
+"""Rank-normalised split R̂ and effective sample sizes of each entry, by ArviZ (Vehtari et al. 2021)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from curvops.checks import check_choice
-from curvops.sampling.diagnostics.collected import collected
+from curvops.sampling.diagnostics.draws import checked_draws
 
 LEAST_DRAWS = 4
-"""Draws of a chain that splitting into halves needs."""
+"""The fewest draws of a chain that can be split into halves."""
 
 
 def to_inference_data(draws: Any) -> Any:
-    """The draws as an `arviz.InferenceData`, its group `posterior`, for ArviZ's tables and plots.
+    """Convert draws to an `arviz.InferenceData` with a group `posterior`, for ArviZ's tables and plots.
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor, which is then named "x".
 
     Raises:
         ImportError: ArviZ is not installed (`pip install curvops[diagnostics]`).
-        TypeError, ValueError: something else than such draws, or draws that are not finite.
+        TypeError, ValueError: draws of another kind, or not finite.
 
     Tensors on the CPU are not copied.
     """
-    return _dataset(collected(draws))
+    return _dataset(checked_draws(draws))
 
 
 def rhat(draws: Any) -> dict[str, Tensor]:
-    """Rank-normalised split R̂ of each entry: above 1.01 the chains have not mixed (Vehtari et al. 2021).
+    """Compute the rank-normalised split R̂ of each entry: above 1.01 chains have not mixed (Vehtari et al. 2021).
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor, of two chains or more.
@@ -42,19 +42,19 @@ def rhat(draws: Any) -> dict[str, Tensor]:
     Raises:
         ImportError, TypeError, ValueError: as `to_inference_data`, and for one chain or fewer than four draws of each.
 
-    Cost: about a millisecond for each entry; of many weights take `random_projections`.
+    Cost: about a millisecond for each entry; for many weights use `random_projections`.
     """
-    checked = collected(draws, chains=2, each=LEAST_DRAWS)
+    checked = checked_draws(draws, chains=2, each=LEAST_DRAWS)
     return _tensors(_arviz().rhat(_dataset(checked), method="rank"), checked)
 
 
 def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
-    """Effective sample size of each entry, over all chains together (Vehtari et al. 2021).
+    """Compute the effective sample size of each entry, over all chains together (Vehtari et al. 2021).
 
     Args:
         draws: {name: tensor (chain, draw, ...)} or one such tensor.
-        kind: "bulk", of rank-normalised draws, says how well the centre of the distribution is known; "tail", the
-            lesser of the 5 % and the 95 % quantile's, how well its tails are.
+        kind: "bulk", of rank-normalised draws, measures how well the centre of the distribution is known; "tail", the
+            smaller one of those at the 5 % and the 95 % quantile, how well its tails are.
 
     Returns:
         {name: tensor of the parameter's shape}, in float64.
@@ -65,7 +65,7 @@ def ess(draws: Any, kind: str = "bulk") -> dict[str, Tensor]:
     Cost: as `rhat`.
     """
     check_choice("kind", kind, ("bulk", "tail"))
-    checked = collected(draws, each=LEAST_DRAWS)
+    checked = checked_draws(draws, each=LEAST_DRAWS)
     return _tensors(_arviz().ess(_dataset(checked), method=kind), checked)
 
 

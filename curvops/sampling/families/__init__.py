@@ -1,1 +1,1 @@
-"""Normal distributions of weights that are learned: variational families, Kalman filters."""
+"""Learned normal distributions of the weights: variational families and Kalman filters."""

@@ -1,4 +1,4 @@
-"""The extended Kalman filter of the weights: each batch is linearised at the present mean, whose precision adds up."""
+"""The extended Kalman filter of the weights: each batch, linearised at the present mean, adds to the precision."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FISHERS = ("ggn", "empirical")
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KalmanState(State):
-    """The mean as `theta`, and the tensors of its precision."""
+    """The state of a Kalman filter: the mean as `theta`, and the tensors of its precision."""
 
     precision: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExtendedKalmanFilter(Transition):
-    """P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
+    """The filter P ← P + ε Σ JᵀHJ, θ ← θ − ε P⁻¹ ∇(−log-likelihood), batch by batch."""
 
     form: str
     fisher: str
@@ -48,7 +48,7 @@ class ExtendedKalmanFilter(Transition):
     rank: int
 
     def step_taken(self, step: int) -> tuple[str, float]:
-        """`lr`, the fraction that a batch counts as."""
+        """Return "lr" and its value, the fraction with which a batch counts."""
         return "lr", self.step_size(step)
 
     @property
@@ -56,27 +56,27 @@ class ExtendedKalmanFilter(Transition):
         return KalmanState
 
     @property
-    def _known(self) -> LogPosterior:
+    def _target(self) -> LogPosterior:
         found = self.log_posterior
         assert isinstance(found, LogPosterior)
         return found
 
-    def _begun(self, state: State, noise: NoiseSource) -> KalmanState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> KalmanState:
         if self.chains is not None:
-            raise ValueError("a Kalman filter is deterministic, and runs no chains.")
-        wanted = list(self._known.params)
+            raise ValueError("a Kalman filter is deterministic: give ekf(...) itself, not chains of it.")
+        wanted = list(self._target.params)
         tree = state.structure.unflatten(state.theta)
         if not isinstance(tree, dict) or list(tree) != wanted:
             raise ValueError(f"params must name {wanted}, in this order: start from log_posterior.params.")
-        return KalmanState(**fields_of(state), precision=self._of_prior(state.theta))
+        return KalmanState(**fields_of(state), precision=self._prior_precision(state.theta))
 
-    def _of_prior(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
-        prior = self._known.prior
+    def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
+        prior = self._target.prior
         if prior.diagonal is None:
             if self.form != "dense":
                 raise ValueError(
                     f"form={self.form!r} starts from a prior precision that is a number, a vector or a mapping; that "
-                    f"of log_posterior is an operator, {type(prior.precision).__name__}, which form='dense' takes."
+                    f"of log_posterior is an operator, {type(prior.precision).__name__}: use form='dense'."
                 )
             assert isinstance(prior.precision, Operator)
             return {"matrix": prior.precision.to_dense().clone()}
@@ -98,15 +98,15 @@ class ExtendedKalmanFilter(Transition):
         return Info((score / n).to(state.theta))
 
     def _terms(self, theta: Float[Tensor, " d"], batch: Any) -> tuple[int, Tensor, Tensor, Any]:
-        """Points, their log-likelihood, the gradient of its negative, and what the form reads curvature from."""
-        known, engines = self._known, None
+        """Return the number of points, their log-likelihood, its negative gradient, and the source of the curvature."""
+        target, engines = self._target, None
         if self.form == "diagonal":
-            engines, likelihood, points = known.recorded(theta, batch)
+            engines, likelihood, points = target.record(theta, batch)
             fisher = Empirical(likelihood) if self.fisher == "empirical" else Exact(likelihood)
             found = score_and_diagonal(engines, likelihood, points, fisher)
             if found is not None:
                 return points.num_points, *found
-        lin = known.linearized(theta, batch, engines)
+        lin = target.linearize(theta, batch, engines)
         curvature = curvature_diagonal(lin, fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
@@ -146,7 +146,7 @@ class ExtendedKalmanFilter(Transition):
         assert root is not None
         W = torch.cat([W, math.sqrt(rate) * root.to_dense()], 1)
         precision = LowRank(W, W.new_ones(W.shape[1])).add_diagonal(diagonal)
-        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with all of the batch: only what is kept is cut
+        move = precision.solve(slope.unsqueeze(1)).squeeze(1)  # with all of the batch: only the stored root is cut
         if W.shape[1] <= self.rank:
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
@@ -158,10 +158,10 @@ class ExtendedKalmanFilter(Transition):
         return EmpiricalFisher(lin) if self.fisher == "empirical" else GGN(lin)
 
     def posterior(self, state: KalmanState, lin: Linearization) -> GaussianPosterior:
-        """N(mean, P⁻¹) as a posterior, with the face of Laplace's.
+        """Return N(mean, P⁻¹) as a posterior, with the interface of Laplace's.
 
         Args:
-            state: of this filter's `init` or `update`.
+            state: from this filter's `init` or `update`.
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
 
@@ -191,7 +191,7 @@ def ekf(
     lr: Any = 1.0,
     rank: int | None = None,
 ) -> ExtendedKalmanFilter:
-    """The extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
+    """Build the extended Kalman filter of the weights: an online natural gradient (Ollivier 2018).
 
     At each batch, linearised at the present mean θ with the output Fisher H (the observation noise's inverse):
 
@@ -201,15 +201,15 @@ def ekf(
     is exact with form="dense", in any order of the batches: recursive least squares.
 
     Args:
-        log_posterior: of `co.sampling.log_posterior`: the network, its likelihood and the prior precision, which is
-            that of the first state. Its mean is that state's params: start from the prior's mean for Bayes' rule.
-        form: of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which beyond its rank keeps the
-            exact diagonal of what it leaves out (Chang et al. 2023), as `post.update(form="low_rank_diagonal")`.
-        fisher: "ggn", or "empirical": Σ g_n g_nᵀ of the gradients in place of the curvature (of Duffield et al. 2024),
-            which is no estimate of it, and under which linear models do not come to their posterior.
+        log_posterior: made by `co.sampling.log_posterior`: the network, its likelihood and the prior precision, with
+            which the first state starts. Its mean is the params given to `init`: the prior's mean for Bayes' rule.
+        form: the form of P: "diagonal"; "dense"; or "low_rank_diagonal", W Wᵀ plus a diagonal, which beyond its rank
+            keeps the exact diagonal of the rest (Chang et al. 2023), as `post.update(form="low_rank_diagonal")`.
+        fisher: "ggn", or "empirical": Σ g_n g_nᵀ of the gradients in place of the curvature (Duffield et al. 2024),
+            which does not estimate it: linear models then do not reach their posterior.
         transition_noise: q ≥ 0, the variance by which each weight is expected to move between two batches.
-        lr: ε > 0, a number or a schedule; below 1 a batch counts as a fraction of itself.
-        rank: of W, 10 where none is given.
+        lr: ε > 0, a number or a schedule; the fraction with which a batch counts.
+        rank: the rank of W, by default 10.
 
     Returns:
         An `ExtendedKalmanFilter`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`; `co.sampling.run`
@@ -218,8 +218,9 @@ def ekf(
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, or a prior that the form cannot hold.
 
-    Cost of a step, after a first one that proves the derivatives: of the diagonal one forward pass over the batch and
-    C + 1 backward passes (empirical: one); of the others a gradient and N·C rows of J in the batch; dense D³/3 besides.
+    Cost of a step, after a first one that also checks the derivatives: for the diagonal one forward pass over the batch
+    and C + 1 backward passes (empirical: one); for the others a gradient and the N·C rows of J in the batch; for the
+    dense form D³/3 operations besides.
     """
     check_choice("form", form, FORMS)
     check_choice("fisher", fisher, FISHERS)
@@ -229,7 +230,7 @@ def ekf(
             f"{type(log_posterior).__name__}."
         )
     if rank is not None and form != "low_rank_diagonal":
-        raise ValueError(f"rank={rank!r} is of form='low_rank_diagonal'; {form!r} has none.")
+        raise ValueError(f"rank={rank!r} is for form='low_rank_diagonal'; form={form!r} has no rank: leave it out.")
     return ExtendedKalmanFilter(
         **common_arguments(log_posterior, lr, 1.0, None, None),
         form=form,

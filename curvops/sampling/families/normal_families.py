@@ -1,7 +1,7 @@
-"""Families of normal distributions over the weights: how they are drawn from, their density, their covariance.
+"""Families of normal distributions over the weights: their draws, densities and covariances.
 
-Each is a zero-mean normal on the vector of all weights, described by a few tensors; the mean is kept beside it. A row
-of the table `FAMILIES` is the whole of what variational inference needs to know.
+Each is a zero-mean normal on the vector of all weights, described by a few tensors; the mean is kept separately. The
+table `FAMILIES` names them: a new family is one class and one row.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 class GaussianFamily(ABC):
-    """A shape of covariances Σ on vectors (d,) of this structure."""
+    """A family of covariances Σ on vectors (d,) of a given structure."""
 
     @abstractmethod
-    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
-        """The tensors of N(0, scale² I), or of what the family has near it."""
+    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+        """Return the tensors of N(0, scale² I), or of a member of the family near it."""
 
     def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
-        """The standard normal numbers that k draws are made of, one a weight."""
+        """Draw the standard normal numbers for k draws, by default one for each weight."""
         return source.normal(like.new_empty(k * len(like))).view(k, -1)
 
     @abstractmethod
-    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
-        """Draws z of N(0, Σ), differentiable in the tensors."""
+    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+        """Transform standard normal numbers to draws z of N(0, Σ), differentiably in the tensors."""
 
     @abstractmethod
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-        """log N(z; 0, Σ) in nats."""
+        """Return log N(z; 0, Σ) in nats."""
 
     @abstractmethod
     def misfits(
         self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
     ) -> dict[str, Tensor]:
-        """Estimates of what is zero at the best Σ, relative to it.
+        """Estimate the relative error of the precision, restricted to the parts that the family can make zero.
 
-        With the residual u = Tᵀ∇ log(q/p) of draws z = T ε the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
-        −log p (Stein 1981): the relative error of q's precision. Of it these are what the family can make zero; the
-        squares of an error add up over all but the first dimension.
+        With the residual u = Tᵀ∇ log(q/p) of draws z = T ε, the mean of u εᵀ is TᵀHT − I for the mean Hessian H of
+        −log p (Stein 1981): the relative error of q's precision. The squares of an error add up over all but the first
+        dimension.
         """
 
     @abstractmethod
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
-        """Σ, and Σ⁻¹ where it has a form of its own, with entry i that of position order[i] in the vector."""
+        """Return Σ, and Σ⁻¹ where it has a form of its own, with entry i at position order[i] of the vector."""
 
 
 class DiagonalFamily(GaussianFamily):
-    """Σ = diag(e^{2 s})."""
+    """The family Σ = diag(e^{2 s})."""
 
-    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"log_scale": torch.full_like(like, math.log(scale))}
 
-    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return noise * tensors["log_scale"].exp()
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
@@ -82,12 +82,12 @@ class DiagonalFamily(GaussianFamily):
 
 
 class DenseFamily(GaussianFamily):
-    """Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
+    """The family Σ = L Lᵀ, L lower triangular with a positive diagonal e^s."""
 
-    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         return {"factor": torch.diag(torch.full_like(like, math.log(scale)))}
 
-    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return noise @ triangle(tensors["factor"]).mT
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
@@ -106,12 +106,12 @@ class DenseFamily(GaussianFamily):
 
 
 class LowRankDiagonalFamily(GaussianFamily):
-    """Σ = U Uᵀ + diag(e^{2 s}), U (d, r) (Ong, Nott & Smith 2018)."""
+    """The family Σ = U Uᵀ + diag(e^{2 s}), U (d, r) (Ong, Nott & Smith 2018)."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         small = 0.1 * scale / self.rank**0.5  # at U = 0 its gradient is zero in the mean
         vectors = small * source.normal(like.new_empty(len(like) * self.rank)).view(-1, self.rank)
         return {"log_scale": torch.full_like(like, math.log(scale)), "vectors": vectors}
@@ -119,7 +119,7 @@ class LowRankDiagonalFamily(GaussianFamily):
     def noise(self, structure: Structure, k: int, like: Tensor, source: NoiseSource) -> Float[Tensor, "k m"]:
         return source.normal(like.new_empty(k * (len(like) + self.rank))).view(k, -1)
 
-    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         s, U = tensors["log_scale"], tensors["vectors"]
         return noise[:, : len(s)] * s.exp() + noise[:, len(s) :] @ U.mT
 
@@ -145,22 +145,22 @@ class LowRankDiagonalFamily(GaussianFamily):
 
 
 class KroneckerFamily(GaussianFamily):
-    """Σ of each tensor (p, …, q) = (L Lᵀ) ⊗ (R Rᵀ) on its first dimension and the others; of a vector (p,) L Lᵀ.
+    """The family Σ = (L Lᵀ) ⊗ (R Rᵀ) for each tensor, on its first dimension and the others; L Lᵀ for a vector.
 
     The matrix normal of Louizos & Welling 2016. Tensors are independent of each other.
     """
 
-    def begun(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
+    def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         found = {}
         for i, (p, q) in enumerate(sizes(structure)):
-            # Of a vector the right factor is 1 × 1 and would only say the same again.
+            # The right factor of a vector would be 1 × 1, a second scale for the left one.
             of_each = math.log(scale) / (1 if q == 1 else 2)
             found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
             if q > 1:
                 found[f"right.{i}"] = torch.diag(like.new_full((q,), of_each))
         return found
 
-    def moved(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
+    def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
         return self._each(
             tensors,
             structure,
@@ -196,7 +196,7 @@ class KroneckerFamily(GaussianFamily):
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)  # where each position of the vector comes to lie
+        place[order] = torch.arange(len(order), device=order.device)  # the new place of each position of the vector
         blocks, inverses, positions, start = [], [], [], 0
         for i, (p, q) in enumerate(sizes(structure)):
             left = triangle(tensors[f"left.{i}"])
@@ -211,7 +211,7 @@ class KroneckerFamily(GaussianFamily):
     def _each(
         self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
     ) -> Float[Tensor, "k d"]:
-        """L applied from the left, R from the right, tensor by tensor."""
+        """Apply L from the left and R from the right, tensor by tensor."""
         found, start = [], 0
         for i, (p, q) in enumerate(sizes(structure)):
             block = apply(tensors[f"left.{i}"], rows[:, start : start + p * q].unflatten(1, (p, q)))
@@ -229,29 +229,29 @@ FAMILIES: dict[str, type[GaussianFamily]] = {
     "kronecker": KroneckerFamily,
 }
 RANK = 10
-"""Of a low rank plus a diagonal, where none is given."""
+"""The default rank of a low-rank matrix plus a diagonal."""
 
 
 def family_of(name: str, rank: object) -> GaussianFamily:
-    """The family of that name; ValueError for a rank where it has none."""
+    """Return the family of this name; raise ValueError for a rank that it does not have."""
     kind = FAMILIES[name]
     if kind is LowRankDiagonalFamily:
         return LowRankDiagonalFamily(RANK if rank is None else checked_whole("rank", rank, 1))
     if rank is not None:
-        raise ValueError(f"rank={rank!r} is of family='low_rank_diagonal'; {name!r} has none.")
+        raise ValueError(f"rank={rank!r} is for family='low_rank_diagonal'; family={name!r} has no rank: leave it out.")
     return kind()
 
 
 def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """The lower triangle with the exponential of its diagonal."""
+    """Return the lower triangle with the exponential of its diagonal."""
     return factor.tril(-1) + torch.diag(factor.diagonal().exp())
 
 
 def sizes(structure: Structure) -> list[tuple[int, int]]:
-    """(p, q) of each tensor as a matrix; of a vector or a number q = 1."""
+    """Return the shape (p, q) of each tensor as a matrix; q = 1 for a vector or a number."""
     return [(shape[0] if shape else 1, shape[1:].numel() if len(shape) > 1 else 1) for shape in structure.shapes]
 
 
 def _standard(white: Float[Tensor, "k d"], log_root: Tensor) -> Float[Tensor, " k"]:
-    """log density of z = Σ^½ w in nats, of log det Σ^½."""
+    """Return the log density of z = Σ^½ w in nats, from w and log det Σ^½."""
     return -0.5 * (white.square() + LOG_2PI).sum(1) - log_root

@@ -1,4 +1,4 @@
-"""Variational inference: the normal distribution of a family that is nearest to the posterior."""
+"""Variational inference: fitting the member of a family of normal distributions nearest to the posterior."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from curvops.sampling.samplers.torch_optimizer import Optimizer, OptimizerState
 from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
 
 SETTLED = 0.1
-"""A fit has settled where neither its mean, in standard deviations, nor its precision, relatively, is off by more."""
+"""The largest error of a settled fit: of its mean in standard deviations, of its precision relatively."""
 AVERAGED = 3
-"""Power of the step by which misfits are weighted in their average, which so forgets the way from the start."""
+"""Power of the step that weights misfits in their average, so that early steps are forgotten."""
 
 
 class FitEnding(Enum):
-    """Whether variational inference has come to its optimum. The value is the remedy, in plain sentences."""
+    """The outcome of variational inference: whether it reached its optimum. The value is the remedy in plain words."""
 
     SETTLED = (
         "Settled: the gradient, averaged over the last steps, leaves the mean less than 0.1 standard deviations and "
         "the precisions less than 10 % from the family's optimum. Nothing needs to be done."
     )
     DRIFTING = (
-        "The steps were spent before the fit stopped moving: the gradient, averaged over the last steps, is beyond its "
-        "noise. Go on from this state, with a larger lr where the gradient keeps its sign."
+        "The steps ran out before the fit stopped moving: the gradient, averaged over the last steps, exceeds its "
+        "noise. Continue from this state, with a larger lr where the gradient keeps its sign."
     )
     SCATTERED = (
         "The gradient, averaged over the last steps, is zero within its noise, but the single steps scatter around the "
-        "optimum by more than a tenth of a standard deviation. Go on from this state with an lr that falls to zero, "
+        "optimum by more than a tenth of a standard deviation. Continue from this state with an lr that falls to zero, "
         "lr=co.sampling.Cosine(lr, steps)."
     )
     NOISY = (
@@ -54,15 +54,15 @@ class FitEnding(Enum):
 
 
 class Unsettled(UserWarning):
-    """A variational fit is not known to be at its optimum."""
+    """Warns that a variational fit is not known to be at its optimum."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class VariationalState(OptimizerState):
-    """The mean as `theta`, and the tensors that describe the covariance.
+    """The state of a variational fit: the mean as `theta`, the tensors of the covariance as `spread`.
 
-    average and square: of how far mean and covariance are from the optimum as each step's draws say, and of its
-    square; centre: of the tensors themselves. In all of these the last steps are weighted most.
+    average and square: averages, over steps, of the misfits of mean and covariance (zero at the optimum) and of their
+    squares; centre: averages of the tensors themselves. All averages weight the last steps most.
     """
 
     spread: dict[str, Tensor]
@@ -73,14 +73,14 @@ class VariationalState(OptimizerState):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class VariationalInfo(Info):
-    """log_posterior is the mean over the step's draws; ``nelbo`` that of 𝒯 log q − log_posterior, in nats a point."""
+    """Means over a step's draws of log_posterior and of ``nelbo``, 𝒯 log q − log_posterior, in nats a point."""
 
     nelbo: Float[Tensor, ""] | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variational(Optimizer):
-    """An optimiser of the mean and the covariance of a normal distribution."""
+    """Variational inference as an optimiser of the mean and the covariance of a normal distribution."""
 
     family: GaussianFamily
     draws: int
@@ -91,12 +91,12 @@ class Variational(Optimizer):
     def _state_type(self) -> type[State]:
         return VariationalState
 
-    def _begun(self, state: State, noise: NoiseSource) -> VariationalState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> VariationalState:
         if self.chains is not None:
-            raise ValueError("variational inference makes one fit, not chains: give several draws=, or fit each alone.")
-        spread = self.family.begun(state.structure, self.initial_scale, state.theta, noise)
+            raise ValueError("variational inference makes one fit, not chains: give draws= for several draws a step.")
+        spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
         return VariationalState(
-            **fields_of(super()._begun(state, noise)), spread=spread, average={}, square={}, centre={}
+            **fields_of(super()._initial_state(state, noise)), spread=spread, average={}, square={}, centre={}
         )
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
@@ -117,18 +117,18 @@ class Variational(Optimizer):
         return info
 
     def ending(self, state: VariationalState) -> FitEnding:
-        """Whether the fit is at its optimum, as far as the noise of the gradients that it took can tell.
+        """Decide whether the fit is at its optimum, as far as the noise of its gradients allows.
 
-        At the optimum of the family the mean of the gradient is zero. In units of the fit itself, standard deviations
-        for the mean and shares for the precisions, it says how far the optimum is; it is averaged over the steps, the
-        last ones weighted most, and compared with its standard error: the root mean square over the weights, and each
-        number alone. It speaks of the average over these steps, which the state must be near, too.
+        At the optimum of the family the expected gradient is zero. In units of the fit itself (standard deviations for
+        the mean, relative errors for the precisions) it measures the distance from the optimum. It is averaged over the
+        steps, the last ones weighted most, and compared with its standard error, as a root mean square over the weights
+        and entry by entry. This holds for the average over these steps, so the state must also be near that average.
 
         Args:
-            state: of this method's `update`.
+            state: from this method's `update`.
         """
         self._check_state(state)
-        steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # as many would be averaged evenly
+        steps = int(state.step) * (2 * AVERAGED + 1) / (AVERAGED + 1) ** 2  # steps of an average with equal weights
         if steps <= 1:
             return FitEnding.NOISY
         hidden = False
@@ -152,19 +152,19 @@ class Variational(Optimizer):
     def gradients(
         self, state: VariationalState, batch: Any, numbers: Float[Tensor, "k m"]
     ) -> tuple[VariationalInfo, Float[Tensor, " d"], dict[str, Tensor], Float[Tensor, "k m"]]:
-        """The NELBO at these standard normal numbers, its gradients in the mean and in the spread, and residuals.
+        """Return the NELBO at these standard normal numbers, its gradients in mean and spread, and residuals.
 
-        The residual of a draw is the gradient of log(q/p) in the standard normal numbers that it is made of.
+        The residual of a draw is the gradient of log(q/p) in its standard normal numbers.
         """
         temperature = at("temperature", self.temperature, int(state.step), zero=True) / self.data_size
         if not temperature > 0:
-            raise ValueError("temperature is 0, at which the best distribution is a point: use co.sampling.optimizer.")
+            raise ValueError("temperature must be positive, got 0: the optimum is a point; use co.sampling.optimizer.")
         family, structure = self.family, state.structure
         spread = {name: tensor.detach().clone().requires_grad_() for name, tensor in state.spread.items()}
         mean = state.theta.detach().clone().requires_grad_()
         numbers = numbers.clone().requires_grad_()
         with torch.enable_grad():
-            theta = mean + family.moved(spread, structure, numbers)
+            theta = mean + family.transform(spread, structure, numbers)
             given = theta.detach()
             values, slopes = (
                 self.density.gradient(given, structure, batch)
@@ -182,10 +182,10 @@ class Variational(Optimizer):
         return info, of_mean, dict(zip(spread, of_spread)), of_numbers * (len(numbers) / temperature)
 
     def posterior(self, state: VariationalState, lin: Linearization) -> GaussianPosterior:
-        """N(mean, Σ) as a posterior, with the face of Laplace's.
+        """Return N(mean, Σ) as a posterior, with the interface of Laplace's.
 
         Args:
-            state: of this method's `init` or `update`.
+            state: from this method's `init` or `update`.
             lin: the network linearised at the mean: `model.load_state_dict(state.params, strict=False)`, then
                 `co.linearize(model, data, likelihood)`.
 
@@ -215,43 +215,44 @@ def vi(
     data_size: int | None = None,
     **options: Any,
 ) -> Variational:
-    """Variational inference with normal distributions (Graves 2011; Blundell et al. 2015), under the same protocol.
+    """Build variational inference with normal distributions (Graves 2011; Blundell et al. 2015).
 
-    Each step descends NELBO(q) = E_q[𝒯 log q − log_posterior], 𝒯 = τ/N, whose least value over all distributions is at
-    the posterior to the power 1/τ. Of a linear model under a Gaussian likelihood the dense family comes to N(θ̄, τP⁻¹),
-    the diagonal one to the variances τ/P_dd.
+    Each step descends NELBO(q) = E_q[𝒯 log q − log_posterior], 𝒯 = τ/N, whose minimum over all distributions is the
+    posterior to the power 1/τ. For a linear model under a Gaussian likelihood the dense family converges to
+    N(θ̄, τP⁻¹), the diagonal one to the variances τ/P_dd.
 
     Args:
         log_posterior: a function (params, batch) -> mean log-likelihood of the batch + log prior / N, as
             `co.sampling.log_posterior` makes it.
         family: "diagonal"; "dense", by a Cholesky factor; "low_rank_diagonal", U Uᵀ plus a diagonal; "kronecker", for
-            each tensor the Kronecker product of two covariances, of a vector one.
+            each tensor the Kronecker product of two covariances, for a vector one covariance.
         optimizer: a class of torch.optim, which takes the gradients of the mean and of the family's parameters. Weight
-            decay would pull at the covariance, too: AdamW needs weight_decay=0.
-        draws: draws of the weights a step, together where `torch.vmap` can. Variances fall with their number.
-        rank: of U, 10 where none is given.
-        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017), which is unbiased and
-            without noise where q is the posterior; False differentiates log q in all of its parameters.
+            decay would shrink the covariance, too: AdamW needs weight_decay=0.
+        draws: the number of draws of the weights in a step, together where `torch.vmap` can; the gradient's variance
+            falls with it.
+        rank: the rank of U, by default 10.
+        stick_the_landing: leave the score of q out of the gradient (Roeder, Wu & Duvenaud 2017), which stays unbiased
+            and has no noise where q is the posterior; False differentiates log q in all of its parameters.
         initial_scale: the standard deviation of each weight at the start.
         temperature: τ > 0, a number or a schedule.
         data_size: N, where log_posterior does not carry it.
-        options: of the optimiser; `lr` may be a schedule.
+        options: options of the optimiser; `lr` may be a schedule.
 
     Returns:
-        A `Variational`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`, and `co.sampling.run` takes
-        it. `state.params` are the mean; `ending(state)` says whether the steps taken have led to the optimum.
+        A `Variational`: `init(params)`, `update(state, batch)`, `posterior(state, lin)`; `co.sampling.run` takes it.
+        `state.params` are the mean; `ending(state)` says whether the fit is at its optimum.
 
     Raises:
-        TypeError, ValueError: an argument of another kind or out of range, and what `co.sampling.optimizer` refuses.
+        TypeError, ValueError: an argument of another kind or out of range, and all that `optimizer` refuses.
 
     Cost of a step: a gradient for each draw. Memory: the family's tensors (diagonal D, low rank (r + 1) D, Kronecker
-    p² + q² a tensor, dense D²) and three times as much for `ending`, the optimiser's own, and three vectors a draw.
+    p² + q² a tensor, dense D²) and three times as much for `ending`, the optimiser's state, and three vectors a draw.
     """
     check_choice("family", family, FAMILIES)
     check_flag("stick_the_landing", stick_the_landing)
     shared = common_arguments(log_posterior, 1.0, temperature, data_size, None)
     if isinstance(temperature, numbers.Real) and temperature == 0:
-        raise ValueError("temperature=0: the best distribution is then a point; use co.sampling.optimizer for it.")
+        raise ValueError("temperature=0: the optimum is then a point; use co.sampling.optimizer.")
     inner = in_torch(optimizer, log_posterior, data_size=shared["data_size"], **options)
     return Variational(
         **{each.name: getattr(inner, each.name) for each in fields(inner)} | {"temperature": shared["temperature"]},

@@ -1,4 +1,4 @@
-"""How far a reparametrised posterior is from its prior, without a Markov chain: by draws of the prior."""
+"""Distances of a reparametrised posterior from its prior, estimated from draws of the prior without a Markov chain."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from curvops.linalg.core.results import Reason
 from curvops.linalg.core.summary import Summarised
 
 FEWEST = 20.0
-"""Below so many effective draws, the few largest weights e^h are the estimate, and it is too low."""
+"""The fewest effective draws: below, the few largest weights e^h dominate the estimate and it is too low."""
 
 
 class FewEffectiveDraws(UserWarning):
-    """The weights e^h of draws of the prior rest on a few of them, so that an average with these is no estimate."""
+    """Warns that few draws of the prior carry nearly all of the weights e^h, so that a weighted mean is unreliable."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientGap(Summarised):
-    """E ‖∇ log p̃(φ) + φ‖² under p̃, which is 0 where p̃ is N(0, I): of all weights, and the readout's part of it.
+    """E ‖∇ log p̃(φ) + φ‖² under p̃, 0 where p̃ is N(0, I): `total` over all weights, `readout` over the readout's.
 
     `readout` is None for a form without one.
     """
@@ -33,21 +33,21 @@ class GradientGap(Summarised):
 
 
 def effective_draws(ratios: Float[Tensor, " S"]) -> float:
-    """(Σ e^h)²/Σ e^2h."""
+    """Return the effective number of draws, (Σ e^h)²/Σ e^2h."""
     return float((2 * ratios.logsumexp(0) - (2 * ratios).logsumexp(0)).exp())
 
 
 def divergence(ratios: Float[Tensor, " S"]) -> Estimate:
-    """log E e^h − E h from draws h, its standard error by the delta method; warns where a few draws decide."""
+    """Estimate log E e^h − E h from draws h, with a delta-method standard error; warn where few draws dominate."""
     S = len(ratios)
     value = ratios.logsumexp(0) - math.log(S) - ratios.mean()
-    warn_of_few(ratios, "KL(prior ‖ p̃) is too low: it is a bound from below")
+    warn_of_few(ratios, "the estimate of KL(prior ‖ p̃) is too low, a lower bound")
     terms = (ratios - ratios.logsumexp(0) + math.log(S)).exp() - ratios
     return Estimate(value, terms.std() / math.sqrt(S), S, 0, reason=Reason.BUDGET_SPENT)
 
 
 def weighted_mean(values: Float[Tensor, " S"], ratios: Float[Tensor, " S"]) -> Estimate:
-    """Σ w g / Σ w with w = e^h, and the standard error of that ratio."""
+    """Estimate Σ w g / Σ w with w = e^h, and the standard error of this ratio."""
     w = ratios.softmax(0)
     mean = w @ values
     stderr = (w * (values - mean)).square().sum().sqrt()
@@ -55,13 +55,13 @@ def weighted_mean(values: Float[Tensor, " S"], ratios: Float[Tensor, " S"]) -> E
 
 
 def plain_mean(values: Float[Tensor, " S"]) -> Estimate:
-    """The mean of independent draws."""
+    """Estimate a mean from independent draws."""
     stderr = values.std() / math.sqrt(len(values))
     return Estimate(values.mean(), stderr, len(values), 0, reason=Reason.BUDGET_SPENT)
 
 
 def warn_of_few(ratios: Float[Tensor, " S"], what: str) -> None:
-    """Warn where the weights e^h of draws rest on fewer than `FEWEST` of them."""
+    """Warn where fewer than `FEWEST` effective draws carry the weights e^h."""
     effective = effective_draws(ratios)
     if effective < FEWEST:
         warnings.warn(

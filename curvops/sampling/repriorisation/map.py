@@ -1,7 +1,7 @@
-"""Repriorisation of the readout: its white weights become those of a linear regression on the last features.
+"""Repriorisation of the readout, whose white weights become those of a linear regression on the last features.
 
-The density of the targets with these weights integrated out has its slope in closed form: by an inverse, which takes a
-fraction of the time of the derivative of a Cholesky factor.
+The density of the targets with these weights integrated out has a gradient in closed form, by an inverse, in a fraction
+of the time of differentiating a Cholesky factor.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from curvops.sampling.repriorisation.readout import Readout
 from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_normal
 
 
-class Moved(NamedTuple):
-    """White weights T(φ), log|det ∂T/∂φ|, and the outputs of all data at T(φ)."""
+class MappedWeights(NamedTuple):
+    """The image T(φ) of white weights, log|det ∂T/∂φ|, and the outputs for all data at T(φ)."""
 
     white: Blocks
     logdet: Float[Tensor, ""]
     outputs: Float[Tensor, "N C"]
 
     def log_density(self, problem: RepriorProblem) -> Float[Tensor, ""]:
-        """log p̃(φ) = log p(y | T(φ)) + log p(T(φ)) + log|det ∂T/∂φ| in nats, with every constant, in float64."""
+        """Return log p̃(φ) = log p(y | T(φ)) + log p(T(φ)) + log|det ∂T/∂φ| in nats, with all constants, in float64."""
         return problem.log_likelihood(self.outputs) + log_normal(self.white) + self.logdet
 
 
 @runtime_checkable
 class Change(Protocol):
-    """A change of variables φ -> v of white weights, one to one."""
+    """A one-to-one change of variables φ -> v of white weights."""
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """v = T(φ)."""
+        """Return v = T(φ)."""
 
-    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
-        """T(φ), its determinant and what the network returns there."""
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its log-determinant and the network's outputs there."""
 
     def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """log p̃(φ)."""
+        """Return log p̃(φ)."""
 
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """φ."""
+        """Return the φ with T(φ) = v."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadoutMap:
-    """The readout's blocks change as `conjugate` says, all other blocks are left as they are.
+    """A change of variables of the readout's blocks by `conjugate`; all other blocks stay as they are.
 
-    Block-triangular, so that the determinant is that of the readout's part alone (Hron et al. 2022, section 3).
-    `targets` are those of the regression, `root` the square roots of the points' weights.
+    It is block-triangular, so its determinant is that of the readout's block (Hron et al. 2022, section 3). `targets`
+    are those of the regression, `root` the square roots of the points' weights.
     """
 
     problem: RepriorProblem
@@ -72,28 +72,28 @@ class ReadoutMap:
     root: Float[Tensor, "N 1"] | None
 
     def features(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N p"]:
-        """Ψ of all data; the readout's own blocks do not enter. One forward pass."""
+        """Return Ψ for all data, which does not depend on the readout's blocks. One forward pass."""
         problem = self.problem
         values = problem.theta(white)
         each = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
         return torch.cat(list(each))
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """T(φ). One forward pass."""
+        """Return T(φ). One forward pass."""
         return self.forward(phi).white
 
-    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
-        """By one forward pass, whose features serve the outputs, too."""
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its log-determinant and the outputs, by one forward pass."""
         features = self.features(phi)
         omega, logdet = self.conjugate.forward(*self._weighted(features), self.readout.matrix(phi))
-        return Moved({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
+        return MappedWeights({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
 
     def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """log p̃(φ). One forward pass."""
+        """Return log p̃(φ). One forward pass."""
         return self.forward(phi).log_density(self.problem)
 
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """The readout's blocks of φ, in closed form."""
+        """Return φ, whose blocks of the readout are in closed form."""
         features = self._weighted(self.features(white))
         return {**white, **self.readout.blocks(self.conjugate.inverse(*features, self.readout.matrix(white)))}
 
@@ -103,42 +103,42 @@ class ReadoutMap:
 
 @dataclass(frozen=True, eq=False)
 class ExactReadoutMap(ReadoutMap):
-    """At λ = σ² of real targets: whatever the features, the readout's φ are N(0, I), and T need not be applied.
+    """The change of variables at λ = σ² of real targets, where the readout's φ are N(0, I) and T need not be applied.
 
-    What is left is N(φ; 0, I) times the density of the targets with the readout integrated out: the e^h of Hron et al.
-    2022, section 3.
+    The density is N(φ; 0, I) times that of the targets with the readout integrated out: e^h in Hron et al. 2022,
+    section 3.
     """
 
     conjugate: FeatureSpace | DataSpace
 
     def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """log p̃(φ). One forward pass."""
+        """Return log p̃(φ). One forward pass."""
         if in_forward_mode():  # where PyTorch's own operations have all derivatives
             return super().log_density(phi)
-        noise = self.problem.log_likelihood(self.targets)  # of targets that are all met
+        noise = self.problem.log_likelihood(self.targets)  # at outputs equal to the targets
         return log_normal(phi) + noise + log_marginal(self.conjugate, *self._weighted(self.features(phi)))
 
 
 def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:
-    """log N(Y; 0, S) − log N(0; 0, λI) of all columns, S = λI + ΨΨᵀ, in float64.
+    """Return log N(Y; 0, S) − log N(0; 0, λI) over all columns, S = λI + ΨΨᵀ, in float64.
 
-    Differentiable in Ψ by reverse mode alone, any number of times: PyTorch (2.13) has a wrong forward derivative of
-    `cholesky_inverse`, and one of any `Function` where forward modes are nested.
+    Differentiable in Ψ by reverse mode alone, any number of times: the forward derivatives of PyTorch (2.13) are wrong
+    for `cholesky_inverse`, and for any `Function` where forward modes are nested.
     """
     value: Tensor = _LogMarginal.apply(space, features, targets, space.factor(features))  # type: ignore[no-untyped-call]
     return value
 
 
 def in_forward_mode() -> bool:
-    """Whether the call is inside of `torch.func.jvp`, `jacfwd` or a level of dual numbers."""
+    """Return whether the call is inside `torch.func.jvp`, `jacfwd` or a level of dual numbers."""
     return bool(forward_ad._current_level >= 0)
 
 
 class _LogMarginal(Function):
-    """log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y of Ψ, Y and a factor L of Ψ's. Its slope in Ψ is αμᵀ − k S⁻¹Ψ, with α = S⁻¹Y.
+    """log √det(λS⁻¹)ᵏ − ½ tr YᵀS⁻¹Y as a function of Ψ, Y and Ψ's factor L, with gradient αμᵀ − k S⁻¹Ψ, α = S⁻¹Y.
 
-    That holds what comes by way of L, too. L is handed over so that the slope, made of Ψ and L by differentiable
-    operations, has derivatives of its own.
+    The gradient in Ψ includes the dependence through L. L is an argument so that the gradient, computed from Ψ and L by
+    differentiable operations, can be differentiated again.
     """
 
     generate_vmap_rule = True
@@ -146,7 +146,7 @@ class _LogMarginal(Function):
     @staticmethod
     def forward(space: FeatureSpace | DataSpace, features: Tensor, targets: Tensor, L: Tensor) -> Tensor:
         alpha, mean = space.posterior(L, features, targets)
-        squares = space.level * _squares(alpha) + _squares(mean)  # of Y, by S⁻¹, without a difference
+        squares = space.level * _squares(alpha) + _squares(mean)  # tr YᵀS⁻¹Y as a sum, without a difference
         return log_root(L, space.level, targets.shape[-1]) - 0.5 * squares
 
     @staticmethod
@@ -158,7 +158,7 @@ class _LogMarginal(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         features, targets, L = ctx.saved_tensors
         alpha, mean = ctx.space.posterior(L, features, targets)
-        slope = alpha @ mean.mT - targets.shape[-1] * ctx.space.decorrelated(L, features)
+        slope = alpha @ mean.mT - targets.shape[-1] * ctx.space.decorrelate(L, features)
         return None, grads[0].to(slope.dtype) * slope, None, None
 
 

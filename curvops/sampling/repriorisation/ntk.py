@@ -15,16 +15,16 @@ from torch.func import grad, jacrev, vmap
 from curvops.linalg import Estimate, NotConverged, Operator, eigsh, logdet, minres
 from curvops.linalg.core.results import Reason
 from curvops.network.model.parameters import Blocks
-from curvops.sampling.repriorisation.conjugate import factor, solved
-from curvops.sampling.repriorisation.map import Moved
+from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
+from curvops.sampling.repriorisation.map import MappedWeights
 from curvops.sampling.repriorisation.reprior_problem import RepriorProblem
 
 MOST_STEPS = 20
-"""Newton steps of the inverse at each λ."""
+"""The most Newton steps of the inverse at each λ."""
 
 
 class Tangents(NamedTuple):
-    """At φ: J (m, D) of all outputs, the Cholesky factor of JJᵀ + λI, α = (JJᵀ + λI)⁻¹(y − f), and Jᵀα."""
+    """The linearisation at φ: J (m, D), the Cholesky factor L of JJᵀ + λI, α = (JJᵀ + λI)⁻¹(y − f), and Jᵀα."""
 
     J: Float[Tensor, "m D"]
     L: Float[Tensor, "m m"]
@@ -33,7 +33,7 @@ class Tangents(NamedTuple):
 
 
 class CurvedIdentity(Operator):
-    """I + Σ_i α_i ∇²f_i (D, D), symmetric and perhaps indefinite, by double backward passes."""
+    """The operator I + Σ_i α_i ∇²f_i (D, D), symmetric and perhaps indefinite, by double backward passes."""
 
     def __init__(self, phi: Float[Tensor, " D"], *, product: Callable[[Tensor], Tensor]) -> None:
         super().__init__(phi, product=product)
@@ -50,7 +50,7 @@ class CurvedIdentity(Operator):
 
 
 class SquaredIdentity(CurvedIdentity):
-    """(I + Σ_i α_i ∇²f_i)², positive semidefinite."""
+    """The operator (I + Σ_i α_i ∇²f_i)², positive semidefinite."""
 
     @property
     def psd(self) -> bool:
@@ -62,13 +62,13 @@ class SquaredIdentity(CurvedIdentity):
 
 @dataclass(frozen=True, eq=False)
 class TangentMap:
-    """T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
+    """The change of variables T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
 
     It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have one image, and a
     chain in φ would count that θ twice. `inverse(map(φ))` then finds another φ.
 
-    `targets` are those of a Gaussian model of the outputs, `root` the square roots of the points' weights. Its
-    derivative takes second derivatives of the network, a gradient of its determinant third ones: reverse mode alone.
+    `targets` are the targets of a Gaussian model of the outputs, `root` the square roots of the points' weights. The
+    derivative takes second derivatives of the network, the gradient of its determinant third ones, in reverse mode.
     """
 
     problem: RepriorProblem
@@ -76,48 +76,48 @@ class TangentMap:
     targets: Float[Tensor, "N C"]
     root: Float[Tensor, "N 1"] | None
 
-    def forward(self, phi: Mapping[str, Tensor]) -> Moved:
-        """Exactly: J (m, D) and a matrix (D, D) are formed, m = N·C. One further forward pass."""
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its exact log-determinant and the outputs; forms J (N·C, D) and a matrix (D, D)."""
         v = self._flat(phi)
         at = self._tangents(v, self.level)
         white = self._blocks(v + at.step)
         outputs = self.problem.outputs(white)
-        return Moved(white, self._logdet(v, at), outputs)
+        return MappedWeights(white, self._logdet(v, at), outputs)
 
     def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """log p̃(φ), as `forward` costs."""
+        """Return log p̃(φ), at the cost of `forward`."""
         return self.forward(phi).log_density(self.problem)
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """T(φ). A forward pass and J."""
-        return self._blocks(self._moved(self._flat(phi), self.level))
+        """Return T(φ), at the cost of a forward pass and J."""
+        return self._blocks(self._map_vector(self._flat(phi), self.level))
 
     @torch.no_grad()
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """By Newton's method as λ falls from where T is the identity; ValueError where T has no such φ on the way."""
+        """Return φ, by Newton's method from a large λ down to its value; raise ValueError if it fails."""
         goal = self._flat(white)
         level = max(self.level, float(self._tangents(goal, self.level).J.square().sum()))
         v, gap = goal, 0.0
         enough = 1e-2 * math.sqrt(torch.finfo(goal.dtype).eps) * (1 + float(goal.abs().max()))
         while gap <= enough:
-            v, gap = self._solved(goal, v, level)
+            v, gap = self._newton(goal, v, level)
             if gap <= enough and level == self.level:
                 return self._blocks(v)
             level = max(self.level, level / 4)
         raise ValueError(
-            f"no φ was found whose T(φ) are these weights: Newton's method leaves a gap of {gap:.2e}. The "
+            f"no φ with T(φ) equal to these weights was found: Newton's method leaves a gap of {gap:.2e}. The "
             "tangent-kernel form is one to one only where the network is nearly linear: raise reg, take a wider "
             "network, start from a φ (normal(1)) and not from weights, or use the readout's form."
         )
 
-    def _solved(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
-        """The φ nearest to T(φ) = goal that damped Newton steps reach, and the largest entry of the gap."""
-        gap = goal - self._moved(v, level)
+    def _newton(self, goal: Tensor, v: Tensor, level: float) -> tuple[Tensor, float]:
+        """Take damped Newton steps towards T(φ) = goal; return φ and the largest entry of the gap."""
+        gap = goal - self._map_vector(v, level)
         for _ in range(MOST_STEPS):
-            step = torch.linalg.solve(jacrev(lambda w: self._moved(w, level))(v), gap)
+            step = torch.linalg.solve(jacrev(lambda w: self._map_vector(w, level))(v), gap)
             share, left = 1.0, gap
             while share > 1e-4:
-                left = goal - self._moved(v + share * step, level)
+                left = goal - self._map_vector(v + share * step, level)
                 if bool(left.norm() < gap.norm()):
                     break
                 share /= 2
@@ -134,7 +134,7 @@ class TangentMap:
         max_matvecs: int | None,
         generator: torch.Generator | None,
     ) -> Estimate:
-        """log|det ∂T/∂φ| with log|det(I + H_α)| estimated from products; the others, m × m, are exact."""
+        """Estimate log|det ∂T/∂φ|: log|det(I + H_α)| from products, its other terms, m × m, exactly."""
         v = self._flat(phi).detach()
         at = Tangents(*(part.detach() for part in self._tangents(v, self.level)))
         product = self._curvature_product(v, at.alpha)
@@ -166,14 +166,14 @@ class TangentMap:
         J: Tensor = jacrev(self._outputs)(v)
         L = factor(J @ J.mT, level)
         gap = (targets.flatten() - self._outputs(v)).unsqueeze(1)
-        alpha = solved(L.mT, solved(L, gap), upper=True).squeeze(1)
+        alpha = solve_triangle(L.mT, solve_triangle(L, gap), upper=True).squeeze(1)
         return Tangents(J, L, alpha, J.mT @ alpha)
 
-    def _moved(self, v: Float[Tensor, " D"], level: float) -> Float[Tensor, " D"]:
+    def _map_vector(self, v: Float[Tensor, " D"], level: float) -> Float[Tensor, " D"]:
         return v + self._tangents(v, level).step
 
     def _logdet(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, ""]:
-        """−log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
+        """Return −log det(I + JJᵀ/λ) + log|det(I + H_α)| + log|det(I − R(I + H_α)⁻¹Jᵀ/λ)|, in float64."""
 
         def value(w: Tensor) -> Tensor:
             return self._outputs(w) @ at.alpha
@@ -188,7 +188,7 @@ class TangentMap:
         return len(at.L) * math.log(self.level) - 2 * at.L.diagonal().double().log().sum()
 
     def _mixed_rows(self, v: Float[Tensor, " D"], at: Tangents) -> Float[Tensor, "m D"]:
-        """R, whose rows are (∇²f_i Jᵀα)ᵀ."""
+        """Return R, whose rows are (∇²f_i Jᵀα)ᵀ."""
         R: Tensor = jacrev(lambda w: jacrev(self._outputs)(w) @ at.step)(v)
         return R
 
@@ -217,7 +217,7 @@ def _by_quadrature(
     max_matvecs: int | None,
     generator: torch.Generator | None,
 ) -> Estimate:
-    """log|det(I + H)|: of the matrix itself where it is positive definite, half that of its square where it is not."""
+    """Estimate log|det(I + H)| by quadrature, of I + H where positive definite, else of half its square's logarithm."""
     for operator, share in ((CurvedIdentity(v, product=product), 1.0), (SquaredIdentity(v, product=product), 0.5)):
         lowest = eigsh(operator, 1, which="smallest", rtol=0.05, generator=generator)
         bound = float(lowest.values - lowest.residuals)
@@ -226,7 +226,7 @@ def _by_quadrature(
             found = share * logdet(operator, lower_bound=0.9 * bound, **options)
             return replace(found, matvecs=found.matvecs + lowest.matvecs)
     raise ValueError(
-        f"I + H is singular to the accuracy of {lowest.matvecs} products, so that no determinant is known."
+        f"I + H is singular to the accuracy of {lowest.matvecs} products, so its determinant is unknown; raise reg."
     )
 
 
@@ -238,7 +238,7 @@ def _by_taylor(
     generator: torch.Generator | None,
     probes: int = 32,
 ) -> Estimate:
-    """log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v of random signs v, where ‖H‖ < 1; the terms left out are bounded."""
+    """Estimate log det(I + H) = −Σ_k (1/k) E vᵀ(−H)^k v, v random signs, ‖H‖ < 1; the remainder is bounded."""
     size = curved.shape[-1]
     largest = [eigsh(curved, 1, which=which, rtol=1e-3, generator=generator) for which in ("largest", "smallest")]
     radius = max(float((pair.values - 1).abs().max() + pair.residuals.max()) for pair in largest)

@@ -1,4 +1,4 @@
-"""The prior under which wide networks have a limit: each weight's variance is that of its layer over its fan-in."""
+"""The prior of the tangent-kernel limit of wide networks: each layer's variance over its fan-in."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)
 
 
 def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float = 1.0) -> dict[str, float]:
-    """Prior precisions fan_in/σ_w² of weights and 1/σ_b² of biases, by name: a `prior_precision=` for any posterior.
+    """Return prior precisions fan_in/σ_w² for weights and 1/σ_b² for biases, by name: a `prior_precision=`.
 
-    Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018), in the
-    weights as the model holds them.
+    Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018) for the
+    weights as the model stores them.
 
     Args:
-        model: its linear and convolutional layers are known by their class. Frozen parameters are left out.
+        model: a network of linear and convolutional layers, which are identified by their class. Frozen parameters are
+            left out.
         weight_std: σ_w; √2 keeps the size of activations through rectified layers.
         bias_std: σ_b.
 
     Raises:
-        TypeError: model is no module, a standard deviation no number.
+        TypeError: the model is not a module, or a standard deviation not a number.
         ValueError: a parameter of another layer (a normalisation, an embedding): add {glob: number} for it to a mapping
             of your own; a standard deviation that is not positive and finite.
 
@@ -61,5 +62,5 @@ def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float 
 
 
 def _as_glob(name: str) -> str:
-    """A pattern that matches the name alone."""
+    """Return a pattern that matches this name alone."""
     return name if not set(name) & set("*?[") else "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,4 +1,4 @@
-"""The linear layer that a network ends with: found by running it, proved by probes, and the features that it takes."""
+"""The last linear layer of a network: how it is found, verified by probes, and which features it receives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REMEDY = "let the network end with an nn.Linear whose output it returns, or samp
 
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """f = s_w h Wᵀ + s_b b of the inputs h of one layer: its weight W (C, d), its bias b (C,) or none, its factors s.
+    """A linear readout f = s_w h Wᵀ + s_b b: inputs h of a layer, its weight W (C, d), bias b (C,) or none, factors s.
 
-    An `nn.Linear` has s = 1; a layer of one's own may scale its parameters.
+    An `nn.Linear` has s = 1; a custom layer may scale its parameters.
     """
 
     path: str
@@ -34,13 +34,13 @@ class Readout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters' names."""
+        """The names of the weight and the bias."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def features(
         self, model: Model, values: Mapping[str, Tensor], inputs: Inputs, scale: Mapping[str, Tensor]
     ) -> Float[Tensor, "n p"]:
-        """Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias comes last."""
+        """Return Ψ = [s_w h a_w^-½, s_b a_b^-½], whose product with the white weights is f; the bias comes last."""
         h = inputs_of(self.layer, model, values, inputs)[0][0]
         columns = self.factors[0] * h * scale[self.weight][0]
         if self.bias is None:
@@ -48,12 +48,12 @@ class Readout:
         return torch.cat([columns, (self.factors[1] * scale[self.bias][:1]).expand(len(h), 1)], 1)
 
     def matrix(self, white: Mapping[str, Tensor]) -> Float[Tensor, "p C"]:
-        """The readout's blocks as one matrix."""
+        """Join the readout's blocks into one matrix."""
         W = white[self.weight].mT
         return W if self.bias is None else torch.cat([W, white[self.bias].unsqueeze(0)])
 
     def blocks(self, matrix: Float[Tensor, "p C"]) -> Blocks:
-        """The inverse of `matrix`."""
+        """Split a matrix into the readout's blocks, the inverse of `matrix`."""
         if self.bias is None:
             return {self.weight: matrix.mT}
         return {self.weight: matrix[:-1].mT, self.bias: matrix[-1]}
@@ -62,7 +62,7 @@ class Readout:
 def inputs_of(
     layer: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs
 ) -> tuple[list[Tensor], Tensor]:
-    """What the layer is called with, as rows (n, d), each time that it is called; and the model's outputs."""
+    """Return the arguments of each call of the layer, as rows (n, d), and the model's outputs."""
     found: list[Any] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,14 +78,14 @@ def inputs_of(
 
 
 def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
-    """The layer named `last`, or the one whose output is the model's, once it has been seen to be a linear readout.
+    """Find the layer named `last`, or the one whose output the model returns; check that it is a linear readout.
 
-    Raises TypeError for a model that is no module or a `last` that is no name, ValueError for a layer that is no linear
-    readout of the model: shared, called several times, partly frozen, or followed by something else.
+    Raises TypeError where the model is not a module or `last` not a name, ValueError for a layer that is not a linear
+    readout of the model: shared, called several times, partly frozen, or followed by another operation.
     """
     if model.module is None:
-        raise TypeError("reprior finds the readout of an nn.Module; of a pair (function, params) it takes form='ntk'.")
-    path, layer = _named(model, last) if last is not None else _found(model, inputs)
+        raise TypeError("reprior finds the readout of an nn.Module; for a pair (function, params) give form='ntk'.")
+    path, layer = _layer_by_name(model, last) if last is not None else _layer_of_outputs(model, inputs)
     where = f"the readout {path or 'of the model itself'!r} ({type(layer).__name__})"
     own = dict(layer.named_parameters(recurse=False))
     at = {name: f"{path}.{name}" if path else name for name in own}
@@ -105,12 +105,12 @@ def find_readout(model: Model, inputs: Inputs, last: str | None) -> Readout:
             )
     frozen = [at[name] for name in own if at[name] not in model.selection.names]
     if frozen:
-        raise ValueError(f"{where}: {frozen} require no gradient, and are to be sampled; call requires_grad_().")
+        raise ValueError(f"{where}: {frozen} are to be sampled but require no gradient; call requires_grad_().")
     readout = Readout(path, layer, at[matrices[0]], at[vectors[0]] if vectors else None, (1.0, 1.0))
-    return _proved(readout, model, inputs, where)
+    return _with_factors(readout, model, inputs, where)
 
 
-def _named(model: Model, last: Any) -> tuple[str, nn.Module]:
+def _layer_by_name(model: Model, last: Any) -> tuple[str, nn.Module]:
     assert model.module is not None
     parts = dict(model.module.named_modules())
     if not isinstance(last, str):
@@ -121,20 +121,20 @@ def _named(model: Model, last: Any) -> tuple[str, nn.Module]:
     return last, parts[last]
 
 
-def _found(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
+def _layer_of_outputs(model: Model, inputs: Inputs) -> tuple[str, nn.Module]:
     assert model.module is not None
     layer = layer_of_outputs(model, inputs)
     if layer is None:
         raise ValueError(
             "the model has no linear readout: no single layer's output is the model's output (a softmax, a sum of "
-            f"branches or parameters outside a layer come after it); {REMEDY}."
+            f"branches or a parameter outside a layer may follow it); {REMEDY}."
         )
     return next(name for name, part in model.module.named_modules() if part is layer), layer
 
 
 @torch.no_grad()
-def _proved(readout: Readout, model: Model, inputs: Inputs, where: str) -> Readout:
-    """With its factors, found at random weights and checked at others: two forward passes for each parameter."""
+def _with_factors(readout: Readout, model: Model, inputs: Inputs, where: str) -> Readout:
+    """Return the readout with its factors, measured at random weights and checked; two forward passes a parameter."""
     values = model.values
     drawn = torch.Generator(model.theta.device).manual_seed(0)
     probes = {
@@ -161,14 +161,14 @@ def _proved(readout: Readout, model: Model, inputs: Inputs, where: str) -> Reado
             f"{tuple(offset.shape)}; expected (n, d), (C, d) and (n, C): {REMEDY}."
         )
     if not bool(h.isfinite().all()):
-        raise ValueError(f"{where} is given features that hold NaN or Inf; look at the weights before it.")
+        raise ValueError(f"{where} receives features with NaN or Inf; look at the weights before it.")
     expected = {readout.weight: h @ W.mT}
     if readout.bias is not None:
         expected[readout.bias] = probes[readout.bias].expand_as(offset)
     factors, total = [], torch.zeros_like(offset)
     for name, product in expected.items():
         if not bool(product.any()):
-            raise ValueError(f"{where} is given features that are all zero; look at the weights before it.")
+            raise ValueError(f"{where} receives features that are all zero; look at the weights before it.")
         found = outputs(**{name: probes[name]})[1].double()
         factor = float((found * product).sum() / product.double().square().sum())
         factors.append(1.0 if abs(factor - 1) < 8 * model.eps else factor)  # rounding alone
@@ -177,7 +177,7 @@ def _proved(readout: Readout, model: Model, inputs: Inputs, where: str) -> Reado
     slack = model.eps**0.5 * (together.abs().max() + h.abs().max())
     if bool(((together - total).abs() > slack).any()) or bool((offset.abs() > slack).any()) or 0.0 in factors:
         raise ValueError(
-            f"{where} is not linear in its parameters, or something follows it or is added to it: the outputs are not "
+            f"{where} is not linear in its parameters, or another operation follows it: the outputs are not "
             f"its inputs times its weight plus its bias; {REMEDY}."
         )
     return Readout(readout.path, readout.layer, readout.weight, readout.bias, (factors[0], (*factors, 1.0)[1]))

@@ -1,4 +1,4 @@
-"""Repriorisation: a network's weights in which a wide network's posterior has become its prior, N(0, I)."""
+"""Repriorisation: coordinates of the weights in which a wide network's posterior is nearly its prior N(0, I)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_
 
 Form = Literal["feature", "data", "ntk"]
 CHUNK = 4e6
-"""Numbers, roughly, that draws evaluated side by side may hold."""
+"""The rough limit of numbers in memory for draws that are evaluated together."""
 LOST_DIGITS = 0.05
-"""κ eps of the matrix to be factorised beyond which a dtype is refused: fewer than two digits would be left."""
+"""The largest κ eps of a matrix to be factorised: beyond, fewer than two digits would be left."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reprior:
-    """A change of variables θ = T(φ) of a network's weights, and the log posterior of φ. Made by `reprior`.
+    """A change of variables θ = T(φ) of a network's weights, and the log posterior of φ; `reprior` makes it.
 
-    φ and θ are mappings by parameter name, like the parameters. In φ the prior's own scale is taken out, too: the
-    posterior of φ is N(0, I) where the network is linear, and tends to it as the network becomes wider. Every sampler
-    takes this object as its `log_posterior`, with `batch=None`; `params` are where a chain may start. Everything is
-    differentiable and can be mapped over chains by `torch.vmap`.
+    φ and θ are mappings by parameter name, like the parameters. φ is also free of the prior's scale: the posterior of φ
+    is N(0, I) where the network is linear, and tends to it as the network becomes wider. Every sampler takes this
+    object as its `log_posterior`, with `batch=None`, and a chain may start at `params`. Everything is differentiable
+    and can be mapped over chains by `torch.vmap`.
 
     form: "feature", "data" or "ntk". reg: λ. noise: σ², None for classes. readout: names of the readout's parameters.
     data_size: N.
@@ -58,20 +58,20 @@ class Reprior:
 
     @property
     def params(self) -> Blocks:
-        """φ of the weights that the network had, to start a sampler from."""
+        """The φ of the network's weights, a start for a sampler."""
         return self.inverse(self._problem.model.values)
 
     @property
     def prior(self) -> Prior:
-        """N(0, I) of φ, from which `pcn` proposes."""
+        """The prior N(0, I) of φ, from which `pcn` proposes."""
         one = torch.ones_like(self._problem.model.theta[0])
         return Prior(one, torch.zeros_like(one))
 
     def __call__(self, phi: Mapping[str, Tensor], batch: Any = None) -> Float[Tensor, ""]:
-        """log p̃(φ)/N in nats, as samplers take it.
+        """Return log p̃(φ)/N in nats, as samplers take it.
 
-        With a batch (inputs, targets) the mean log-likelihood of its points stands in for that of all data; T is of all
-        data all the same, so that a step costs no less.
+        With a batch (inputs, targets) the mean log-likelihood of its points replaces that of all data. T still depends
+        on all data, so a step costs no less.
         """
         if batch is None:
             return -self.energy(phi) / self.data_size
@@ -80,15 +80,15 @@ class Reprior:
         return self._problem.batch_mean(moved.white, batch) + prior / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """θ = T(φ), the weights as the network holds them. One forward pass over all data."""
+        """Return θ = T(φ), the weights that the network stores. One forward pass over all data."""
         return self._problem.theta(self._change.map(self._white(phi)))
 
     def inverse(self, theta: Mapping[str, Tensor]) -> Blocks:
-        """φ with T(φ) = θ; of the tangent-kernel form by Newton's method, ValueError where it finds none."""
+        """Return φ with T(φ) = θ; the tangent-kernel form uses Newton's method and raises ValueError if it fails."""
         return self._change.inverse(self._problem.white(self._checked(theta, "theta")))
 
     def logdet(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """log|det ∂θ/∂φ|, in float64."""
+        """Return log|det ∂θ/∂φ|, in float64."""
         scales = torch.stack([scale.double().log().sum() for scale in self._problem.scale.values()]).sum()
         return self._change.forward(self._white(phi)).logdet + scales
 
@@ -101,14 +101,14 @@ class Reprior:
         max_matvecs: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Estimate:
-        """`logdet` of the tangent-kernel form for more weights than a matrix (D, D) has room for, with an error bar.
+        """Estimate `logdet` of the tangent-kernel form, with an error bar, where a matrix (D, D) is too large.
 
-        Of its three terms that of I + H_α is estimated: "slq" is half the log-determinant of its square, by stochastic
-        Lanczos quadrature; "taylor" the series with Hutchinson's probes, where ‖H_α‖ < 1 (ValueError where it is not),
-        cut where what follows is below rtol nats (`bias_bound`). J (N·C, D) is formed, and solves with I + H_α, one
-        for each output of each point, are by `minres`.
+        Only the term of I + H_α is estimated: "slq" takes its log-determinant, or half that of its square where it is
+        indefinite, by stochastic Lanczos quadrature; "taylor" takes the series with Hutchinson's probes, where
+        ‖H_α‖ < 1 (ValueError otherwise), cut where the remainder is below rtol nats (`bias_bound`). J (N·C, D) is
+        formed, and `minres` solves with I + H_α once for each output of each point.
 
-        Raises ValueError for another form, whose log-determinant is exact at no cost, NotConverged where a solve fails.
+        Raises ValueError for other forms, whose log-determinant is exact at no cost, NotConverged where a solve fails.
         """
         check_choice("method", method, ("slq", "taylor"))
         check_generator(generator)
@@ -118,14 +118,14 @@ class Reprior:
         return self._change.estimated_logdet(self._white(phi), method, rtol, max_matvecs, generator) + scales
 
     def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """−log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with every constant, in float64.
+        """Return −log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with all constants, in float64.
 
-        Its integral e^−energy over φ is the evidence p(y), whatever the form and λ.
+        The integral of e^−energy over φ is the evidence p(y), whatever the form and λ.
         """
         return -self._change.log_density(self._white(phi))
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
-        """k draws φ ~ N(0, I), {name: (k, *shape)}."""
+        """Draw φ ~ N(0, I) k times, {name: (k, *shape)}."""
         check_generator(generator)
         k, theta = checked_count(k), self._problem.model.theta
         options: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device, "generator": generator}
@@ -133,26 +133,26 @@ class Reprior:
 
     @torch.no_grad()
     def sample(self, k: int, generator: torch.Generator | None = None) -> Blocks:
-        """T(φ) of k draws φ ~ N(0, I), {name: (k, *shape)}: draws of the posterior where the network is wide enough.
+        """Return T(φ) of k draws φ ~ N(0, I), {name: (k, *shape)}: nearly posterior draws for a wide network.
 
-        Exact for a linear model. How far from it they are in general, `divergence` says: importance weights e^h. k
-        forward passes.
+        They are exact for a linear model; `divergence` measures how far they are from the posterior otherwise, and
+        e^h (`log_ratio`) are their importance weights. k forward passes.
         """
         found: Blocks = self._over(self.map, self.normal(k, generator))
         return found
 
     @torch.no_grad()
     def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """h(φ) = log p̃(φ) − log N(φ; 0, I), constant where the posterior has become the prior; E e^h = p(y)."""
+        """Return h(φ) = log p̃(φ) − log N(φ; 0, I), constant where the posterior of φ is its prior; E e^h = p(y)."""
         return -self.energy(phi) - log_normal(self._white(phi))
 
     def divergence(self, samples: int = 1000, generator: torch.Generator | None = None) -> Estimate:
-        """KL(N(0, I) ‖ p̃) = log E e^h − E h in nats from draws of N(0, I), at least 0 (Hron et al. 2022, theorem 2.1).
+        """Estimate KL(N(0, I) ‖ p̃) = log E e^h − E h ≥ 0 in nats from draws of N(0, I) (Hron et al. 2022, theorem 2.1).
 
-        Where its standard deviation is many nats, few draws of h carry E e^h and the estimate is too low: it warns with
-        `FewEffectiveDraws`. One forward pass a draw.
+        Where the standard deviation of h is many nats, few draws determine E e^h and the estimate is too low: it warns
+        with `FewEffectiveDraws`. One forward pass a draw.
         """
-        drawn = self.normal(_several(samples), generator)
+        drawn = self.normal(_checked_samples(samples), generator)
         return divergence(self._over(self.log_ratio, drawn))
 
     def gradient_gap(
@@ -162,14 +162,14 @@ class Reprior:
         samples: int = 1000,
         generator: torch.Generator | None = None,
     ) -> GradientGap:
-        """E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1): 0 where p̃ is N(0, I).
+        """Estimate E ‖∇log p̃(φ) + φ‖² under p̃ (Hron et al. 2022, proposition 3.1), 0 where p̃ is N(0, I).
 
-        draws: φ's of a sampler, {name: (k, *shape)}, nearly independent (the standard error takes them to be). None
-        takes draws of N(0, I) weighted with e^h, which must not rest on a few of them (`FewEffectiveDraws`). At λ = σ²
-        the readout's part is 0 but for rounding. A gradient for each draw.
+        draws: φ from a sampler, {name: (k, *shape)}, nearly independent (the standard error assumes it). None takes
+        draws of N(0, I) with weights e^h and warns where few draws carry them (`FewEffectiveDraws`). At λ = σ² the
+        readout's part is 0 up to rounding. A gradient for each draw.
         """
         weighted = draws is None
-        given = self.normal(_several(samples), generator) if draws is None else self._stacked(draws)
+        given = self.normal(_checked_samples(samples), generator) if draws is None else self._checked_draws(draws)
 
         def ratio(phi: Blocks) -> Tensor:
             return -self.energy(phi) - log_normal(phi)
@@ -180,7 +180,7 @@ class Reprior:
 
         h, parts = self._over(gaps, given)
         if weighted:
-            warn_of_few(h, "the gradient gap is no average under p̃")
+            warn_of_few(h, "the gradient gap is not a reliable mean under p̃")
 
         def mean(names: Sequence[str]) -> Estimate:
             total = torch.stack([parts[name] for name in names]).sum(0)
@@ -192,7 +192,7 @@ class Reprior:
         return self._checked(phi, "phi")
 
     def _checked(self, given: Any, what: str) -> Mapping[str, Tensor]:
-        """Blocks of the parameters' names, shapes and dtype; TypeError or ValueError otherwise."""
+        """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError where they differ."""
         scale = self._problem.scale
         if not isinstance(given, Mapping):
             raise TypeError(
@@ -201,15 +201,13 @@ class Reprior:
             )
         if given.keys() != scale.keys():
             lacks, more = sorted(scale.keys() - given.keys()), sorted(given.keys() - scale.keys())
-            raise ValueError(
-                f"{what} must name the parameters {list(scale)}: it lacks {lacks}, and has {more} besides."
-            )
+            raise ValueError(f"{what} must name the parameters {list(scale)}: missing {lacks}, unknown {more}.")
         for name, block in given.items():
             if not isinstance(block, Tensor) or block.shape != scale[name].shape:
                 got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
                 raise ValueError(
-                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; of several draws take "
-                    "one at a time, or torch.vmap."
+                    f"{what}[{name!r}] must have shape {tuple(scale[name].shape)}, got {got}; give several draws one "
+                    "at a time, or by torch.vmap."
                 )
             if block.dtype != scale[name].dtype or block.device != scale[name].device:
                 raise ValueError(
@@ -219,9 +217,9 @@ class Reprior:
         return given
 
     def _over(self, function: Callable[[Any], Any], draws: Mapping[str, Tensor]) -> Any:
-        """What the function returns for each of several draws, stacked.
+        """Evaluate a function at each of several draws and stack the results.
 
-        Side by side, or, where the model has an operation that cannot be mapped, one after the other.
+        Many at a time by `torch.vmap`, or one by one where the model has an operation that cannot be mapped.
         """
         held = self._problem.num_data * self._problem.model.theta.numel() ** 0.5 + self._problem.model.theta.numel()
         try:
@@ -229,7 +227,7 @@ class Reprior:
         except RuntimeError:
             return pytree.tree_map(lambda *each: torch.stack(each), *[function(phi) for phi in _each(draws)])
 
-    def _stacked(self, draws: Any) -> Mapping[str, Tensor]:
+    def _checked_draws(self, draws: Any) -> Mapping[str, Tensor]:
         if not isinstance(draws, Mapping) or not draws or not all(isinstance(d, Tensor) for d in draws.values()):
             raise TypeError(f"draws must be a mapping of parameter names to tensors (k, *shape), got {draws!r}.")
         counts = {len(block) if block.ndim else 0 for block in draws.values()}
@@ -255,38 +253,38 @@ def reprior(
     likelihood: Any = None,
     weights: bool = False,
 ) -> Reprior:
-    """Weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
+    """Build weights φ in which the posterior of a wide network is nearly its prior N(0, I) (Hron et al. 2022).
 
-    The readout of θ = T(φ) is the posterior of a linear regression on the last features, written as mean plus root
-    times φ; the weights before it keep their values. Markov chains in φ mix the faster, the wider the network.
+    In θ = T(φ) the readout is a draw from the posterior of a linear regression on the last features, mean plus root
+    times φ; the weights before it keep their values. Markov chains in φ mix faster as the network becomes wider.
 
         T(φ) = μ + Σ^½φ,   Σ = λ(λI + ΨᵀΨ)⁻¹,   μ = ΣΨᵀy/λ,   Ψ = features and a column for the bias, times A^-½
 
     Args:
         model: an `nn.Module` that ends with a linear layer, with any number of outputs C, with or without a bias.
-            All parameters that require a gradient are inferred, the others are held.
-        data: as `co.linearize` takes it. All of it is used at once: (N, width) features are held.
-        noise: σ², a *variance*, of real targets. For classes the variance of the regression onto one-hot targets less
-            1/C, by which T is made, and which only reg= replaces.
-        reg: λ > 0; None is σ², at which T is the exact conditional posterior of the readout. Whatever λ, the posterior
-            of θ = T(φ) stays what it is; towards `math.inf` T becomes the prior's scale alone, θ = A^-½φ.
+            All parameters that require a gradient are inferred, the others stay fixed.
+        data: as `co.linearize` takes it. All of it is used at once, with (N, width) features in memory.
+        noise: σ², the *variance* of real targets. For classes, the variance of the regression onto one-hot targets
+            less 1/C that defines T; it serves only as the default of reg=.
+        reg: λ > 0; None is σ², at which T is the exact conditional posterior of the readout. The posterior of θ = T(φ)
+            is the same for every λ; towards `math.inf` T becomes the prior's scale alone, θ = A^-½φ.
         form: "feature" factorises a matrix (width, width), "data" one (N, N); None takes the smaller. "ntk" changes all
-            weights, by the tangent kernel at φ, of any model: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its log-determinant
+            weights of any model, by the tangent kernel at φ: T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)). Its log-determinant
             is exact and takes a matrix (D, D) of second derivatives, for networks of some hundred weights
-            (`estimated_logdet` for more). Of a linear model it gives N(μ, Σ²) in place of N(μ, Σ); for small λ it may
-            fold, so that two φ have one image and a chain counts it twice: see whether inverse(map(φ)) is φ, raise reg.
+            (`estimated_logdet` for more). A linear model gets N(μ, Σ²) in place of N(μ, Σ). For small λ T may fold,
+            so that two φ have one image and a chain counts it twice: check that inverse(map(φ)) is φ, or raise reg.
         last: the name of the readout's module; None finds it by running the model.
-        prior_precision: A as `co.laplace` takes it: a number, a vector (D,) or a mapping {glob: number}, for the
-            readout the same for all outputs; `co.sampling.ntk_precision(model)` is the one of the theory.
+        prior_precision: A as `co.laplace` takes it: a number, a vector (D,) or a mapping {glob: number}, with one value
+            for all outputs of the readout; `co.sampling.ntk_precision(model)` is the prior of the theory.
         likelihood: None is a Gaussian of variance `noise`; "classification", `nn.CrossEntropyLoss(...)` or
             `co.likelihoods.Categorical(...)` for classes.
-        weights: True says that the third item of a batch holds weights.
+        weights: True where the third item of a batch holds the weights of its points.
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: what `co.linearize` refuses (no points, targets of another shape, noise that is not positive, …);
-            λ that is not positive; a model without a linear readout, or with one that another layer shares; features
-            that are not finite; in float32, a regression that this dtype cannot solve.
+        ValueError: all that `co.linearize` refuses (no points, targets of another shape, noise not positive, …);
+            λ that is not positive; a model without a linear readout, or with one that another layer shares;
+            features that are not finite; in float32, a regression that this dtype cannot solve.
 
     Cost of an evaluation: a forward pass over all data, and O(min(N, width)²·max(N, width)) operations; memory
     O(min(N, width)² + N·width).
@@ -294,7 +292,7 @@ def reprior(
     if form is not None:
         check_choice("form", form, get_args(Form))
     if last is not None and form == "ntk":
-        raise ValueError("last names a readout, and form='ntk' changes all weights alike: leave one of them out.")
+        raise ValueError("last= names a readout, but form='ntk' changes all weights alike: leave one of them out.")
     stated = None if noise is None else checked_number("noise", noise)
     level = None if reg is None else checked_number("reg", reg, "(0, inf)" if form == "ntk" else "(0, inf]")
     lin = linearize(model, data, _likelihood(likelihood, stated), weights=weights)
@@ -324,7 +322,7 @@ def reprior(
 
 
 def _readout_map(problem: RepriorProblem, readout: Readout, space: FeatureSpace | DataSpace, exact: bool) -> ReadoutMap:
-    """`exact`: at λ = σ², with a density in closed form, from which a noise that requires a gradient gets none."""
+    """Build the map; `exact` (λ = σ²) gives its density in closed form, without a gradient in the noise."""
     targets, root, likelihood = problem.regression_targets(), problem.root, problem.likelihood
     if exact and not (isinstance(likelihood, Gaussian) and likelihood.noise.requires_grad):
         return ExactReadoutMap(problem, readout, space, targets, root)
@@ -332,7 +330,7 @@ def _readout_map(problem: RepriorProblem, readout: Readout, space: FeatureSpace 
 
 
 def _likelihood(given: Any, noise: float | None) -> Any:
-    """What `linearize` is to take."""
+    """Return the likelihood to give to `linearize`."""
     if given is None:
         if noise is None:
             raise ValueError("noise is missing: the variance of the targets, or likelihood='classification'.")
@@ -345,7 +343,7 @@ def _likelihood(given: Any, noise: float | None) -> Any:
 
 
 def _variance(lin: Linearization, noise: float | None) -> float | None:
-    """σ² of real targets, None of classes."""
+    """Return σ² for real targets, None for classes."""
     likelihood: Likelihood = lin.likelihood
     if isinstance(likelihood, Categorical):
         return None
@@ -363,18 +361,18 @@ def _diagonal_precision(given: Any, lin: Linearization) -> Tensor:
     if precision is None:
         raise TypeError(
             f"prior_precision must be a number, a vector or a mapping {{glob: number}}, got {type(given).__name__}: "
-            "repriorisation takes independent weights."
+            "repriorisation needs a prior with independent weights."
         )
     return precision
 
 
 @torch.no_grad()
 def _require_precise(change: ReadoutMap, level: float) -> None:
-    """ValueError where features are not finite, or the matrix to be factorised is beyond the dtype."""
+    """Raise ValueError where features are not finite, or the matrix is too ill-conditioned for the dtype."""
     problem = change.problem
     features = change.features(problem.white(problem.model.values))
     if not bool(features.isfinite().all()):
-        raise ValueError("the last features hold NaN or Inf at some points; look at the weights and inputs.")
+        raise ValueError("the last features hold NaN or Inf at some points; check the weights and inputs.")
     if level == math.inf:
         return
     in_features = isinstance(change.conjugate, FeatureSpace)
@@ -387,7 +385,7 @@ def _require_precise(change: ReadoutMap, level: float) -> None:
         )
 
 
-def _several(samples: Any) -> int:
+def _checked_samples(samples: Any) -> int:
     count = checked_count(samples)
     if count < 2:
         raise ValueError("samples must be at least 2: one draw has no standard error.")

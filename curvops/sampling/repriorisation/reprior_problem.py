@@ -1,4 +1,4 @@
-"""What is inferred: a network's weights under a Gaussian prior, in the units in which that prior is N(0, I)."""
+"""The inference problem of a network under a Gaussian prior, in the units in which this prior is N(0, I)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from curvops.sampling.core.structure import long_dot
 class RepriorProblem:
     """A network, all its data, their likelihood and the prior N(0, A⁻¹) of its weights θ = A^-½ v.
 
-    `inputs` are those of the batches, `targets` and `weights` those of all points; `scale` is A^-½ by name. Blocks of v
-    are called white: their prior is N(0, I).
+    `inputs` are kept batch by batch, `targets` and `weights` for all points together; `scale` is A^-½ by name. Blocks
+    of v are called white: their prior is N(0, I).
     """
 
     model: Model
@@ -37,7 +37,7 @@ class RepriorProblem:
 
     @classmethod
     def of(cls, lin: Linearization, precision: Float[Tensor, "*D"]) -> RepriorProblem:
-        """That of a linearisation's model, data and likelihood; the data are copied."""
+        """Build the problem from a linearisation's model, data and likelihood; the data are copied."""
         batches = list(lin.data)
         weighted = [batch.weights for batch in batches if batch.weights is not None]
         weights = torch.cat(weighted) if weighted else None
@@ -47,12 +47,12 @@ class RepriorProblem:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """The number N of points."""
         return len(self.targets)
 
     @property
     def root(self) -> Float[Tensor, "N 1"] | None:
-        """√w of each point that counts, 0 of others; None where all count once."""
+        """√w for each point, 0 for points that do not count; None where all have weight 1."""
         counted = self.likelihood.counted(self.targets, self.weights)
         if self.weights is None and bool(counted.all()):
             return None
@@ -60,7 +60,7 @@ class RepriorProblem:
         return weights.sqrt().unsqueeze(1)
 
     def regression_targets(self) -> Float[Tensor, "N C"]:
-        """Targets of the Gaussian model that the change of variables solves: for classes one-hot rows less 1/C."""
+        """Return the targets of the Gaussian model that defines T: for classes, one-hot rows less 1/C."""
         if not isinstance(self.likelihood, Categorical):
             return self.targets
         assert self.model.layout is not None
@@ -71,24 +71,24 @@ class RepriorProblem:
         return targets.to(self.model.theta.dtype) - 1 / C
 
     def theta(self, white: Mapping[str, Tensor]) -> Blocks:
-        """Weights as the model holds them."""
+        """Return the weights θ that the model stores."""
         return {name: scale * white[name] for name, scale in self.scale.items()}
 
     def white(self, theta: Mapping[str, Tensor]) -> Blocks:
-        """The inverse of `theta`."""
+        """Return white weights v, the inverse of `theta`."""
         return {name: theta[name] / scale for name, scale in self.scale.items()}
 
     def outputs(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N C"]:
-        """f of all data. One forward pass."""
+        """Return f for all data. One forward pass."""
         values = self.theta(white)
         return torch.cat([self.model(values, inputs) for inputs in self.inputs])
 
     def log_likelihood(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | f_n) in nats, summed in float64."""
+        """Return Σ_n log p(y_n | f_n) in nats, summed in float64."""
         return self.likelihood.log_prob(outputs, self.targets, self.weights).double().sum()
 
     def batch_mean(self, white: Mapping[str, Tensor], batch: object) -> Float[Tensor, ""]:
-        """The mean log-likelihood of the points of a batch (inputs, targets)."""
+        """Return the mean log-likelihood of the points of a batch (inputs, targets)."""
         given, targets, _ = parts_of(batch, False)
         theta, layout = self.model.theta, self.model.layout
         assert layout is not None
@@ -100,6 +100,6 @@ class RepriorProblem:
 
 
 def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-    """log N(v; 0, I), in float64."""
+    """Return log N(v; 0, I), in float64."""
     squares = torch.stack([long_dot(block.flatten(), block.flatten()) for block in white.values()]).sum()
     return -0.5 * (squares + math.log(2 * math.pi) * sum(block.numel() for block in white.values()))

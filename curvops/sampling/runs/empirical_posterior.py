@@ -20,8 +20,8 @@ from curvops.posterior.held_out import ErrorOfMean
 from curvops.posterior.network_outputs import network_outputs
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.uncertainty import Uncertainty
-from curvops.sampling.core.log_density import in_order
-from curvops.sampling.diagnostics.collected import collected
+from curvops.sampling.core.log_density import as_vectors
+from curvops.sampling.diagnostics.draws import checked_draws
 from curvops.sampling.diagnostics.projected_chains import effective_size
 
 THROUGH = ("network", "linearization")
@@ -121,9 +121,9 @@ def empirical(lin: Linearization, draws: Any, through: str = "network") -> Empir
 
 def _matrix(lin: Linearization, draws: Any) -> tuple[Float[Tensor, "k D"], int]:
     """The draws as rows in the order of the selection, and the number of chains."""
-    checked = collected(draws)
+    checked = checked_draws(draws)
     first = next(iter(checked.values()))
     if first.dtype != lin.theta.dtype:
         raise ValueError(f"draws are {first.dtype}, the weights {lin.theta.dtype}; convert them with .to(lin.theta).")
-    rows = in_order(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
+    rows = as_vectors(lin, first if isinstance(draws, Tensor) else checked, 2, "draws")
     return rows.flatten(0, 1).to(lin.theta.device), len(first)

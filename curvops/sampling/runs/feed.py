@@ -21,45 +21,45 @@ class Feed:
         self._batches = _checked(batches)
         self._spec: Any = None
         self._index = 0 if position is None else position["index"]
-        self._begun: Tensor | None = None if position is None else position["generator"]
+        self._generator: Tensor | None = None if position is None else position["generator"]
         self._pass: Iterator[Any] | None = None
 
     @property
     def position(self) -> dict[str, Any]:
         """How many batches of this pass were given, and the loader's generator where the pass began."""
-        return {"index": self._index, "generator": self._begun}
+        return {"index": self._index, "generator": self._generator}
 
     def next(self) -> Any:
         """The next batch."""
         if self._batches is None:
             return None
         if self._pass is None:
-            self._pass = self._resumed()
+            self._pass = self._open_pass()
         batch = next(self._pass, self)
         if batch is self:
             if self._index == 0:
                 raise ValueError(f"the data are empty: a pass over this {type(self._batches).__name__} gave no batch.")
-            self._index, self._begun, self._pass = 0, None, None
+            self._index, self._generator, self._pass = 0, None, None
             return self.next()
         spec = pytree.tree_structure(batch)
         if self._spec is None:
             self._spec = spec
         elif spec != self._spec:
             raise ValueError(
-                f"batch {self._index} is of another structure than the first: {_described(spec)} after "
-                f"{_described(self._spec)}. All batches must hold the same things."
+                f"batch {self._index} is of another structure than the first: {_describe(spec)} after "
+                f"{_describe(self._spec)}. All batches must hold the same things."
             )
         self._index += 1
         return batch
 
-    def _resumed(self) -> Iterator[Any]:
+    def _open_pass(self) -> Iterator[Any]:
         """A pass, from the batch where the last run stopped."""
         source = getattr(self._batches, "generator", None)
         if isinstance(source, torch.Generator):
-            if self._begun is None:
-                self._begun = source.get_state()
+            if self._generator is None:
+                self._generator = source.get_state()
             else:
-                source.set_state(self._begun.cpu())
+                source.set_state(self._generator.cpu())
         assert self._batches is not None
         each = iter(self._batches)
         for _ in range(self._index):
@@ -96,5 +96,5 @@ def _checked(batches: Any) -> Iterable[Any] | None:
     return batches
 
 
-def _described(spec: Any) -> str:
+def _describe(spec: Any) -> str:
     return f"{spec.num_leaves} tensors as {getattr(spec.type, '__name__', 'one')}"

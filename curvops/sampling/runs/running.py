@@ -94,18 +94,18 @@ def run(
     told, theta = {"start": digest([state.theta]), "generator": random, "batches": None}, state.theta
     kept = begin("a sampler", checkpoint, problem, theta.device, False, **told)
     known = kept.outcome if kept.done else kept.state
-    reached = _Reached.begun(sampler, state, steps // thin, steps, adaptation)
+    reached = _RunState.start(sampler, state, steps // thin, steps, adaptation)
     if known is not None:
-        reached = reached.restored(known)
+        reached = reached.restore(known)
     if not kept.done:
-        reached = _taken(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
+        reached = _take_steps(sampler, reached, Feed(batches, reached.position), kept, warmup, thin, progress)
         if kept:
             kept.finish(reached.record())
     return reached.chain(sampler, thin)
 
 
 @dataclass(frozen=True, eq=False)
-class _Reached:
+class _RunState:
     """How far a run has come, consistent whenever it is interrupted."""
 
     done: int
@@ -117,9 +117,9 @@ class _Reached:
     position: Any = None
 
     @classmethod
-    def begun(
+    def start(
         cls, sampler: Transition, state: Any, kept: int, steps: int, adaptation: StepSizeSearch | None
-    ) -> _Reached:
+    ) -> _RunState:
         """Nothing yet."""
         theta = state.theta if state.theta.ndim == 2 else state.theta.unsqueeze(0)
         k = len(theta)
@@ -127,7 +127,7 @@ class _Reached:
         traces = {name: theta.new_full((k, steps), math.nan, dtype=torch.float64) for name in traced}
         return cls(0, state, theta.new_empty(k, kept, theta.shape[-1]), traces, adaptation)
 
-    def advanced(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _Reached:
+    def advance(self, state: Any, info: Info, warmup: int, thin: int, position: Any) -> _RunState:
         """After one more step."""
         at, adaptation = self.done - warmup, self.adaptation
         if at >= 0:
@@ -137,7 +137,7 @@ class _Reached:
                 self.draws[:, at // thin] = state.theta
         elif adaptation is not None:
             assert info.acceptance is not None
-            adaptation = adaptation.updated(float(info.acceptance.mean()))
+            adaptation = adaptation.update(float(info.acceptance.mean()))
         return replace(self, done=self.done + 1, state=state, adaptation=adaptation, position=position)
 
     def record(self) -> dict[str, Any]:
@@ -146,26 +146,26 @@ class _Reached:
         state = {name: value for name, value in state.items() if isinstance(value, Tensor | dict)}
         return vars(self) | {"state": state}
 
-    def restored(self, record: Any) -> _Reached:
-        """What a record holds, with this one's structure."""
+    def restore(self, record: Any) -> _RunState:
+        """Return the state that a record holds, with this one's structure."""
         device = self.state.theta.device
         held = {
-            name: _placed(value, device) if name not in ("step", "random") else value.cpu()
+            name: _to_device(value, device) if name not in ("step", "random") else value.cpu()
             for name, value in record["state"].items()
         }
-        moved = {name: _placed(record[name], device) for name in ("draws", "traces")}
-        return from_record(_Reached, {**record, **moved, "state": replace(self.state, **held)})
+        moved = {name: _to_device(record[name], device) for name in ("draws", "traces")}
+        return from_record(_RunState, {**record, **moved, "state": replace(self.state, **held)})
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
         """The result."""
-        adapted = _adapted(sampler, self.adaptation, False)
+        adapted = _with_step_size(sampler, self.adaptation, False)
         traces = {name: self.traces.get(name) for name in TRACES}
         return Chain(self.draws, **traces, thin=thin, state=self.state, sampler=adapted)  # type: ignore[arg-type]
 
 
-def _taken(
-    sampler: Transition, reached: _Reached, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
-) -> _Reached:
+def _take_steps(
+    sampler: Transition, reached: _RunState, feed: Feed, kept: Checkpoint, warmup: int, thin: int, progress: Progress
+) -> _RunState:
     """All steps that are left."""
     total = warmup + reached.traces["log_posterior"].shape[1]
     # Without a checkpoint nobody sees a state between two steps: they are made in place, on a copy.
@@ -179,7 +179,7 @@ def _taken(
         try:
             while reached.done < total:
                 if adapted is None or reached.done <= warmup:
-                    adapted = _adapted(sampler, reached.adaptation, reached.done < warmup)
+                    adapted = _with_step_size(sampler, reached.adaptation, reached.done < warmup)
                 batch = feed.next()
                 if sampler.metropolis and feed.position["index"] > 1:
                     raise ValueError(
@@ -189,7 +189,7 @@ def _taken(
                 watch.before(reached.state, batch)
                 state, info = adapted.update(reached.state, batch, inplace=inplace)
                 watch.after(info, adapted, reached.adaptation is not None and reached.done < warmup)
-                reached = reached.advanced(state, info, warmup, thin, feed.position)
+                reached = reached.advance(state, info, warmup, thin, feed.position)
                 kept.save(reached.record)
                 bar.advance()
             watch.finish(reached.state)
@@ -211,10 +211,10 @@ def _adaptation(sampler: Transition, target: float | None, warmup: int) -> StepS
         raise ValueError("target_acceptance is reached in a warm-up: give warmup=, some hundred steps.")
     if not isinstance(sampler.step_size, Constant):
         raise ValueError("target_acceptance sets the step size, which follows a schedule here: give it as a number.")
-    return StepSizeSearch.begun(sampler.step_size.value, float(target), sampler.largest_step)
+    return StepSizeSearch.start(sampler.step_size.value, float(target), sampler.largest_step)
 
 
-def _adapted(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
+def _with_step_size(sampler: Transition, adaptation: StepSizeSearch | None, warming_up: bool) -> Transition:
     """The sampler with the step size that this stage of the adaptation has."""
     if adaptation is None:
         return sampler
@@ -222,9 +222,9 @@ def _adapted(sampler: Transition, adaptation: StepSizeSearch | None, warming_up:
 
 
 def _options(sampler: Transition) -> dict[str, str]:
-    """What tells this sampler from others, in words that do not change from process to process.
+    """Describe the sampler's options in text that is the same in every process.
 
-    Of a function of the user's own nothing is known.
+    A function given by the user is left out.
     """
     found = {"method": type(sampler).__name__}
     for each in fields(sampler):
@@ -238,7 +238,7 @@ def _options(sampler: Transition) -> dict[str, str]:
     return found
 
 
-def _placed(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -268,7 +268,7 @@ class StepSizeSearch:
     log_mean: float = 0.0
 
     @classmethod
-    def begun(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
+    def start(cls, step_size: float, target: float, most: float) -> StepSizeSearch:
         """From this step size on."""
         start = math.log(min(step_size, most))
         return cls(target, math.log(most) if most < math.inf else 1e300, 0, start, start)
@@ -283,7 +283,7 @@ class StepSizeSearch:
         """The step size after warm-up, the mean of trials with the later ones counting more."""
         return math.exp(self.log_mean)
 
-    def updated(self, acceptance: float) -> StepSizeSearch:
+    def update(self, acceptance: float) -> StepSizeSearch:
         """After a step with this acceptance probability; NaN counts as 0."""
         share = (self.steps + 1) ** -DECAY
         missed = self.target - (acceptance if acceptance == acceptance else 0.0)

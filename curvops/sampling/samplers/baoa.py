@@ -9,11 +9,11 @@ from typing import Any
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.state import Info, MomentumState
 from curvops.sampling.core.transition import common_arguments
-from curvops.sampling.samplers.sghmc import WithMomentum, friction
+from curvops.sampling.samplers.sghmc import MomentumSampler, friction
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BAOA(WithMomentum):
+class BAOA(MomentumSampler):
     """m += εDg; θ += ½εs m; m ← e^{−γε} m + σ√(𝒯(1 − e^{−2γε})) D^½ξ; θ += ½εs m."""
 
     def _step(self, state: MomentumState, batch: Any, noise: NoiseSource) -> Info:

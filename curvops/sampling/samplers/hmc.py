@@ -15,7 +15,7 @@ from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.state import Info, State
 from curvops.sampling.core.structure import long_dot
 from curvops.sampling.core.transition import common_arguments
-from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, choice, kept
+from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, accept_or_reject, write_accepted
 from curvops.sampling.samplers.sghmc import fields_of
 
 
@@ -44,14 +44,14 @@ class Leapfrog(Metropolis):
     def _state_type(self) -> type[State]:
         return LeapfrogState
 
-    def _begun(self, state: State, noise: NoiseSource) -> LeapfrogState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> LeapfrogState:
         _, T = self._now(state)
         theta = state.theta
         m = self.metric.noise(noise, theta).mul_(self.sigma * math.sqrt(T))
-        value, gradient = self._unknown(theta), torch.zeros_like(theta)
+        value, gradient = self._unevaluated(theta), torch.zeros_like(theta)
         return LeapfrogState(**fields_of(state), value=value, momentum=m, gradient=gradient)
 
-    def _evaluated(self, state: LeapfrogState, batch: Any) -> Tensor:
+    def _evaluate(self, state: LeapfrogState, batch: Any) -> Tensor:
         value, gradient = self.density.gradient(state.theta, state.structure, batch)
         state.gradient.copy_(gradient)
         return value
@@ -71,12 +71,12 @@ class Leapfrog(Metropolis):
         # Differences before sums: the energies themselves may be a million times as large.
         kinetic = long_dot(m - m0, D.solve(m + m0)) * (s / 2)
         energy_error = (kinetic - (value.double() - state.value.double())) / T
-        probability, accepted = choice(energy_error, noise, theta)
-        kept(accepted, theta, state.theta)
-        kept(accepted, value, state.value)
-        kept(accepted, g, state.gradient)
+        probability, accepted = accept_or_reject(energy_error, noise, theta)
+        write_accepted(accepted, theta, state.theta)
+        write_accepted(accepted, value, state.value)
+        write_accepted(accepted, g, state.gradient)
         state.momentum.copy_(m0.neg_())
-        kept(accepted, m, state.momentum)
+        write_accepted(accepted, m, state.momentum)
         return Info(state.value.clone(), probability, energy_error)
 
     def stability_limit(self, curvature: float) -> float | None:

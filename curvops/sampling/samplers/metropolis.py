@@ -1,4 +1,4 @@
-"""What samplers that accept or reject share: the value where they stand, kept from step to step, and the choice."""
+"""The base of samplers that accept or reject: the stored value of the log posterior, and the decision."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COLD = "temperature must be positive for a sampler that accepts or rejects; for 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MetropolisState(State):
-    """That of samplers that accept or reject: with `log_posterior` at `theta`."""
+    """The state of a sampler that accepts or rejects, with the value of `log_posterior` at `theta`."""
 
     value: Float64[Tensor, "*k"]
     seen: list[Any] = field(default_factory=list, repr=False)
-    """Of which function and batch they are; empty where they are not known."""
+    """The function and the batch of `value`; empty before the first evaluation."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,28 +54,30 @@ class Metropolis(Transition):
         if isinstance(self.log_posterior, LogPosterior):
             self.log_posterior.require_all_data(batch)
         state.seen.clear()
-        state.value.copy_(self._evaluated(state, batch))
+        state.value.copy_(self._evaluate(state, batch))
         if not bool(state.value.isfinite().all()):
             raise self._not_finite(state.value, 0)
         state.seen[:] = asked
 
     @abstractmethod
-    def _evaluated(self, state: Any, batch: Any) -> Tensor:
+    def _evaluate(self, state: Any, batch: Any) -> Tensor:
         """log_posterior at the state, which takes in what else the method needs there."""
 
     @staticmethod
-    def _unknown(theta: Tensor) -> Float64[Tensor, "*k"]:
+    def _unevaluated(theta: Tensor) -> Float64[Tensor, "*k"]:
         """The value of a state that was not evaluated yet."""
         return theta.new_full(theta.shape[:-1], math.nan, dtype=torch.float64)
 
 
-def choice(energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor) -> tuple[Tensor, Bool[Tensor, "*k"]]:
+def accept_or_reject(
+    energy_error: Float[Tensor, "*k"], noise: NoiseSource, like: Tensor
+) -> tuple[Tensor, Bool[Tensor, "*k"]]:
     """The probability min(1, e^{−ΔH}) that a proposal is accepted, 0 where ΔH is NaN, and whether it is."""
     probability = (-energy_error).clamp_max(0).exp().nan_to_num(0.0)
     return probability, noise.uniform(like) < probability
 
 
-def kept(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
+def write_accepted(accepted: Bool[Tensor, "*k"], proposal: Tensor, present: Tensor) -> None:
     """Write the proposal over the present values of those chains that accept it."""
     if accepted.ndim == 0 and accepted.device.type == "cpu":  # nothing to wait for
         if accepted:

@@ -15,9 +15,9 @@ from curvops.sampling.core.metric import as_metric
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Constant
 from curvops.sampling.core.state import Info, State
-from curvops.sampling.core.structure import flattened, long_dot
+from curvops.sampling.core.structure import flatten, long_dot
 from curvops.sampling.core.transition import common_arguments
-from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, choice, kept
+from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, accept_or_reject, write_accepted
 from curvops.sampling.samplers.sghmc import fields_of
 
 
@@ -32,13 +32,13 @@ class CrankNicolson(Metropolis):
     def _state_type(self) -> type[State]:
         return MetropolisState
 
-    def _begun(self, state: State, noise: NoiseSource) -> MetropolisState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> MetropolisState:
         theta = state.theta
         if self.mean.ndim and self.mean.shape != theta.shape[-1:]:
             raise ValueError(f"mean has {len(self.mean)} entries, these params {theta.shape[-1]}.")
-        return MetropolisState(**fields_of(state), value=self._unknown(theta))
+        return MetropolisState(**fields_of(state), value=self._unevaluated(theta))
 
-    def _evaluated(self, state: MetropolisState, batch: Any) -> Tensor:
+    def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
         return self.density.value(state.theta, state.structure, batch)
 
     def with_preconditioner(self, preconditioner: Any) -> NoReturn:
@@ -59,9 +59,9 @@ class CrankNicolson(Metropolis):
         # log N(·; c, τC) is taken off log p/𝒯 at both ends, as a difference before it is summed.
         prior = long_dot(moved - gap, C.solve(moved + gap)) / (2 * tau)
         energy_error = -(value.double() - state.value.double()) / T - prior
-        probability, accepted = choice(energy_error, noise, theta)
-        kept(accepted, theta, state.theta)
-        kept(accepted, value, state.value)
+        probability, accepted = accept_or_reject(energy_error, noise, theta)
+        write_accepted(accepted, theta, state.theta)
+        write_accepted(accepted, value, state.value)
         return Info(state.value.clone(), probability, energy_error)
 
 
@@ -114,7 +114,7 @@ def pcn(
     if mean is None or isinstance(mean, int | float):
         centre = torch.as_tensor(0.0 if mean is None else float(mean), dtype=torch.float64)
     else:
-        centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flattened(mean)[0]
+        centre = mean.detach().clone() if isinstance(mean, Tensor) and mean.ndim < 2 else flatten(mean)[0]
     if not bool(centre.isfinite().all()):
         raise ValueError("mean holds NaN or Inf.")
     return CrankNicolson(**shared, mean=centre)

@@ -18,7 +18,7 @@ from curvops.sampling.samplers.sgld import deviation
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WithMomentum(Transition):
+class MomentumSampler(Transition):
     """Samplers with momenta m ~ N(0, 𝒯σ²D), and friction α."""
 
     alpha: float
@@ -33,14 +33,14 @@ class WithMomentum(Transition):
     def _state_type(self) -> type[State]:
         return MomentumState
 
-    def _begun(self, state: State, noise: NoiseSource) -> MomentumState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> MomentumState:
         _, T = self._now(state)
         m = self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T)) if T else state.theta.new_zeros(())
         return MomentumState(**fields_of(state), momentum=m.expand_as(state.theta).contiguous())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SGHMC(WithMomentum):
+class SGHMC(MomentumSampler):
     """θ += εs m and m += εDg − εsα m + √(𝒯ε(2α − 𝒯εβ)) D^½ξ, in this order or the other."""
 
     beta: float = 0.0
@@ -70,13 +70,13 @@ class SGHMC(WithMomentum):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ThermostatState(MomentumState):
-    """That of `sgnht`: the thermostat x beside the momenta, 0-d or (k,)."""
+    """The state of `sgnht`: momenta and the thermostat x, 0-d or (k,)."""
 
     thermostat: Float[Tensor, "*k"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SGNHT(WithMomentum):
+class SGNHT(MomentumSampler):
     """SGHMC with the thermostat x in place of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
 
     beta: float = 0.0
@@ -85,11 +85,11 @@ class SGNHT(WithMomentum):
     def _state_type(self) -> type[State]:
         return ThermostatState
 
-    def _begun(self, state: State, noise: NoiseSource) -> ThermostatState:
-        begun = super()._begun(state, noise)
+    def _initial_state(self, state: State, noise: NoiseSource) -> ThermostatState:
+        initial = super()._initial_state(state, noise)
         _, T = self._now(state)
         x = noise.normal(state.theta[..., :1]).squeeze(-1).mul_(math.sqrt(T / state.structure.size)).add_(self.alpha)
-        return ThermostatState(**fields_of(begun), thermostat=x)
+        return ThermostatState(**fields_of(initial), thermostat=x)
 
     def _now(self, state: State) -> tuple[float, float]:
         eps, T = super()._now(state)
@@ -211,5 +211,5 @@ def friction(alpha: Any, sigma: Any) -> dict[str, float]:
 
 
 def fields_of(state: State) -> dict[str, Any]:
-    """What a state of another type takes over."""
+    """Return the fields of a state, to build a state of another type."""
     return {each.name: getattr(state, each.name) for each in fields(state)}

@@ -21,7 +21,7 @@ Slots = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OptimizerState(State):
-    """That of an optimiser: what it keeps for each tensor of each chain, {chain: {tensor: {name: value}}}."""
+    """The state of an optimiser, with its slots for each tensor of each chain, {chain: {tensor: {name: value}}}."""
 
     slots: Slots
 
@@ -38,7 +38,7 @@ class Optimizer(Transition):
     def _state_type(self) -> type[State]:
         return OptimizerState
 
-    def _begun(self, state: State, noise: NoiseSource) -> OptimizerState:
+    def _initial_state(self, state: State, noise: NoiseSource) -> OptimizerState:
         return OptimizerState(**fields_of(state), slots={})
 
     def with_preconditioner(self, preconditioner: Any) -> NoReturn:
@@ -46,7 +46,7 @@ class Optimizer(Transition):
         raise TypeError("an optimiser of torch takes no preconditioner: use sgld or sghmc at temperature 0.")
 
     def with_step_size(self, step_size: Any) -> Optimizer:
-        """The same with another `lr`. States go on."""
+        """Return this optimiser with another `lr`; states stay valid."""
         return replace(self, step_size=as_schedule("lr", step_size), scheduled=True)
 
     def step_taken(self, step: int) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Draws of chains as they are given: named tensors with leading dimensions (chain, draw), or one such tensor."""
+"""Draws of chains as users give them: named tensors with leading dimensions (chain, draw), or one such tensor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 UNNAMED = "x"
-"""The name of the one tensor that is given without a name."""
+"""The name of a single tensor that is given without one."""
 
 
-def collected(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
-    """The draws by name, each (chain, draw, *shape), floating and finite, of `chains` chains of `each` draws or more.
+def checked_draws(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -> dict[str, Tensor]:
+    """Return the draws by name, (chain, draw, *shape), after checks: at least `chains` chains of `each` draws, finite.
 
     Raises:
-        TypeError: something else than such tensors.
+        TypeError: anything else than floating tensors.
         ValueError: tensors of different numbers of chains or draws, too few of them, or draws that are not finite.
     """
-    draws = getattr(draws, "params", draws)  # of a run
+    draws = getattr(draws, "params", draws)  # of the chain that a run returns
     tensors = {UNNAMED: draws} if isinstance(draws, Tensor) else draws
     if not isinstance(tensors, Mapping):
         raise TypeError(
@@ -34,14 +34,14 @@ def collected(draws: Any, name: str = "draws", chains: int = 1, each: int = 1) -
     if size[0] < chains or size[1] < each:
         raise ValueError(
             f"{name} are {size[0]} chain{'s' * (size[0] > 1)} of {size[1]} draw{'s' * (size[1] > 1)}; this needs "
-            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (A chain without a dimension for "
-            "chains is tensor.unsqueeze(0).)"
+            f"{chains} chain{'s' * (chains > 1)} or more, of {each} draws or more. (Give a single chain without a "
+            "dimension for chains as tensor.unsqueeze(0).)"
         )
     return dict(tensors)
 
 
 def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
-    """(chains, draws) of one tensor."""
+    """Return (chains, draws) of one tensor, after checks."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor (chain, draw, ...), got {type(tensor).__name__}.")
     if tensor.ndim < 2 or 0 in tensor.shape:
@@ -55,5 +55,5 @@ def _checked(name: str, tensor: Any, size: torch.Size | None) -> torch.Size:
         )
     if not bool(tensor.isfinite().all()):
         bad = int((~tensor.isfinite()).flatten(2).any(2).sum())
-        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; see the step size.")
+        raise ValueError(f"{name} holds NaN or Inf in {bad} draws: the chain diverged; take a smaller step size.")
     return tensor.shape[:2]
