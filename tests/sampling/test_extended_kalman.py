@@ -257,7 +257,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
         ),
         (lambda: ekf(log_posterior, lr=0.0), ValueError, "step_size|lr"),
         (lambda: ekf(log_posterior, lr="fast"), TypeError, "step_size|lr"),
-        (lambda: ekf(log_posterior, rank=3), ValueError, "'diagonal' has none"),
+        (lambda: ekf(log_posterior, rank=3), ValueError, "'diagonal' has no rank"),
         (lambda: ekf(log_posterior, "low_rank_diagonal", rank=0), ValueError, "at least 1"),
         (lambda: ekf(log_posterior, "low_rank_diagonal", rank=True), TypeError, "whole number"),
         (lambda: ekf(model), TypeError, "whose network it linearises"),

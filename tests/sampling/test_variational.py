@@ -428,7 +428,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
     for call, error, words in [
         (lambda: vi(log_posterior, "full"), ValueError, "'diagonal', 'dense', 'low_rank_diagonal', 'kronecker'"),
         (lambda: vi(log_posterior, None), ValueError, "family must be one of"),
-        (lambda: vi(log_posterior, rank=3), ValueError, "'diagonal' has none"),
+        (lambda: vi(log_posterior, rank=3), ValueError, "'diagonal' has no rank"),
         (lambda: vi(log_posterior, "low_rank_diagonal", rank=0), ValueError, "rank must be at least 1"),
         (lambda: vi(log_posterior, "low_rank_diagonal", rank=2.5), TypeError, "rank must be a whole number"),
         (lambda: vi(log_posterior, draws=0), ValueError, "draws must be at least 1"),
