@@ -270,7 +270,7 @@ def test_bad_arguments_are_refused_by_name() -> None:
         (lambda: sampler.update(state, (x, y[:3])), ValueError, "3|inputs"),
         (lambda: sampler.update(state, (x, y * torch.nan)), ValueError, "NaN"),
         (lambda: sampler.update(state, x), TypeError, "inputs, targets|tuple|pair"),
-        (lambda: sampler.update(ekf(log_posterior).init(params).params, (x, y)), TypeError, "state must be one of"),
+        (lambda: sampler.update(ekf(log_posterior).init(params).params, (x, y)), TypeError, "state must come from"),
         (
             lambda: sampler.posterior(state, co.linearize(nn.Linear(3, 2).double(), (x, y), "regression")),
             ValueError,
