@@ -70,7 +70,7 @@ class OperatorMetric(Isotropic):
         if isinstance(space, TangentSpace) and space.index is None and structure.shapes != space.shapes:
             raise ValueError(
                 f"preconditioner {kind} is of parameters in the order {list(space.names)}, params are "
-                f"{list(structure.names)}: give both the same parameters in the same order."
+                f"{list(structure.names)}: give both the same parameters in one order."
             )
 
     @cached_property

@@ -77,7 +77,7 @@ def flatten_starts(starts: list[Any], chains: int) -> tuple[Float[Tensor, "k d"]
     """
     if len(starts) != chains:
         raise ValueError(
-            f"a list must hold one start for each of the {chains} chains, this one holds {len(starts)}. Give "
+            f"a list must hold one start for each of the {chains} chains, this one {len(starts)}. Give "
             "parameters that are themselves a list as a tuple."
         )
     rows, structures = zip(*[flatten(start) for start in starts])

@@ -133,7 +133,7 @@ def _checked_scale(scale: Any, squares: Tensor) -> float:
         i, j = torch.triu_indices(n, n, 1, device=squares.device)
         found = float(squares[i, j].median().sqrt())
         if not found > 0:
-            raise ValueError("scale='median' is zero: at least half of the pairs of draws coincide; give a number.")
+            raise ValueError("scale='median' is zero: at least half of the pairs of draws are the same; give a number.")
         return found
     return checked_number("scale", scale, kind="a positive number or 'median'")
 
