@@ -261,7 +261,7 @@ def test_what_does_not_fit_the_targets_is_refused_by_linearize(
 def test_distributions_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile turns the checks of all distributions off."""
     monkeypatch.setattr(Distribution, "_validate_args", False)
-    with pytest.raises(ValueError, match="(?s)could not make a distribution.*scales and rates are positive"):
+    with pytest.raises(ValueError, match="(?s)could not make a distribution.*scales and rates must be positive"):
         co.linearize(nn.Linear(2, C), (normal(5, 2).float(), REALS[:5].float()), lambda f: distributions.Normal(f, f))
     assert not Distribution._validate_args
     with pytest.raises(ValueError, match="support"):

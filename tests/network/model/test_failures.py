@@ -70,7 +70,11 @@ def test_errors_say_what_to_do(what: str) -> None:
 
 DISTRIBUTIONS: dict[str, tuple[Any, Tensor, str]] = {
     "labels": (lambda f: distributions.Categorical(logits=f), Y + 5, "cannot score targets of torch.int64.*range and"),
-    "scale": (lambda f: distributions.Normal(f, f), Y, "could not make a distribution.*scales and rates are positive"),
+    "scale": (
+        lambda f: distributions.Normal(f, f),
+        Y,
+        "could not make a distribution.*scales and rates must be positive",
+    ),
     "bug": (lambda f: distributions.Normal(f[:, 7], 1), Y, "could not make a distribution.*out of bounds"),
 }
 
