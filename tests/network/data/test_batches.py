@@ -119,12 +119,7 @@ UNSAID = {
         TypeError,
         r"a third item \(torch.int64 of shape \(10,\)\).*Declare sample weights",
     ),
-    "floats": (
-        (X, Y, W),
-        False,
-        TypeError,
-        "torch.float32.*weights=True, .*Leave out an index",
-    ),
+    "floats": ((X, Y, W), False, TypeError, "float32.*weights=True, or by a mapping .'inputs'.*Leave out an index"),
     "dataset": (TensorDataset(X, Y, INDEX), False, TypeError, r"Batch 0: There is a third item.*for x, y, _ in loader"),
     "batches": (in_fours(X, Y, INDEX), False, TypeError, "Batch 0: There is a third item"),
     "names": ([(X, Y, ["a"] * N)], False, TypeError, "Batch 0: There is a third item .list"),
