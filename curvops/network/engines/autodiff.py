@@ -108,7 +108,7 @@ class Recorded:
         self.model, self.names, self._replay = model, tuple(names), replay
         with SavedBytes(model, inputs) as saved:
             self._graph = record_graph(model, inputs, names)
-        # What the graph of a pull keeps besides, for a double backward pass, was not more than as much again, twice.
+        # The graph of a pull, for a double backward pass, was seen to keep at most twice as much again.
         self.nbytes = saved.total * 3 if replay is None else saved.total + replay_bytes(replay, model, inputs)
 
     @property
@@ -236,7 +236,7 @@ def _stacked(rows: list[Tensor]) -> Tensor:
 
 
 def _apart(view: Tensor) -> Tensor:
-    """The same numbers in a storage of their own size, where possible in the same memory.
+    """Return these numbers in a storage of their own size, where possible in the same memory.
 
     A dual number keeps a tangent as it is only if both storages are alike: of views into the flat vector it would
     allocate one as large as all weights.

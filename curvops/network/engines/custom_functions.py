@@ -1,4 +1,4 @@
-"""Which modules run a custom `autograd.Function`? Its derivatives are its author's, and an error names where it is."""
+"""Custom `autograd.Function`s and the modules that run them, which errors name: their derivatives are the author's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def named_custom_functions(model: Model, inputs: Any) -> str:
     paths = {} if model.module is None else {module: path for path, module in model.module.named_modules()}
 
     def note(values: Any) -> None:
-        """What is new in the graph behind these ran in the module that is running."""
+        """Assign nodes that are new in the graph behind these values to the running module."""
         for tensor in tensors_in(values):
             found.update(dict.fromkeys(f"{running[-1]} ({name})" for name in _found(tensor, seen)))
 

@@ -1,4 +1,4 @@
-"""The engines of one model: probed once, planned once, built for any batch, and checked before they are believed."""
+"""The engines of one model: probed once, planned once, built for any batch, and checked before use."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Engines:
     def _prove_on_few(self, inputs: Any, whole: bool) -> None:
         """Check on some points that the rules multiply with J (`whole`), or with J and some columns, as autograd does.
 
-        Of columns a random one is taken: residuals may be zero there, and nothing shown.
+        For columns a random one is used: at zero residuals a check would show nothing.
         """
         few = take(inputs, slice(0, CHECKED_POINTS))
         names = self.model.selection.names
@@ -197,7 +197,7 @@ class Engines:
                 if names in self._recorded_verified or proves_itself(engine):
                     self._recorded_verified.add(names)
                     return engine
-            # What is wrong on this batch shows on it: its routes are those from now on, without the one that failed.
+            # The batch shows the fault: routes found on it serve from now on, without the one that failed.
             found = find_routes(self.model, inputs, names)
             again = found.recordable and found.replayed is routes.replayed
             self._proof = forget(self._proof)

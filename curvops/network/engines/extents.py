@@ -1,4 +1,4 @@
-"""Whose memory is it? Tensors compared by where their storages lie, so that a view's is found in whatever it views."""
+"""The memory of tensors, compared by the extents of their storages, so that a view is found in its base."""
 
 from __future__ import annotations
 

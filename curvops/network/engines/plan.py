@@ -47,7 +47,7 @@ THROUGH_TO_BUILD: dict[EngineKind, float] = {"streamed": 0.0, "recorded": 8.0, "
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What serves the products and why; `print(lin.plan)` shows it as a table.
+    """The choice of engines for products with J, and its reasons; `print(lin.plan)` shows a table.
 
     `layers` are those with rules, which rows and Kronecker factors are made by whatever engine multiplies with J, and
     which the layerwise engine can serve; `others` names the parameters without, with the reason.

@@ -1,4 +1,4 @@
-"""What was proven of a network's derivatives serves every later linearisation of a network of the same structure.
+"""Proofs of a network's derivatives, which serve every later linearisation of a network of the same structure.
 
 Of the same structure is one whose modules, tensors, inputs and options are alike, and whose recorded pass at the first
 points is the same graph of operations: what a model looks like says which rules apply, what it did says that it still
@@ -33,7 +33,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch
 
 @dataclass(eq=False)
 class Proof:
-    """What holds of networks of one structure: routes to J v by parameters, names without a layer rule, and checks."""
+    """Facts about networks of one structure: routes to J v by parameters, names without a layer rule, and checks."""
 
     routes: dict[tuple[str, ...], Routes] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Proof:
     key: Hashable = None
 
     def copy(self) -> Proof:
-        """The same for one linearisation alone."""
+        """Return a copy for one linearisation alone."""
         return Proof(dict(self.routes), dict(self.rejected), set(self.checked))
 
 
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 
 
 def key_of(model: Model, few: Any, options: Hashable, outputs: Tensor) -> Hashable:
-    """What is equal for networks of one structure, None where that cannot be told; `outputs` with their graph."""
+    """Return a key equal for networks of one structure, None where none is known; `outputs` have their graph."""
     try:
         return options, structure_of(model), inputs_of(few), graph_of(model, outputs)
     except (Unlike, TypeError):
@@ -73,7 +73,7 @@ def proof_of(key: Hashable, prove: Callable[[], Proof]) -> Proof:
 
 
 def forget(proof: Proof) -> Proof:
-    """Something failed: others prove for themselves, and what is known here stays here."""
+    """Drop a proof after a failure, so that other linearisations prove anew; return a copy for this one."""
     with _lock:
         if _proofs.get(proof.key) is proof:
             del _proofs[proof.key]

@@ -147,7 +147,7 @@ def find_routes(model: Model, inputs: Any, names: Sequence[str], keep: bool = Tr
 
 
 def with_kept(routes: Routes, model: Model, inputs: Any, names: Sequence[str]) -> Routes:
-    """The same routes once keeping a pass was tried at these points."""
+    """Return these routes after trying at these points whether a pass can be kept."""
     if routes.tried:
         return routes
     replay = record_replay(model, inputs, names)  # before the reference, whose vectors it would be held beside

@@ -1,4 +1,4 @@
-"""Does the layerwise engine multiply by the Jacobian that automatic differentiation has?"""
+"""The check that the layerwise engine multiplies with the Jacobian of automatic differentiation."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whatever sums over batches."""
+"""Sums over batches: walks over the data, rows by layer, and the memory budget."""

@@ -20,7 +20,7 @@ LEAST_ROOM = 16 * 2**20
 
 @runtime_checkable
 class Caching(Protocol):
-    """What keeps engines between products."""
+    """A cache of engines that are kept between products."""
 
     @property
     def kept_bytes(self) -> int:
@@ -118,7 +118,7 @@ def _machine_bytes() -> int:
 
 
 def _group_bytes() -> int:
-    """What a control group (a container) leaves, or no limit."""
+    """Return the bytes that a control group (a container) leaves, or no limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()

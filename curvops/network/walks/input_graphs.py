@@ -1,4 +1,4 @@
-"""What is computed at given inputs with its gradient in them: outputs, rows of J, and products with it.
+"""Outputs, rows of J and products with it at given inputs, with gradients in these inputs.
 
 The pass is recorded from the inputs on, and enters the user's graph as one step whose backward pass runs while the
 module holds its snapshot; the weights have no gradient. A row of J is a first derivative itself, taken with its graph.

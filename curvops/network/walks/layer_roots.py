@@ -71,7 +71,7 @@ class Part:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _push_rows(self, points: slice, tangents: Mapping[str, Tensor]) -> Float[Tensor, "K m r"]:
-        """The same of some points from their rows, one parameter's after the other's: side by side would be a copy."""
+        """Push through the rows of some points, parameter by parameter: side by side they would be a copy."""
         rows = self.rows(points)
         pushed = (tangents[name].flatten(1) @ row.flatten(2).flatten(0, 1).mT for name, row in rows.items())
         return torch.stack(list(pushed)).sum(0).unflatten(1, (-1, self.delta.shape[1]))
@@ -127,7 +127,7 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """What these rows hold in memory as they are."""
+        """Bytes that these rows take in memory."""
         held = [tensor for part in self.parts for tensor in (part.kept, part.delta)] + list(self.given.values())
         return sum(tensor.nbytes for tensor in held)
 

@@ -144,7 +144,7 @@ class Passes:
 
     @property
     def engines(self) -> Engines:
-        """What builds the engines, probed on the first batch unless it was given."""
+        """The builder of the engines, probed on the first batch unless it was given."""
         if self._whole is not None:
             return self._whole.engines
         with self.model.lock:
@@ -312,7 +312,7 @@ class Passes:
             yield start, label.num_points, rows
 
     def _of_last(self, features: Features) -> Iterator[tuple[int, int, Callable[[], Iterable[Group]]]]:
-        """The same of a last layer."""
+        """Yield (first point, how many, their rows) of a last layer."""
         step = max(1, self.chunk_bytes // max(1, self.engines.plan.sensitivity_bytes * features.outputs))
         layout = self.model.layout
         outputs = features.outputs_each if layout is None else layout.num_outputs
@@ -412,7 +412,7 @@ class Passes:
         return engine
 
     def _choose(self, built: EngineKind, asked: Counter[int], columns: int, points: int, room: int) -> EngineKind:
-        """What the cost rule says, asked again where it says to keep a recorded pass that was not tried yet.
+        """Choose an engine by the cost rule, once more where it keeps a recorded pass that was not tried yet.
 
         Outputs alone are no reason to build an engine, unless its first pass is all that it takes.
         """
@@ -431,7 +431,7 @@ class Passes:
     def by_points(self, count: int) -> Iterator[tuple[Passes, int]]:
         """Walks over so many points each (fewer at the end of a batch), and how many they are.
 
-        Of a batch whose layers' inputs and sensitivities are kept, they share these.
+        Where a batch's layer inputs and sensitivities are kept, its walks share them.
         """
         for index, (inputs, _) in enumerate(self._source):
             for start in range(0, num_points(inputs), count):
@@ -444,7 +444,7 @@ class Passes:
                 yield walk, num_points(part)
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
-        """The same walk, unlabelled, with the model and the inputs converted."""
+        """Return this walk, unlabelled, with the model and the inputs converted."""
         parts = [(move(inputs, device, dtype), None) for inputs, _ in self._source]
         walk = self.model.cast(dtype, device)
         return Passes(walk, parts, self._choice, self.memory.on(device), progress=self.progress)

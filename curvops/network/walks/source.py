@@ -1,4 +1,4 @@
-"""Which data and which likelihood a sum is over, by fingerprints, so that small operators keep no data."""
+"""The data and the likelihood of a sum, by fingerprints, so that small operators keep no data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
 
 
 def _state(likelihood: Likelihood, token: str) -> Hashable:
-    """What distinguishes one likelihood from another, at the present values of its tensors."""
+    """Return a key that distinguishes likelihoods, at the present values of their tensors."""
     attributes = sorted(vars(likelihood).items())
     if all(_is_plain(value) for _, value in attributes):
         kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"

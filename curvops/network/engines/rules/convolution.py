@@ -152,19 +152,19 @@ def _spans(layer: _ConvNd) -> tuple[int, ...]:
 
 
 def _of_one(layer: Any) -> tuple[int, ...]:
-    """What a transposed convolution makes of one pixel."""
+    """Return the output size that a transposed convolution gives to one pixel."""
     sides = zip(_spans(layer), _padding(layer), layer.output_padding)
     return tuple(span - 2 * pad + further for span, pad, further in sides)
 
 
 def _patches(layer: _ConvNd, kept: Tensor) -> Tensor:
-    """What each output pixel sees of the kept input, (n, channels · kernel, pixels)."""
+    """Return the patch of the kept input under each output pixel, (n, channels · kernel, pixels)."""
     windows = _windows(layer, F.pad(kept, _both_sides(_padding(layer))))
     return windows.flatten(1, 1 + len(layer.kernel_size)).flatten(2)
 
 
 def _grouped_patches(layer: _ConvNd, kept: Tensor, ones: bool) -> Tensor:
-    """The same by group, (n, g, pixels, q), with a last column of ones where asked for.
+    """Return the patches by group, (n, g, pixels, q), with a last column of ones where `ones` is set.
 
     Points and pixels lie next to each other in memory, so that products summed over both copy nothing.
     """

@@ -1,4 +1,4 @@
-"""What the layerwise engine asks of a kind of layer that is linear in its own parameters."""
+"""The protocol of layer rules: products with the parameters of a layer that is linear in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Local = dict[str, Tensor]
 
 @runtime_checkable
 class Rule(Protocol):
-    """How a kind of layer multiplies with its own parameters, seen from one call on a batch of n points.
+    """The products of a kind of layer with its own parameters, for one call on a batch of n points.
 
     `keep` turns the layer's input into what is stored. For K tangents of the weight and bias, (K, *shape) each, `push`
     gives the change of the layer's output, (n, K, *out); for K sensitivities of the output, (n, K, *out), `pull` gives
