@@ -1,4 +1,4 @@
-"""What an operator is made of, as plain values and tensors: its class by name and the arguments that rebuild it.
+"""Records of operators as plain values and tensors: the class by name and the arguments that rebuild it.
 
 linear_operator rebuilds an operator from its constructor's arguments; a record holds the same. What is computed from
 them is left out, but for the eigenbases of Kronecker factors. Operators whose products walk over the data (the GGN) are
@@ -44,7 +44,7 @@ MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
     )
 }
 OF_DATA: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
-"""Those that are nothing without the data."""
+"""Operators whose products need the data."""
 DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Source, Sources, TangentSpace)}
 """Dataclasses among an operator's arguments, recorded field by field."""
 

@@ -16,7 +16,7 @@ from curvops.operators.linearized.linearization import Linearization
 def subsample(
     lin: Linearization, m: int | Int[Tensor, " m"], generator: torch.Generator | None = None
 ) -> Linearization:
-    """The same network linearised on m of its N points, each with N/m times its weight.
+    """Linearise the network on m of its N points, each with N/m times its weight.
 
     Curvatures, gradients and log-likelihoods of the result are unbiased estimates of those of all points: their mean
     over all subsets of m points is the full one. The posterior of one subset is not unbiased.

@@ -1,4 +1,4 @@
-"""What the GGN and the Fishers share: Jᵀ H J with an H that acts on the outputs of each point."""
+"""The base of the GGN and the Fishers: Jᵀ H J with an H that acts on the outputs of each point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from curvops.operators.linearized.reading import OfLinearization
 
 
 class Curvature(OfLinearization, NetworkOperator):
-    """Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass says in `output` what H is.
+    """A curvature Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass defines H in `output`.
 
     Where H = L Lᵀ has few columns it is the Gram matrix of the rows Lᵀ J, which `rows` walks over.
     Products carry gradients through the vectors and the likelihood's hyperparameters.
@@ -57,7 +57,7 @@ class Curvature(OfLinearization, NetworkOperator):
 
     @property
     def plan(self) -> Plan:  # type: ignore[override]
-        """The engines that serve the products and why, as `lin.plan`; of systems `(G + prior).plan()` says how."""
+        """The plan of engines that serve the products, as `lin.plan`; for systems ask `(G + prior).plan()`."""
         return (self.rows or self.lin).plan
 
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:

@@ -40,7 +40,7 @@ class CurvatureRoot(Operator):
 
     @classmethod
     def of(cls, curvature: Curvature) -> CurvatureRoot:
-        """That of a curvature, over all of its data."""
+        """Return the root of a curvature, over all of its data."""
         lin, rows = curvature.lin, curvature.rows
         walk, reduced = rows or lin.passes, rows is not None
         return cls(lin.theta, lin=lin, walk=walk, output=curvature.output, points=lin.num_data, reduced=reduced)

@@ -40,7 +40,7 @@ class DisplacedGGN(Curvature):
 
     @classmethod
     def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
-        """Of a linearisation."""
+        """Return the displaced GGN of a linearisation."""
         return cls(lin.theta, *lin.likelihood.hyperparameters, lin=lin, shift=shift)
 
     @property

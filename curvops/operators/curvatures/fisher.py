@@ -77,7 +77,7 @@ class DrawnInPassing(FromResiduals):
         self._found: Sampled | None = None
 
     def state(self) -> Tensor | None:
-        """What was drawn, None where nothing was yet."""
+        """Return the draws; None before there are any."""
         return None if self._found is None else self._found.draws
 
     def recall(self, draws: Tensor | None) -> None:

@@ -33,7 +33,7 @@ class OfFormed(DenseForm):
 
 
 class Formed(UnaryOperator):
-    """The same operator A, of few enough rows to be formed where A plus a diagonal is to be solved with often.
+    """An operator A with few enough rows to be formed for repeated solves with A plus a diagonal.
 
     Products are those of A. Cost: that of `Subnetwork` of all weights, at the first solve, draw or log-determinant with
     any diagonal; each other diagonal costs a factorisation.

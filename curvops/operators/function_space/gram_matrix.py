@@ -26,7 +26,7 @@ from curvops.operators.linearized.jacobian import Jacobian
 BLOCK_BYTES = 16 * 2**20
 """On a CPU, of a block (δ δ'ᵀ) over all pairs of positions, which is passed over three times."""
 PASSES = 8
-"""What these passes cost an entry of the block, in multiply-adds."""
+"""Cost of these passes an entry of the block, in multiply-adds."""
 
 Piece = tuple[int, Group]
 """The first row among all, and the rows of one layer from there on."""
@@ -140,7 +140,7 @@ def _by_positions(t: int, u: int, p: int, q: int, columns: int) -> int:
 
 
 def _by_rows(p: int, q: int, columns: int) -> int:
-    """The same by rows."""
+    """Return multiply-adds for a pair of points by rows."""
     return columns * p * q
 
 
@@ -171,7 +171,7 @@ def _left(group: Group) -> Tensor | None:
 
 
 def _sides(group: Group) -> tuple[Tensor, Tensor]:
-    """The same with its inputs (n, g, t, q)."""
+    """Return δ (n, r, g, t, p) and the inputs (n, g, t, q) of a layer that is applied once."""
     left = _left(group)
     assert left is not None
     return left, group.parts[0].right()

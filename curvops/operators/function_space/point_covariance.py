@@ -230,7 +230,7 @@ class Elementwise(Metric):
         self.weights: Blocks = model.selection.unflatten(weights)
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """Of entries outside a subnetwork the weight is zero."""
+        """Add as `Metric.add` does; entries outside a subnetwork have the weight zero."""
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None

@@ -54,8 +54,8 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
         for names, block, positions in zip(term.names, term.blocks, term.partition.parts):
             members.setdefault(names, []).append(block)
             places.setdefault(names, positions)
-    heard = {names: [block for block in blocks if not _is_silent(block)] for names, blocks in members.items()}
-    kept = {names: blocks for names, blocks in heard.items() if blocks}
+    reached = {names: [block for block in blocks if not _is_silent(block)] for names, blocks in members.items()}
+    kept = {names: blocks for names, blocks in reached.items() if blocks}
     seen = [name for names in kept for name in names]
     for names in members:
         if names not in kept and not set(names) & set(seen):
@@ -86,7 +86,7 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
 
 
 def _is_silent(block: Operator) -> bool:
-    """Of parameters that no output of these data depends on."""
+    """Whether no output of these data depends on the block's parameters."""
     return isinstance(block, Dense | Diagonal) and not bool(block._args[0].any())
 
 

@@ -105,7 +105,7 @@ def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tens
 
 
 def block_bytes(most_bytes: int, like: Tensor) -> int:
-    """What a block of rows may take: on a CPU no more than stays in its cache."""
+    """Return the bytes that a block of rows may take: on a CPU at most its cache."""
     return most_bytes if like.is_cuda else min(most_bytes, CACHE_BYTES)
 
 
@@ -216,7 +216,7 @@ class OuterSum:
 
 
 def rounding_of_rows(dtype: torch.dtype) -> float:
-    """What rows in this dtype are off by, relative to the root of their squares' sum."""
+    """Return the error of rows in this dtype, relative to the root of their squares' sum."""
     return ROWS_ROUNDING_UNITS * torch.finfo(dtype).eps
 
 

@@ -58,7 +58,7 @@ class Gradients(NetworkOperator):
 
     @property
     def plan(self) -> Any:
-        """The engines that serve the products and why, as `lin.plan`."""
+        """The plan of engines that serve the products, as `lin.plan`."""
         return (self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"]) or self.lin).plan
 
     @property

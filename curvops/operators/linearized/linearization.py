@@ -96,7 +96,7 @@ class Linearization:
 
     @property
     def num_parameters(self) -> int:
-        """D."""
+        """The number D of selected parameters."""
         return self.model.selection.num_parameters
 
     @property
@@ -111,7 +111,7 @@ class Linearization:
 
     @property
     def plan(self) -> Plan:
-        """What serves the products and why: engine per layer, bytes, expected gradients per product."""
+        """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
         return self.passes.plan
 
     def jacobian(self, x: Any = None, differentiable: bool = False) -> Jacobian:
@@ -171,7 +171,7 @@ class Linearization:
         return inputs
 
     def _differentiated(self, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
-        """Those of the inputs in which a gradient is asked for."""
+        """Yield the inputs that require a gradient while gradients are recorded."""
         return ((name, tensor) for name, tensor in components(inputs) if recorded((tensor,)))
 
     def outputs(self) -> Float[Tensor, "N C"]:
@@ -214,7 +214,7 @@ class Linearization:
     def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
         """The walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
 
-        What it keeps holds r as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
+        r is kept as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
         """
         tensors = likelihood.hyperparameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -235,7 +235,7 @@ class Linearization:
     def root_pieces(
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
-        """Those of its `passes`; a walk over all data finds the log-likelihood on its way."""
+        """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
         at, found, count = [tensor.detach().clone() for tensor in self.likelihood.hyperparameters], [], 0
 
         @torch.no_grad()
@@ -255,7 +255,7 @@ class Linearization:
     def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
         """One vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
 
-        Of a subnetwork the entries outside it are not in the vector: ValueError, which names the two meanings,
+        Raises ValueError for a subnetwork, whose vector lacks the entries outside it, and names the alternatives,
         `unflatten_weights` and `unflatten_tangent`.
         """
         if self.model.selection.index is not None:
@@ -290,7 +290,7 @@ class Linearization:
         return vector
 
     def with_likelihood(self, likelihood: Likelihood) -> Linearization:
-        """The same under another likelihood of the same targets, unchecked; products with J share what is kept."""
+        """Return a copy with another likelihood of the same targets, unchecked; it shares engines for J."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
         new._log_likelihood = None

@@ -1,4 +1,4 @@
-"""What a linearisation is made of but for the model and the data, and making it again of these.
+"""Records of linearisations without the model and the data, and linearisations built again from all three.
 
 The record holds what tells a wrong model or other data from the right ones: fingerprints of every tensor, and the
 inputs and outputs of two points. Of the weights it keeps those selected, so that they can be put back.
@@ -63,7 +63,7 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
 
 @torch.no_grad()
 def problem_of_linearization(lin: Linearization) -> dict[str, Any]:
-    """What a checkpoint keeps of it, by name: the network with its outputs at two points, the data, the likelihood."""
+    """Return what a checkpoint compares, by name: the network, its outputs at two points, the data, the likelihood."""
     selection, tensors = lin.model.selection, lin.model.kept_tensors
     index = () if selection.index is None else (selection.index,)
     return {
@@ -161,7 +161,7 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _described(lin: Linearization, outputs: Tensor) -> dict[str, Any]:
-    """What tells a likelihood that cannot be stored from another: log p of targets drawn from it, or of those given."""
+    """Describe a likelihood that cannot be stored by log p of targets drawn from it, or of the given ones."""
     likelihood, generator = lin.likelihood, torch.Generator(device=outputs.device).manual_seed(0)
     try:
         if isinstance(likelihood.of_position, FromLoss):

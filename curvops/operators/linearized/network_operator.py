@@ -1,4 +1,4 @@
-"""What the network's operators share: the weights give dtype and device, and conversion makes a new linearisation."""
+"""The base of the network's operators: weights give dtype and device, conversion makes a new linearisation."""
 
 from __future__ import annotations
 
