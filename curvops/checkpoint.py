@@ -1,4 +1,4 @@
-"""What a long run has reached, in a folder: saved as it goes, read by the run that goes on after a crash.
+"""Checkpoints of long runs: the state in a folder, saved on the way, from which a run resumes after a crash.
 
 A public function with the keyword `checkpoint` is `resumable`. Once it has checked its arguments it calls `begin`, asks
 what an earlier run reached or ended with, and calls `save` at each of its steps, which mostly does nothing: a save
@@ -42,7 +42,7 @@ KIND, VERSION = "checkpoint", 2
 PAUSE = 30.0
 """Seconds between two saves, at least."""
 SHARE = 0.02
-"""Of the time of a run, for saves."""
+"""The share of a run's time that saves may take."""
 SPEED = 1e8
 """Bytes a second that a disk is taken to write until it was seen."""
 ASIDE = ("checkpoint", "progress", "callback", "memory_budget", "preconditioner", "solver")
@@ -92,7 +92,7 @@ class Checkpoint:
         self._took, self._told = 0.0, False
         self._count, self._numbered, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
-        """What objects keep in parts of it, by name."""
+        """States that objects keep in parts of the checkpoint, by name."""
         if self.folder is None:
             return
         self._about = {"algorithm": what, **problem()}
@@ -116,16 +116,16 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """What was saved last before the end, None where nothing was."""
+        """The state saved last before the end; None where there is none."""
         return None if self._reached is None else self._reached["state"]
 
     @property
     def outcome(self) -> Any:
-        """What an earlier run ended with, as plain values and tensors; None where none did."""
+        """The result of an earlier run, as plain values and tensors; None where none ended."""
         return None if self._ended is None else self._ended["result"]
 
     def result(self, kind: type[T]) -> T:
-        """What an earlier run ended with, a dataclass of this kind."""
+        """Return the result of an earlier run as a dataclass of this kind."""
         return from_record(kind, self.outcome)
 
     def part(self, name: str) -> Path | None:
@@ -238,7 +238,7 @@ class Checkpoint:
 
 
 NOTHING = Checkpoint(None, "")
-"""That of a run that keeps none."""
+"""The checkpoint of a run without one: it keeps nothing."""
 _call: ContextVar[tuple[inspect.Signature, Any, Any]] = ContextVar("call")
 
 
@@ -303,7 +303,7 @@ def named_part(name: str, device: torch.device) -> Checkpoint:
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells the arguments of the function at work from others, but for its first."""
+    """Return values that identify the arguments of the function at work, but for its first."""
     signature, args, options = _call.get()
     bound = signature.bind(*args, **options)
     bound.apply_defaults()
@@ -313,7 +313,7 @@ def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """What tells an argument from others: a plain value, a few numbers of a vector or a block, a word of the rest."""
+    """Return a value that identifies an argument: itself if plain, numbers of a tensor, a text of anything else."""
     if isinstance(value, Tensor):
         long = torch.atleast_1d(value.detach() if value.ndim < 2 or len(value) >= value.shape[1] else value.detach().mT)
         return torch.stack([torch.linalg.vector_norm(long.double(), dim=0), long[:TOLD_ROWS].double().sum(0)]).cpu()
@@ -333,7 +333,7 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def seed_of(generator: torch.Generator | None) -> str | None:
-    """What distinguishes a source of random numbers, at its present state, from others."""
+    """Return a text that identifies a source of random numbers at its present state."""
     return None if generator is None else digest([generator.get_state()])
 
 

@@ -75,7 +75,7 @@ class Steps:
                 self._bar.set_postfix_str(self._note, refresh=False)
 
     def remark(self, note: Callable[[], str]) -> None:
-        """What stands behind the bar (a residual, an error bar) from its next step on, asked for only then."""
+        """Set the note behind the bar (a residual, an error bar); it is computed only where a bar is shown."""
         if self._bar is not None:
             self._note = note()
 
@@ -89,7 +89,7 @@ class Steps:
 _current: ContextVar[Steps | None] = ContextVar("current", default=None)
 _silenced: ContextVar[bool] = ContextVar("silenced", default=False)
 _ASIDE = Steps("", None, False, "")
-"""The steps of what is none of the algorithm's: nobody is shown them."""
+"""The steps of work outside the algorithm, which are not shown."""
 in_force: ContextVar[Any] = ContextVar("in_force", default=None)
 """The checkpoint that the algorithm at work gives to its steps (`curvops.checkpoint`); what is done aside has none."""
 
@@ -153,14 +153,14 @@ def counting(make: Maker) -> Maker:
 
 
 def aside(work: Callable[Options, T]) -> Callable[Options, T]:
-    """The same work, of which nothing counts, and nothing is kept."""
+    """Return this work as a function whose products are not counted and which keeps no checkpoint."""
     return partial(as_step, 0, work)
 
 
 def time_left(share: float, since: float) -> str:
-    """How long a work will go on that takes so many times more than since that moment (of `time.monotonic`), in words.
+    """Return in words the time left, `share` times the time since `since` (of `time.monotonic`).
 
-    What the share is an estimate of may go faster or slower from here on: the words say so.
+    The share is an estimate, and the rate may change: the words name both.
     """
     return f"about {tqdm.format_interval(share * (time.monotonic() - since))} left at this rate"
 

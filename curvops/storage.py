@@ -118,7 +118,7 @@ def load(path: str | os.PathLike[str], kind: str, version: int) -> tuple[int, An
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What the folder says that it holds, unchecked; None where it says nothing."""
+    """Return the kind that the folder declares, unchecked; None where it declares none."""
     found = _present(folder_of(path)).get("kind")
     return found if isinstance(found, str) else None
 
