@@ -1,4 +1,4 @@
-"""What is known of a posterior's likelihood and curvature, in one place and under one rule of validity.
+"""The cache of a posterior's likelihood and curvature: one place, with one rule of validity.
 
 | name                    | what it is                                                       | depends on              |
 |-------------------------|------------------------------------------------------------------|-------------------------|
@@ -54,7 +54,7 @@ class OfData(dict[str, Any]):
 
 
 _of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
-"""Those of each walk over data that a cache now holds."""
+"""The values of each walk over data that a cache now holds."""
 
 
 class CurvatureCache:
@@ -168,7 +168,7 @@ class CurvatureCache:
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
     def state(self) -> dict[str, Any]:
-        """What tuning draws at one prior and uses at the next, for checkpoints: sketches, a quadrature."""
+        """Return the sketches and the quadrature that tuning draws at one prior and uses at the next, for checkpoints."""
         sketches = {}
         for space in SKETCHES:
             if (known := self.known(space)) is not None:

@@ -28,7 +28,7 @@ class NotAMode(UserWarning):
 
 
 Updated = TypeVar("Updated", bound=Any)
-"""Of `Laplace`, whose class calls these functions."""
+"""The type of `Laplace`, whose class calls these functions."""
 
 
 def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Linearization | None = None) -> Prior:

@@ -227,7 +227,7 @@ class Passes:
         return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
 
     def add_up(self, parts: Iterable[Tensor]) -> Tensor:
-        """Σ of what the walk's batches give: every sum over data ends here, once.
+        """Add up the parts of all batches: every sum over data ends here, once.
 
         In place where no gradient is recorded: the first part becomes the sum.
         """
@@ -239,7 +239,7 @@ class Passes:
         return total
 
     def line_up(self, parts: list[Tensor], dim: int = 0) -> Tensor:
-        """What the walk's batches give, in the order of the points: every concatenation over data ends here, once."""
+        """Concatenate the parts of all batches in the order of the points: every concatenation over data ends here."""
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
