@@ -168,7 +168,7 @@ class CurvatureCache:
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
     def state(self) -> dict[str, Any]:
-        """Return the sketches and the quadrature that tuning draws at one prior and uses at the next, for checkpoints."""
+        """Return what tuning reuses at the next prior, for checkpoints: sketches and a quadrature."""
         sketches = {}
         for space in SKETCHES:
             if (known := self.known(space)) is not None:
