@@ -21,7 +21,7 @@ from curvops.posterior.network_outputs import network_outputs
 from curvops.posterior.predictive import Predictive
 from curvops.posterior.uncertainty import Uncertainty
 from curvops.sampling.core.log_density import as_vectors
-from curvops.sampling.diagnostics.draws import checked_draws
+from curvops.sampling.diagnostics.chain_draws import checked_draws
 from curvops.sampling.diagnostics.projected_chains import effective_size
 
 THROUGH = ("network", "linearization")
