@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -67,3 +68,14 @@ def test_no_two_files_and_no_two_types_share_a_name() -> None:
     files = [path for path in (ROOT / "curvops").rglob("*.py") if not path.name.startswith("__")]
     assert len(files) > 150 and shared(path.name for path in files) == []
     assert shared(name for path in files for name in types(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+def test_each_source_file_has_a_test_file_of_its_name_or_is_named_in_one() -> None:
+    """In a paragraph of a module docstring that begins with "Tests `", which names no file that is gone."""
+    sources = {path.name for path in (ROOT / "curvops").rglob("*.py") if not path.name.startswith("__")}
+    tests = list((ROOT / "tests").rglob("test_*.py"))
+    texts = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in tests]
+    paragraphs = [part for text in texts for part in text.split("\n\n") if part.startswith("Tests `")]
+    named = set(re.findall(r"`(\w+\.py)`", "\n".join(paragraphs)))
+    assert named - sources == set()
+    assert sources - named - {path.name.removeprefix("test_") for path in tests} == set()

@@ -1,4 +1,7 @@
-"""The demo in a tiny setting: what it prints, what it writes, how it ends."""
+"""The demo in a tiny setting: what it prints, what it writes, how it ends.
+
+Tests `demo_checks.py`, `digits.py`, `figures.py`, `network.py`, `report.py`, `run.py`.
+"""
 
 from __future__ import annotations
 

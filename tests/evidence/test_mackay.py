@@ -1,4 +1,7 @@
-"""Prior precisions and noise from draws: dense fixed points, monotone EM, coverage, and what must be refused."""
+"""Prior precisions and noise from draws: dense fixed points, monotone EM, coverage, and what must be refused.
+
+Tests `hyperparameters.py`, `precision_groups.py`, `tuning.py`.
+"""
 
 import math
 import warnings

@@ -1,4 +1,7 @@
-"""The hyperparameters of largest evidence: a dense gradient vanishes there, whatever was tuned and however."""
+"""The hyperparameters of largest evidence: a dense gradient vanishes there, whatever was tuned and however.
+
+Tests `ascent.py`.
+"""
 
 import importlib
 import math

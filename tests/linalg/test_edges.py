@@ -1,4 +1,7 @@
-"""What every public function says of inputs at the edge: empty, not symmetric, out of range, without a step to take."""
+"""What every public function says of inputs at the edge: empty, not symmetric, out of range, without a step to take.
+
+Tests `symmetry.py`, `usable.py`.
+"""
 
 import math
 

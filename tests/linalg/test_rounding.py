@@ -1,4 +1,7 @@
-"""Values without probes in single precision: they are within their intervals, which are narrow where A is ordinary."""
+"""Values without probes in single precision: they are within their intervals, which are narrow where A is ordinary.
+
+Tests `limits.py`, `relative_distance.py`.
+"""
 
 import pytest
 import torch

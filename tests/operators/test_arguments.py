@@ -1,4 +1,7 @@
-"""Public constructors take their arguments by position and by name, as their signatures say; nothing is swallowed."""
+"""Public constructors take their arguments by position and by name, as their signatures say; nothing is swallowed.
+
+Tests `reading.py`.
+"""
 
 import inspect
 from functools import cache

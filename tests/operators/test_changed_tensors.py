@@ -1,4 +1,7 @@
-"""What changes in place afterwards: tensors inside an operator, those given to a posterior, the data, an answer."""
+"""What changes in place afterwards: tensors inside an operator, those given to a posterior, the data, an answer.
+
+Tests `cache.py`.
+"""
 
 import contextlib
 from functools import partial

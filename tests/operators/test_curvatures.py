@@ -1,6 +1,8 @@
 """Every curvature against its dense definition: networks x likelihoods x selections x batchings, every pair once.
 
 The table is a covering array of strength two: each value of a factor meets each value of every other factor.
+
+Tests `hessian.py`, `subnetwork.py`.
 """
 
 from __future__ import annotations

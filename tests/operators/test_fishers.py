@@ -1,4 +1,7 @@
-"""The Monte-Carlo and the empirical Fisher: rows in place of J, which change with nothing but what they depend on."""
+"""The Monte-Carlo and the empirical Fisher: rows in place of J, which change with nothing but what they depend on.
+
+Tests `fisher.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The GGN and the Jacobian against their dense definitions, over networks, likelihoods, selections and batchings."""
+"""The GGN and the Jacobian against their dense definitions, over networks, likelihoods, selections and batchings.
+
+Tests `jacobian.py`.
+"""
 
 import copy
 import pickle

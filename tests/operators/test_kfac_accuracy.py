@@ -1,4 +1,7 @@
-"""KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be."""
+"""KFAC, EKFAC and dense blocks of single-precision data: small eigenvalues right, or a warning that they may not be.
+
+Tests `kfac.py`, `kfac_factors.py`.
+"""
 
 from __future__ import annotations
 

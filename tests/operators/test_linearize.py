@@ -1,4 +1,7 @@
-"""The door: `co.linearize` takes what it says it takes, refuses the rest with a remedy, and keeps a snapshot."""
+"""The door: `co.linearize` takes what it says it takes, refuses the rest with a remedy, and keeps a snapshot.
+
+Tests `linearization.py`.
+"""
 
 from __future__ import annotations
 

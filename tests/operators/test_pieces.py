@@ -1,4 +1,7 @@
-"""Operators made of rows, with everything cut into many small pieces: the same as the dense matrices."""
+"""Operators made of rows, with everything cut into many small pieces: the same as the dense matrices.
+
+Tests `moments.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draws of N(0, P) and N(0, P⁻¹) for every operator: their covariance is exact (see `samples`)."""
+"""Draws of N(0, P) and N(0, P⁻¹) for every operator: their covariance is exact (see `samples`).
+
+Tests `draws.py`.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""Operators linearised at different weights, or of different parameters, are never combined unseen."""
+"""Operators linearised at different weights, or of different parameters, are never combined unseen.
+
+Tests `network_operator.py`, `tangent_space.py`.
+"""
 
 import pickle
 from functools import cache

@@ -1,4 +1,7 @@
-"""Every sum over data ends in `Passes.add_up`, once: where that gives twice the sum, operators are twice as large."""
+"""Every sum over data ends in `Passes.add_up`, once: where that gives twice the sum, operators are twice as large.
+
+Tests `curvature.py`, `output_fisher.py`, `row_squares.py`.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Each figure carries labels with units, the lines it promises, and can be written; nothing global changes."""
+"""Each figure carries labels with units, the lines it promises, and can be written; nothing global changes.
+
+Tests `chain_plots.py`, `cost_plots.py`, `density.py`, `prediction_plots.py`, `prior_plots.py`, `style.py`.
+"""
 
 from __future__ import annotations
 

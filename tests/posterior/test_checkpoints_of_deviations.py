@@ -1,4 +1,7 @@
-"""Draws and modes whose run was killed end with the bits of a run that was not."""
+"""Draws and modes whose run was killed end with the bits of a run that was not.
+
+Tests `source.py`.
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Tasks one after another: penalties, and posteriors as priors."""
+"""Tasks one after another: penalties, and posteriors as priors.
+
+Tests `kfac_sum.py`, `updating.py`.
+"""
 
 from contextlib import nullcontext
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""The likelihood in the evidence, and at the mode, is that of the data which the curvature is of."""
+"""The likelihood in the evidence, and at the mode, is that of the data which the curvature is of.
+
+Tests `sources.py`.
+"""
 
 import copy
 import gc

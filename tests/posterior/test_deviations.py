@@ -1,4 +1,7 @@
-"""Draws by perturbing and solving: one noise, one answer, whatever the method."""
+"""Draws by perturbing and solving: one noise, one answer, whatever the method.
+
+Tests `curvature_root.py`, `noise.py`, `stochastic_descent.py`.
+"""
 
 import math
 

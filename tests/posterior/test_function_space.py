@@ -1,4 +1,7 @@
-"""Where points are few and weights many, the posterior solved for in function space is the same one."""
+"""Where points are few and weights many, the posterior solved for in function space is the same one.
+
+Tests `formed_kernel.py`, `precision.py`, `tangent_kernel.py`.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""A Gaussian with a covariance of its own predicts as Laplace's posterior of that precision, and is saved."""
+"""A Gaussian with a covariance of its own predicts as Laplace's posterior of that precision, and is saved.
+
+Tests `gaussian_weights.py`, `posterior_record.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients in the test inputs: of every structure and of draws, against finite differences; others are refused."""
+"""Gradients in the test inputs: of every structure and of draws, against finite differences; others are refused.
+
+Tests `input_graphs.py`.
+"""
 
 import pytest
 import torch

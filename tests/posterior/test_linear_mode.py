@@ -1,4 +1,7 @@
-"""The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations."""
+"""The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations.
+
+Tests `displaced_ggn.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Predictive distributions at any scale of the targets: no floor, no warning, gradients, and what is made of them."""
+"""Predictive distributions at any scale of the targets: no floor, no warning, gradients, and what is made of them.
+
+Tests `covariance.py`.
+"""
 
 import copy
 import functools

@@ -1,4 +1,7 @@
-"""Links, decompositions of uncertainty, joint draws and scores, against quadrature and dense definitions."""
+"""Links, decompositions of uncertainty, joint draws and scores, against quadrature and dense definitions.
+
+Tests `held_out.py`, `links.py`, `network_outputs.py`, `uncertainty.py`.
+"""
 
 import math
 

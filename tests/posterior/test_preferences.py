@@ -1,4 +1,7 @@
-"""Reward models: two items a point, and what is said of a preference comes from the difference of their rewards."""
+"""Reward models: two items a point, and what is said of a preference comes from the difference of their rewards.
+
+Tests `bradley_terry.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Every kind of prior, and tempered posteriors, against the dense definition."""
+"""Every kind of prior, and tempered posteriors, against the dense definition.
+
+Tests `grid.py`, `given.py`, `weight_vectors.py`.
+"""
 
 import sys
 

@@ -1,4 +1,8 @@
-"""Saved posteriors: what comes back has the same bits, and what does not belong together is refused by name."""
+"""Saved posteriors: what comes back has the same bits, and what does not belong together is refused by name.
+
+Tests `absent_batches.py`, `identity.py`, `likelihood_record.py`, `linearization_record.py`, `load.py`,
+`operator_record.py`, `posterior_record.py`.
+"""
 
 from __future__ import annotations
 

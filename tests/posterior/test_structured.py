@@ -1,4 +1,7 @@
-"""Posteriors with structured curvatures: predictive, evidence and samples against the dense matrix of each."""
+"""Posteriors with structured curvatures: predictive, evidence and samples against the dense matrix of each.
+
+Tests `determinants.py`.
+"""
 
 from importlib import import_module
 from unittest.mock import patch

@@ -1,4 +1,7 @@
-"""What a tired user would write: each is right, or refused by name."""
+"""What a tired user would write: each is right, or refused by name.
+
+Tests `schedules.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Effective sample sizes, R̂ and Stein discrepancies against closed forms, quadrature and brute force."""
+"""Effective sample sizes, R̂ and Stein discrepancies against closed forms, quadrature and brute force.
+
+Tests `chain_draws.py`, `kernel_stein.py`, `projected_chains.py`, `ranks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The log posterior that samplers take: its scale, its gradient against Laplace's own, batches and selections."""
+"""The log posterior that samplers take: its scale, its gradient against Laplace's own, batches and selections.
+
+Tests `evaluation.py`.
+"""
 
 from __future__ import annotations
 

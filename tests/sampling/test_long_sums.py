@@ -1,4 +1,7 @@
-"""Inner products over many weights against float64, and their derivatives."""
+"""Inner products over many weights against float64, and their derivatives.
+
+Tests `structure.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Samplers that accept or reject: the energies, the flip of momenta, and what a state keeps from step to step."""
+"""Samplers that accept or reject: the energies, the flip of momenta, and what a state keeps from step to step.
+
+Tests `pcn.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Identities of repriorisation: exact in float64, for each form and λ."""
+"""Identities of repriorisation: exact in float64, for each form and λ.
+
+Tests `conjugate.py`, `map.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What `reprior` refuses, by name; and what it finds as a readout."""
+"""What `reprior` refuses, by name; and what it finds as a readout.
+
+Tests `ntk_precision.py`, `readout.py`, `reprior_problem.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Distances of a reparametrised posterior from its prior: against quadrature, exact cases, and the width."""
+"""Distances of a reparametrised posterior from its prior: against quadrature, exact cases, and the width.
+
+Tests `gap.py`.
+"""
 
 from __future__ import annotations
 

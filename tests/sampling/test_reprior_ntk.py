@@ -1,4 +1,7 @@
-"""The tangent-kernel form: its exact three terms, their estimates, and its inverse."""
+"""The tangent-kernel form: its exact three terms, their estimates, and its inverse.
+
+Tests `ntk.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error."""
+"""`run`: what it keeps, that it goes on after a kill with the same bits, and that divergence is an error.
+
+Tests `divergence.py`, `feed.py`.
+"""
 
 from __future__ import annotations
 

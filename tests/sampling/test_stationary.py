@@ -1,4 +1,7 @@
-"""Stationary laws without chains: a step on a Gaussian is z' = F z + B w, and its law solves V = F V Fᵀ + B Bᵀ."""
+"""Stationary laws without chains: a step on a Gaussian is z' = F z + B w, and its law solves V = F V Fᵀ + B Bᵀ.
+
+Tests `baoa.py`, `hmc.py`, `metric.py`, `sghmc.py`, `sgld.py`.
+"""
 
 from __future__ import annotations
 

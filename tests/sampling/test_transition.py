@@ -1,4 +1,7 @@
-"""The protocol: what two states share, in place against functional, what optimisers are at temperature 0."""
+"""The protocol: what two states share, in place against functional, what optimisers are at temperature 0.
+
+Tests `state.py`, `torch_optimizer.py`.
+"""
 
 from __future__ import annotations
 

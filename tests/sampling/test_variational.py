@@ -1,4 +1,7 @@
-"""Variational families come to the known optimum of linear models; their parts are exact."""
+"""Variational families come to the known optimum of linear models; their parts are exact.
+
+Tests `noise_source.py`, `normal_families.py`.
+"""
 
 from __future__ import annotations
 

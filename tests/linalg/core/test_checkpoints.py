@@ -1,4 +1,7 @@
-"""Runs that were killed go on to the same bits; other problems are refused by name."""
+"""Runs that were killed go on to the same bits; other problems are refused by name.
+
+Tests `same_matrix.py`.
+"""
 
 import pytest
 import torch

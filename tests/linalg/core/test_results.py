@@ -1,3 +1,8 @@
+"""Results: their intervals, their printed form, and what is raised where they failed.
+
+Tests `summary.py`.
+"""
+
 import inspect
 import math
 import re

@@ -1,3 +1,8 @@
+"""Inner products, norms and entries of vectors against torch's own.
+
+Tests `entries.py`.
+"""
+
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator

@@ -1,3 +1,8 @@
+"""The effective dimension against its sum over eigenvalues.
+
+Tests `dense_spectrum.py`.
+"""
+
 import math
 
 import pytest

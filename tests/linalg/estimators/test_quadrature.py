@@ -1,3 +1,8 @@
+"""Lanczos quadrature of a spectrum: brackets, intervals and the depth of its probes.
+
+Tests `brackets.py`, `sampler.py`.
+"""
+
 import math
 
 import pytest

@@ -1,3 +1,8 @@
+"""Trace estimators against exact traces, published errors and the laws of their probes.
+
+Tests `adaptive.py`, `exchangeable.py`, `hutchinson.py`, `probed.py`.
+"""
+
 import math
 
 import pytest

@@ -1,3 +1,8 @@
+"""Functions of a matrix times vectors against dense ones, and what is said of their errors.
+
+Tests `ritz.py`.
+"""
+
 import math
 
 import pytest

@@ -1,3 +1,8 @@
+"""Square roots and inverse square roots against dense ones, and what is said of their errors.
+
+Tests `contour.py`, `contour_solve.py`.
+"""
+
 import math
 
 import linear_operator

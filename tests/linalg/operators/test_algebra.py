@@ -1,4 +1,7 @@
-"""Every spelling of a sum, scaling, product, slice or transpose stays ours, and equals the dense matrix."""
+"""Every spelling of a sum, scaling, product, slice or transpose stays ours, and equals the dense matrix.
+
+Tests `base.py`, `damped.py`.
+"""
 
 import linear_operator
 import pytest

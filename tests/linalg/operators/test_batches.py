@@ -1,4 +1,7 @@
-"""Batches beyond the size that is formed: a loop over their members, or what the members share."""
+"""Batches beyond the size that is formed: a loop over their members, or what the members share.
+
+Tests `contract.py`, `root_gradients.py`.
+"""
 
 import pytest
 import torch

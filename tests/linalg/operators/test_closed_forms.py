@@ -1,4 +1,7 @@
-"""Every structured operand, alone and damped, against its dense matrix."""
+"""Every structured operand, alone and damped, against its dense matrix.
+
+Tests `closed_form.py`, `dense.py`, `diagonal_matrix.py`.
+"""
 
 from importlib import import_module
 from unittest.mock import patch

@@ -1,4 +1,7 @@
-"""Blocks on positions: how they divide a vector, how blocks without a closed form answer, how a subclass makes them."""
+"""Blocks on positions: how they divide a vector, how blocks without a closed form answer, how a subclass makes them.
+
+Tests `partition.py`.
+"""
 
 import gc
 import weakref

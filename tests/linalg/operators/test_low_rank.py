@@ -1,4 +1,7 @@
-"""Low-rank approximations say how far off they are, and stay closed under a diagonal."""
+"""Low-rank approximations say how far off they are, and stay closed under a diagonal.
+
+Tests `low_rank_approximation.py`.
+"""
 
 import warnings
 

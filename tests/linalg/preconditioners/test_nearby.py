@@ -1,4 +1,7 @@
-"""A closed form that holds under another diagonal, as the preconditioner of systems and determinants."""
+"""A closed form that holds under another diagonal, as the preconditioner of systems and determinants.
+
+Tests `of_operator.py`.
+"""
 
 import pytest
 import torch

@@ -1,3 +1,8 @@
+"""Conjugate gradients against dense solutions: what each column ends with, and why.
+
+Tests `refinement.py`.
+"""
+
 import math
 
 import pytest

@@ -1,3 +1,8 @@
+"""MINRES against dense solutions, of indefinite and singular systems too.
+
+Tests `rotations.py`.
+"""
+
 import math
 
 import pytest

@@ -1,3 +1,8 @@
+"""`solve` against dense solutions, whichever method it takes.
+
+Tests `factorisation.py`, `systems.py`.
+"""
+
 from importlib import import_module
 
 import pytest

@@ -1,4 +1,7 @@
-"""The projection that `eigsh` restarts: what it holds after some steps, whatever the start block."""
+"""The projection that `eigsh` restarts: what it holds after some steps, whatever the start block.
+
+Tests `projection.py`.
+"""
 
 import math
 

@@ -1,3 +1,8 @@
+"""Eigenpairs against dense ones: largest, smallest, inside, repeated.
+
+Tests `basis.py`, `shift_invert.py`, `thick_restart.py`.
+"""
+
 import math
 from dataclasses import replace
 

@@ -1,3 +1,8 @@
+"""Singular triplets against dense ones.
+
+Tests `golub_kahan.py`.
+"""
+
 import math
 
 import pytest

@@ -1,4 +1,7 @@
-"""Every network of the zoo, by every engine, against a dense Jacobian that shares no code with the library."""
+"""Every network of the zoo, by every engine, against a dense Jacobian that shares no code with the library.
+
+Tests `fused_kernels.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of layer rules: each against autograd on the layer alone."""
+"""The table of layer rules: each against autograd on the layer alone.
+
+Tests `bilinear.py`, `convolution.py`, `embedding.py`, `linear.py`, `norm.py`, `rule.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The autodiff engine proves itself: on the first points, on the first batch that it keeps, and after every switch."""
+"""The autodiff engine proves itself: on the first points, on the first batch that it keeps, and after every switch.
+
+Tests `custom_functions.py`.
+"""
 
 from __future__ import annotations
 

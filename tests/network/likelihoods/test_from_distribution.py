@@ -1,4 +1,7 @@
-"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher."""
+"""Likelihoods from `torch.distributions`: against the closed forms, and refusing what has no exact Fisher.
+
+Tests `by_autograd.py`.
+"""
 
 from __future__ import annotations
 

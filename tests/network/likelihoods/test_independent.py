@@ -1,4 +1,7 @@
-"""Likelihoods with a diagonal output Fisher, against torch's losses, distributions and autograd in float64."""
+"""Likelihoods with a diagonal output Fisher, against torch's losses, distributions and autograd in float64.
+
+Tests `bernoulli.py`, `heteroscedastic.py`, `poisson.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Closed forms of the likelihoods against torch's losses, autograd and dense references in float64."""
+"""Closed forms of the likelihoods against torch's losses, autograd and dense references in float64.
+
+Tests `categorical.py`, `gaussian.py`, `likelihood.py`.
+"""
 
 from __future__ import annotations
 

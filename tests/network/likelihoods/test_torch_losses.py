@@ -1,4 +1,7 @@
-"""Losses of torch mean what torch computes: against the losses themselves, on every shape that they take."""
+"""Losses of torch mean what torch computes: against the losses themselves, on every shape that they take.
+
+Tests `layout.py`.
+"""
 
 from __future__ import annotations
 
