@@ -33,7 +33,7 @@ def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
 
 
 def state_of(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    """These attributes by name."""
+    """Return the attributes of these names, by name."""
     return {name: getattr(value, name) for name in names}
 
 

@@ -83,7 +83,7 @@ class _LinearModel(Point):
         self.relative = float(self.gradient.double().norm()) / scale if scale else 0.0
 
     def precision(self) -> Any:
-        """Its Hessian, for a likelihood whose Fisher is that; else the GGN's."""
+        """Return the loss's Hessian, or the GGN plus the prior where the likelihood's Fisher is not its Hessian."""
         total: LinearOperator = self.parts[0]
         for part in self.parts[1:]:
             total = total + part

@@ -174,7 +174,7 @@ class Features:
         return self.layer.output[1:].numel()
 
     def inputs(self) -> Float[Tensor, "m q"] | None:
-        """Its inputs at all positions, a one appended for the bias: its rows' right side; None of a bias alone."""
+        """Return the layer's inputs at all positions, a one appended for its bias; None where it has a bias alone."""
         if "weight" not in self.layer.names:
             return None
         a = self.kept.flatten(0, -2)

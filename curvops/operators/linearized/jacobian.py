@@ -59,7 +59,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def inputs(self) -> Inputs:
-        """Its inputs with their graph, where `is_recorded`."""
+        """The inputs of the Jacobian with their graph, where `is_recorded`."""
         return replaced(self._kwargs["inputs"], dict(zip(self._kwargs["names"], self._args[1:])))
 
     def _tangent_space(self) -> TangentSpace:

@@ -69,8 +69,8 @@ def as_schedule(name: str, given: Any, zero: bool = False) -> Schedule:
     return Constant(checked_number(name, given, "[0, inf)" if zero else "(0, inf)", kind))
 
 
-def at(name: str, schedule: Schedule, step: int, zero: bool = False) -> float:
-    """Return the schedule's value at a step, checked unless it is constant."""
+def at(name: str, schedule: Schedule, step: int) -> float:
+    """Return the schedule's value at a step, 0 or more, checked unless it is constant."""
     if isinstance(schedule, Constant):
         return schedule.value
-    return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)" if zero else "(0, inf)")
+    return checked_number(f"{name} at step {step}", schedule(step), "[0, inf)")

@@ -142,8 +142,8 @@ class Transition(ABC):
     def _now(self, state: State) -> tuple[float, float]:
         """Return ε and 𝒯 at this step."""
         step = int(state.step)
-        temperature = at("temperature", self.temperature, step, zero=True)
-        return at("step_size", self.step_size, step, zero=True), temperature / self.data_size
+        temperature = at("temperature", self.temperature, step)
+        return at("step_size", self.step_size, step), temperature / self.data_size
 
     def _gradient(self, state: State, batch: Any) -> tuple[Float[Tensor, "*k"], Float[Tensor, "*k d"]]:
         """Return log_posterior and its gradient at the state; raise where they are not finite."""

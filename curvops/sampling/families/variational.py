@@ -156,7 +156,7 @@ class Variational(Optimizer):
 
         The residual of a draw is the gradient of log(q/p) in its standard normal numbers.
         """
-        temperature = at("temperature", self.temperature, int(state.step), zero=True) / self.data_size
+        temperature = at("temperature", self.temperature, int(state.step)) / self.data_size
         if not temperature > 0:
             raise ValueError("temperature must be positive, got 0: the optimum is a point; use co.sampling.optimizer.")
         family, structure = self.family, state.structure

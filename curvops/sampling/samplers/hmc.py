@@ -153,6 +153,5 @@ def lmc(
     Cost: a gradient (two where the batch is another than before), two products with D, a solve, a draw.
     """
     shared = common_arguments(log_posterior, step_size, temperature, data_size, preconditioner)
-    if checked_number("refreshment", refreshment) > 1:
-        raise ValueError(f"refreshment must lie in (0, 1], got {refreshment}.")
-    return Leapfrog(**shared, leapfrog_steps=1, refreshment=float(refreshment), sigma=checked_number("sigma", sigma))
+    share = checked_number("refreshment", refreshment, "(0, 1]")
+    return Leapfrog(**shared, leapfrog_steps=1, refreshment=share, sigma=checked_number("sigma", sigma))

@@ -69,7 +69,7 @@ class Optimizer(Transition):
         self, tensors: Sequence[Tensor], slopes: Sequence[Tensor], held: dict[str, dict[str, Any]], step: int
     ) -> None:
         """A step against these gradients, in place; `held` is what the optimiser keeps for each tensor."""
-        options = {**self.options, "lr": at("lr", self.step_size, step, zero=True)} if self.scheduled else self.options
+        options = {**self.options, "lr": at("lr", self.step_size, step)} if self.scheduled else self.options
         leaves = [tensor.detach() for tensor in tensors]
         for leaf, slope in zip(leaves, slopes):
             leaf.requires_grad_().grad = slope
