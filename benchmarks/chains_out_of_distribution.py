@@ -25,7 +25,8 @@ from benchmarks.tables import table
 from curvops.cli.demo.digits import all_digits, rotate
 from curvops.cli.demo.network import perceptron
 from curvops.plots import style
-from curvops.posterior import metrics, uncertainty
+from curvops.posterior import metrics
+from curvops.posterior.predictions import uncertainty
 
 CHAINS = 10
 KNOWN, POINTS, WIDTH, BATCH = 5, 300, 20, 50

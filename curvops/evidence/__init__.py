@@ -6,8 +6,8 @@ from curvops.evidence.mackay import Oscillates, mackay
 from curvops.evidence.maximize import maximize
 from curvops.evidence.train import train
 from curvops.evidence.validate import validate
-from curvops.posterior.evidence_parts import Evidence
-from curvops.posterior.tuning import Ending, StepsSpent, Tuning, TuningStep, Validation
+from curvops.posterior.log_evidence.evidence_parts import Evidence
+from curvops.posterior.log_evidence.tuning import Ending, StepsSpent, Tuning, TuningStep, Validation
 
 __all__ = [
     "Ending",

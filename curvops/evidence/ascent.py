@@ -18,10 +18,10 @@ from torch import Tensor
 from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit, require_inside
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
-from curvops.posterior.laplace import Laplace
-from curvops.posterior.linear_mode import REMEDIES
-from curvops.posterior.precision import preconditioner
-from curvops.posterior.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.gaussians.laplace import Laplace
+from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.posterior.solves.precision import preconditioner
 
 # Precisions of single weights stay within this one: beyond, a weight is known, or free, for all that it matters.
 FURTHEST_WEIGHT = 1e6

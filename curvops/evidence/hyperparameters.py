@@ -22,10 +22,10 @@ from curvops.network.data.batches import Batch
 from curvops.network.walks.passes import BatchMap
 from curvops.operators import EmpiricalFisher
 from curvops.operators.linearized.reading import OfLinearization
-from curvops.posterior.determinants import normal_mode, prepare, shares_of_weights
-from curvops.posterior.laplace import Laplace
-from curvops.posterior.linear_mode import REMEDIES
-from curvops.posterior.tuning import Tuning
+from curvops.posterior.gaussians.laplace import Laplace
+from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
+from curvops.posterior.log_evidence.tuning import Tuning
+from curvops.posterior.solves.linear_mode import REMEDIES
 
 # A search reaches this factor below and above the start.
 FURTHEST = 1e10

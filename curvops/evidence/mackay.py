@@ -17,14 +17,14 @@ from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_nois
 from curvops.evidence.precision_groups import precision_groups
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.operators import DiagonalGGN
-from curvops.posterior.arguments import check_accuracy, checked_count
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.deviations import Deviations
-from curvops.posterior.laplace import Laplace, check_posterior
-from curvops.posterior.noise import Noise
-from curvops.posterior.precision import formed_kernel
-from curvops.posterior.stochastic_descent import StochasticDescent
-from curvops.posterior.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.core.arguments import check_accuracy, checked_count
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.draws.deviations import Deviations
+from curvops.posterior.draws.noise import Noise
+from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.solves.precision import formed_kernel
 from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}

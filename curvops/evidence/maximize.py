@@ -12,10 +12,10 @@ from curvops.checks import checked_whole
 from curvops.evidence.ascent import Ascent
 from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
 from curvops.evidence.precision_groups import OVER, precision_groups
-from curvops.posterior.arguments import check_accuracy
-from curvops.posterior.determinants import prepare
-from curvops.posterior.evidence_parts import find_evidence
-from curvops.posterior.laplace import Laplace, check_posterior, checked_mode
+from curvops.posterior.core.arguments import check_accuracy
+from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
+from curvops.posterior.log_evidence.determinants import prepare
+from curvops.posterior.log_evidence.evidence_parts import find_evidence
 
 
 def maximize(

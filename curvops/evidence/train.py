@@ -17,9 +17,9 @@ from curvops.evidence.maximize import maximize
 from curvops.network.data.batches import holds_all, parts_of
 from curvops.network.data.inputs import move, move_tensor, normalise, take
 from curvops.operators import KFAC, linearize
-from curvops.posterior.laplace import Laplace, laplace
-from curvops.posterior.tuning import StepsSpent, Tuning
-from curvops.posterior.updating import MODE_TOLERANCE, NotAMode
+from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.updating import MODE_TOLERANCE, NotAMode
+from curvops.posterior.log_evidence.tuning import StepsSpent, Tuning
 
 Parameters = Iterable[nn.Parameter]
 

@@ -18,9 +18,9 @@ from curvops.evidence.grid import checked_precisions
 from curvops.network.data.batches import as_source, holds_all, parts_of
 from curvops.network.data.inputs import Inputs, normalise
 from curvops.network.data.randomness import items
-from curvops.posterior.arguments import check_accuracy
-from curvops.posterior.laplace import Laplace, check_posterior
-from curvops.posterior.tuning import StepsSpent, Validation
+from curvops.posterior.core.arguments import check_accuracy
+from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.log_evidence.tuning import StepsSpent, Validation
 
 COARSE = tuple(10.0**power for power in range(-4, 5))
 """Factors of the present value that a search tries before it looks closer."""

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from curvops.plots import style
-from curvops.posterior.tuning import Tuning
+from curvops.posterior.log_evidence.tuning import Tuning
 
 
 def evidence(

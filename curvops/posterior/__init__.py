@@ -1,15 +1,15 @@
 """Gaussian posteriors over the weights, and what they predict."""
 
-from curvops.posterior.deviations import Deviations
-from curvops.posterior.gaussian_posterior import GaussianPosterior
-from curvops.posterior.laplace import Laplace, laplace
-from curvops.posterior.linear_mode import LinearMode
-from curvops.posterior.load import load, save
-from curvops.posterior.normals import SampledNormal
-from curvops.posterior.selection import InertWeights, select, wasserstein
-from curvops.posterior.stochastic_descent import Diverged, StochasticDescent
-from curvops.posterior.uncertainty import Uncertainty
-from curvops.posterior.updating import NotAMode
+from curvops.posterior.draws.deviations import Deviations
+from curvops.posterior.draws.stochastic_descent import Diverged, StochasticDescent
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.gaussians.laplace import Laplace, laplace
+from curvops.posterior.gaussians.load import load, save
+from curvops.posterior.gaussians.selection import InertWeights, select, wasserstein
+from curvops.posterior.gaussians.updating import NotAMode
+from curvops.posterior.predictions.normals import SampledNormal
+from curvops.posterior.predictions.uncertainty import Uncertainty
+from curvops.posterior.solves.linear_mode import LinearMode
 
 __all__ = [
     "Deviations",

@@ -15,7 +15,7 @@ from curvops.evidence import ascent
 from curvops.linalg.core import solve_routes as routes
 from tests.posterior.trained import problem
 
-linear_mode = importlib.import_module("curvops.posterior.linear_mode")
+linear_mode = importlib.import_module("curvops.posterior.solves.linear_mode")
 DOUBLE = torch.float64
 CURVATURES = {"GGN": co.GGN, "KFAC": co.KFAC, "diagonal": co.DiagonalGGN}
 LAYERS = {"0.*": 0, "2.*": 1}

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvops as co
-from curvops.posterior import predictive
+from curvops.posterior.predictions import predictive
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

@@ -10,7 +10,7 @@ import curvops as co
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import selected_rows
-from curvops.posterior.covariance import Kept, PointCovariance
+from curvops.posterior.predictions.covariance import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
 NETWORKS = [

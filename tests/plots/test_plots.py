@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import curvops as co
 from curvops import plots
-from curvops.posterior.tuning import Ending, Tuning, TuningStep
+from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
 
 ROWS = ["MAP", "MAP + temperature", "Laplace (full GGN)"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.network.likelihoods.output_fisher import Sampled
-from curvops.posterior.determinants import log_ratio
-from curvops.posterior.noise import Noise
+from curvops.posterior.draws.noise import Noise
+from curvops.posterior.log_evidence.determinants import log_ratio
 
 DOUBLE = torch.float64
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}

@@ -11,7 +11,7 @@ from torch import nn
 
 import curvops as co
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
-from curvops.posterior.stochastic_descent import _Problem
+from curvops.posterior.draws.stochastic_descent import _Problem
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -221,7 +221,7 @@ def test_draws_in_groups_are_those_together(monkeypatch):
     for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
         post = setting(curvature=curvature)
         whole = post.deviations(11, method="cg", rtol=1e-10, generator=seeded())
-        monkeypatch.setattr("curvops.posterior.deviations.solved_at_a_time", lambda *_: (3, 0))
+        monkeypatch.setattr("curvops.posterior.draws.deviations.solved_at_a_time", lambda *_: (3, 0))
         parts = post.deviations(11, whole.noise, method="cg", rtol=1e-10, x0=whole.draws)
         monkeypatch.undo()
         torch.testing.assert_close(parts.draws, whole.draws, rtol=1e-8, atol=1e-9)

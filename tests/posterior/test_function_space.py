@@ -17,8 +17,8 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.passes import Passes
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.formed_kernel import NAME, FormedKernel
-from curvops.posterior.precision import formed_kernel, solving_kernel
+from curvops.posterior.solves.formed_kernel import NAME, FormedKernel
+from curvops.posterior.solves.precision import formed_kernel, solving_kernel
 from tests.linalg.interrupted import Killed
 
 DOUBLE = torch.float64
@@ -117,7 +117,7 @@ def test_a_mode_that_a_checkpoint_keeps_forms_nothing(formed, tmp_path, monkeypa
     post, *_ = formed
     found = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
     monkeypatch.setattr(
-        "curvops.posterior.linear_mode.solving_kernel", lambda *_: pytest.fail("the kernel was asked for")
+        "curvops.posterior.solves.linear_mode.solving_kernel", lambda *_: pytest.fail("the kernel was asked for")
     )
     again = post.linear_mode(rtol=1e-9, checkpoint=tmp_path / "mode")
     assert torch.equal(again.theta, found.theta) and again.matvecs == found.matvecs
@@ -127,7 +127,7 @@ def test_the_kernel_is_formed_once(monkeypatch, tmp_path):
     """For the evidence, under another noise, and for what keeps a checkpoint; anew once no posterior holds it."""
     made = []
     monkeypatch.setattr(
-        "curvops.posterior.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
+        "curvops.posterior.solves.formed_kernel.gram_matrix", lambda *args: made.append(1) or gram_matrix(*args)
     )
     lin = wide("gaussian")
     post = co.laplace(lin, prior_precision=ALPHA, check_mode=False)

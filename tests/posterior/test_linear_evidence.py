@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import evidence_parts
+from curvops.posterior.log_evidence import evidence_parts
 
 DOUBLE = torch.float64
 

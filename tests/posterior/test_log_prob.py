@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import curvops as co
-from curvops.posterior import determinants
+from curvops.posterior.log_evidence import determinants
 from tests.posterior.test_gaussian_posterior import forms
 from tests.posterior.test_priors import CURVATURES, PRIORS, dense_of
 from tests.posterior.trained import problem

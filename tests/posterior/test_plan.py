@@ -73,9 +73,9 @@ def seen():
         spy(stack, solving, "solve_dense", "dense")
         spy(stack, solving, "minres", "minres")
         spy(stack, solving, "lsmr", "lsmr")
-        spy(stack, import_module("curvops.posterior.deviations"), "cg", "cg")
+        spy(stack, import_module("curvops.posterior.draws.deviations"), "cg", "cg")
         spy(stack, import_module("curvops.operators.curvatures.formed"), "principal_block", "formed matrix")
-        spy(stack, import_module("curvops.posterior.formed_kernel").FormedKernel, "inverse", "formed kernel")
+        spy(stack, import_module("curvops.posterior.solves.formed_kernel").FormedKernel, "inverse", "formed kernel")
         yield found
 
 

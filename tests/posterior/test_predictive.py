@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior import links
-from curvops.posterior.uncertainty import of_labels
+from curvops.posterior.predictions import links
+from curvops.posterior.predictions.uncertainty import of_labels
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -232,7 +232,7 @@ def test_points_are_taken_some_at_a_time_where_draws_are_many(classes, monkeypat
     """All at once and one by one agree within 6 standard errors: other draws, the same law."""
     at_once, y = classes.uncertainty(X, generator=generator()), torch.tensor([0, 1, 2, 1, 0])
     score = classes.log_likelihood(X, y, generator=generator())
-    monkeypatch.setattr("curvops.posterior.predictive.DRAWN_NUMBERS", 1)
+    monkeypatch.setattr("curvops.posterior.predictions.predictive.DRAWN_NUMBERS", 1)
     by_point = classes.uncertainty(X, generator=generator(1))
     assert by_point.epistemic.shape == (5,) and by_point.mean.shape == (5, 3)
     spread = (at_once.stderr.square() + by_point.stderr.square()).sqrt()

@@ -8,7 +8,7 @@ from torch import nn
 
 import curvops as co
 from curvops.linalg import Reason
-from curvops.posterior import selection
+from curvops.posterior.gaussians import selection
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64

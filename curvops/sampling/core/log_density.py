@@ -24,8 +24,8 @@ from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.operators.linearized.linearize import at_positions, checked_layout, output_shape
-from curvops.posterior.priors import Prior
-from curvops.posterior.updating import as_prior
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.gaussians.updating import as_prior
 from curvops.sampling.core.state import State
 
 SUBNETWORK = "subnetwork"

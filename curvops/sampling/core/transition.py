@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_flag, check_generator, checked_whole
-from curvops.posterior.stochastic_descent import Diverged
+from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
 from curvops.sampling.core.noise_source import NoiseSource

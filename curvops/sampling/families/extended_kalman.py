@@ -17,9 +17,9 @@ from curvops.network.likelihoods.output_fisher import Empirical, Exact
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.row_squares import curvature_diagonal, score_and_diagonal
-from curvops.posterior import continual
-from curvops.posterior.arguments import check_linearization
-from curvops.posterior.gaussian_posterior import GaussianPosterior
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians import continual
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.core.log_density import LogPosterior, order_at_mean
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.state import Info, State

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from curvops.checks import check_choice, check_flag, checked_number, checked_whole
 from curvops.operators import Linearization
-from curvops.posterior.arguments import check_linearization
-from curvops.posterior.gaussian_posterior import GaussianPosterior
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.core.log_density import order_at_mean
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import at

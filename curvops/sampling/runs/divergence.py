@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.posterior.stochastic_descent import Diverged
+from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.state import Info, State
 
 LOOK_EVERY = 20

@@ -14,12 +14,12 @@ from curvops.checks import check_choice
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior import uncertainty
-from curvops.posterior.arguments import check_accuracy, check_linearization, checked_count
-from curvops.posterior.held_out import ErrorOfMean
-from curvops.posterior.network_outputs import network_outputs
-from curvops.posterior.predictive import Predictive
-from curvops.posterior.uncertainty import Uncertainty
+from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
+from curvops.posterior.predictions import uncertainty
+from curvops.posterior.predictions.held_out import ErrorOfMean
+from curvops.posterior.predictions.network_outputs import network_outputs
+from curvops.posterior.predictions.predictive import Predictive
+from curvops.posterior.predictions.uncertainty import Uncertainty
 from curvops.sampling.core.log_density import as_vectors
 from curvops.sampling.diagnostics.chain_draws import checked_draws
 from curvops.sampling.diagnostics.projected_chains import effective_size

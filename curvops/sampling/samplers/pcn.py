@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.linalg import Diagonal, Inverse
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.priors import Prior
 from curvops.sampling.core.metric import as_metric
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Constant

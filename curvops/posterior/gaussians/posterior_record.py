@@ -14,9 +14,9 @@ from curvops.linalg import Estimate, Inverse
 from curvops.operators import Linearization
 from curvops.operators.linearized.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
-from curvops.posterior.arguments import check_operator
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.priors import KroneckerPrior, Prior
+from curvops.posterior.core.arguments import check_operator
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import KroneckerPrior, Prior
 
 KIND = "posterior"
 """The kind of a posterior's folder."""

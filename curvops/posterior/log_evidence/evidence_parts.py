@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.determinants import count_parameters, log_ratio
-from curvops.posterior.linear_mode import find_mode, linear_log_likelihood
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.log_evidence.determinants import count_parameters, log_ratio
+from curvops.posterior.solves.linear_mode import find_mode, linear_log_likelihood
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,10 +25,10 @@ from curvops.network.model.parameters import matching
 from curvops.operators import GGN, DiagonalGGN, Linearization
 from curvops.operators.curvatures.row_squares import squared_columns
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
-from curvops.posterior.arguments import check_linearization
-from curvops.posterior.laplace import Laplace, check_posterior
-from curvops.posterior.precision import for_columns
-from curvops.posterior.priors import read_prior
+from curvops.posterior.core.arguments import check_linearization
+from curvops.posterior.core.priors import read_prior
+from curvops.posterior.gaussians.laplace import Laplace, check_posterior
+from curvops.posterior.solves.precision import for_columns
 
 
 class InertWeights(UserWarning):

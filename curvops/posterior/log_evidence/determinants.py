@@ -27,9 +27,9 @@ from curvops.linalg.estimators.sampler import ROUNDING_UNITS
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.precision import formed_kernel, naming_the_ggn, system_of, with_closed_form
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.solves.precision import formed_kernel, naming_the_ggn, system_of, with_closed_form
 
 SHARE_ROUNDINGS = 4
 """Units of rounding that an entry of A P⁻¹ by a closed form is off by, relative to itself."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.posterior.held_out import ErrorOfMean, error_of_mean
 from curvops.posterior.metrics import divergences
+from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
 
 LABELS = (Categorical, Bernoulli)
 NUMBERS = (Gaussian, HeteroscedasticGaussian, Poisson)

@@ -15,9 +15,9 @@ from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.operators.draws import draw
 from curvops.operators import Linearization
-from curvops.posterior.arguments import check_accuracy, check_linearization, check_operator, checked_count
-from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.posterior_record import OF_GAUSSIANS, record_of_gaussian
+from curvops.posterior.core.arguments import check_accuracy, check_linearization, check_operator, checked_count
+from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
+from curvops.posterior.gaussians.posterior_record import OF_GAUSSIANS, record_of_gaussian
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,26 +21,33 @@ from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
-from curvops.posterior.arguments import (
+from curvops.posterior.core.arguments import (
     check_accuracy,
     check_linearization,
     checked_count,
     checked_curvature,
     checked_draws,
 )
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.determinants import log_determinant
-from curvops.posterior.deviations import Deviations, draw_deviations
-from curvops.posterior.evidence_parts import Evidence, count_of, find_evidence
-from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.linear_mode import LinearMode, find_mode, problem_of_mode
-from curvops.posterior.noise import Noise
-from curvops.posterior.posterior_record import OF_LAPLACE, record_of_posterior
-from curvops.posterior.precision import for_columns, plan
-from curvops.posterior.priors import Prior
-from curvops.posterior.stochastic_descent import StochasticDescent
-from curvops.posterior.tuning import Tuning, Validation
-from curvops.posterior.updating import after_data, as_prior, checked_posterior, mode_gap, under_noise, under_prior
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.draws.deviations import Deviations, draw_deviations
+from curvops.posterior.draws.noise import Noise
+from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
+from curvops.posterior.gaussians.posterior_record import OF_LAPLACE, record_of_posterior
+from curvops.posterior.gaussians.updating import (
+    after_data,
+    as_prior,
+    checked_posterior,
+    mode_gap,
+    under_noise,
+    under_prior,
+)
+from curvops.posterior.log_evidence.determinants import log_determinant
+from curvops.posterior.log_evidence.evidence_parts import Evidence, count_of, find_evidence
+from curvops.posterior.log_evidence.tuning import Tuning, Validation
+from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
+from curvops.posterior.solves.precision import for_columns, plan
 from curvops.records import from_record
 
 

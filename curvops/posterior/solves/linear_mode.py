@@ -25,10 +25,10 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.newton import ROUNDINGS, Point, minimise
-from curvops.posterior.precision import preconditioner, solving_kernel
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.solves.newton import ROUNDINGS, Point, minimise
+from curvops.posterior.solves.precision import preconditioner, solving_kernel
 
 REMEDIES = {
     Reason.ITERATION_LIMIT: (

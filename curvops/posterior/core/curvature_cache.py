@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -36,13 +36,13 @@ from torch import Tensor
 from curvops.linalg import SpectralQuadrature
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import keep
+from curvops.linalg.core.sources import sources_of
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import GGN, Linearization
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.reading import require_no_gradient
-from curvops.posterior.data_terms import data_terms, power_of
 from curvops.records import from_record
 
 SKETCHES = ("weights", "functions")
@@ -213,3 +213,61 @@ class CurvatureCache:
     def _is_held(self, tensor: Tensor) -> bool:
         """Whether the curvature follows a tensor, and has gradients for it."""
         return any(tensor is other for other in self.curvature.representation())
+
+
+def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Linearization, ...] | str:
+    """Return the linearisations whose log-likelihoods add up to that of the curvature; else why it is not known.
+
+    A curvature times a number, (1 / T) * co.GGN(lin), is of the likelihood to this power (`power_of`). Every operator
+    made of a linearisation, or of such an operator, says which data it is of and how often it counts
+    them. A matrix of the user's own does not: alone it is taken for that of `lin`.
+    """
+    found = sources_of(curvature)
+    if found is None:
+        return (lin,)
+    if found.detached:
+        return "a part of the curvature was detached from its weights, so that it is of no likelihood at these."
+    counts, own = found.counts, lin.source
+    if not counts.get(own):
+        return (
+            "the curvature is of other data, or of another likelihood, than the linearisation given to co.laplace; "
+            "linearise once over all data, or add up the curvatures of both."
+        )
+    if found.partial:
+        return (
+            "the curvature holds, beside what is known to be of these data, an operator that does not say which data "
+            "it is of (a matrix, say)."
+        )
+    uneven = [count for count in counts.values() if abs(count - counts[own]) > 1e-12]
+    if (found.repeated or uneven or counts[own] < 0) and (
+        not_once := [c for c in counts.values() if abs(c - 1) > 1e-12]
+    ):
+        return f"the curvature counts data {not_once[0]:.4g} times, their likelihood counts once."
+    known: dict[Hashable, Linearization] = {each.source: each for each in _linearizations(curvature)}
+    known[own] = lin
+    if not counts.keys() <= known.keys():
+        return (
+            "a part of it is of other data than the linearisation given to co.laplace, and (as KFAC, diagonals, "
+            "blocks and low rank) does not keep them; linearise once over all data, or take a GGN, Fisher or Hessian "
+            "of those."
+        )
+    return tuple(known[source] for source in counts)
+
+
+def power_of(lin: Linearization, curvature: LinearOperator) -> float:
+    """Return the power of a curvature's likelihood: 1/T where it is tempered, else 1."""
+    found = sources_of(curvature)
+    if found is None or set(found.counts.values()) == {1.0}:
+        return 1.0
+    count = found.counts.get(lin.source, 1.0)
+    return 1.0 if abs(count - 1) <= 1e-12 else count
+
+
+def _linearizations(operator: LinearOperator) -> Iterator[Linearization]:
+    """Yield the linearisations that an operator and its parts hold."""
+    lin = getattr(operator, "lin", None)
+    if isinstance(lin, Linearization):
+        yield lin
+    for part in operator._args:
+        if isinstance(part, LinearOperator):
+            yield from _linearizations(part)

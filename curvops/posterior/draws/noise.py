@@ -14,7 +14,7 @@ from curvops.linalg import draw
 from curvops.linalg.core.vectors import join
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.priors import Prior
 
 LARGEST_SEED = 2**62
 DRAWN_TOGETHER = 8

@@ -12,10 +12,10 @@ from curvops import storage
 from curvops.operators import Linearization
 from curvops.operators.linearized.linearization_record import record_of_linearization, recorded_linearization
 from curvops.operators.operator_record import record_of_operator, recorded_operator
-from curvops.posterior.arguments import check_operator
-from curvops.posterior.gaussian_posterior import GaussianPosterior
-from curvops.posterior.laplace import Laplace
-from curvops.posterior.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, recorded_gaussian, recorded_parts
+from curvops.posterior.core.arguments import check_operator
+from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
+from curvops.posterior.gaussians.laplace import Laplace
+from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, VERSIONS, recorded_gaussian, recorded_parts
 from curvops.progress import Progress
 
 OPERATOR, OF_OPERATORS = "operator", 1

@@ -33,9 +33,9 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.formed import Formed
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.formed_kernel import FormedKernel
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.solves.formed_kernel import FormedKernel
 
 LOOKED_AT = 20
 """Products spent on looking for a negative eigenvalue of a curvature that is not known to have none."""

@@ -30,7 +30,7 @@ from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.operators.curvatures.displaced_ggn import pushed
 from curvops.operators.function_space.gram_matrix import gram_matrix
-from curvops.posterior.newton import Point, minimise
+from curvops.posterior.solves.newton import Point, minimise
 
 NAME = "J Jᵀ"
 BESIDE = PRODUCT_VECTORS + 2

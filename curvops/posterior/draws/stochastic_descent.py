@@ -23,8 +23,8 @@ from curvops.linalg import Reason, Solution
 from curvops.linalg.core.solve_routes import EPOCHS
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
-from curvops.posterior.noise import Noise
-from curvops.posterior.priors import Prior
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.draws.noise import Noise
 from curvops.progress import as_step, at_work, remark
 
 Loss = Literal["low_variance", "standard"]

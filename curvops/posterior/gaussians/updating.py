@@ -12,12 +12,12 @@ import torch
 from curvops.checks import check_flag
 from curvops.network.model.model import Model
 from curvops.operators import Linearization
-from curvops.posterior import continual
-from curvops.posterior.arguments import check_accuracy, check_linearization, checked_curvature
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.gaussian_weights import GaussianWeights
-from curvops.posterior.precision import require_usable
-from curvops.posterior.priors import KroneckerPrior, Prior, read_prior
+from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_curvature
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import KroneckerPrior, Prior, read_prior
+from curvops.posterior.gaussians import continual
+from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
+from curvops.posterior.solves.precision import require_usable
 
 MODE_TOLERANCE = 0.1
 """A gradient of the log posterior above this share of the prior's own is not a mode's."""

@@ -20,12 +20,12 @@ from curvops.linalg.core.cache import recorded
 from curvops.network.walks.passes import accumulate
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior import continual
-from curvops.posterior.arguments import check_accuracy, check_operator, checked_draws
-from curvops.posterior.covariance import JointCovariance, Kept, PointCovariance
-from curvops.posterior.deviations import Deviations, trace
-from curvops.posterior.posterior_record import KIND
-from curvops.posterior.predictive import Predictive
+from curvops.posterior.core.arguments import check_accuracy, check_operator, checked_draws
+from curvops.posterior.draws.deviations import Deviations, trace
+from curvops.posterior.gaussians import continual
+from curvops.posterior.gaussians.posterior_record import KIND
+from curvops.posterior.predictions.covariance import JointCovariance, Kept, PointCovariance
+from curvops.posterior.predictions.predictive import Predictive
 
 
 class GaussianWeights(Predictive):

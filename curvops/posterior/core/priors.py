@@ -16,7 +16,7 @@ from curvops.linalg.operators.algebra import is_psd
 from curvops.network.model.model import Model
 from curvops.network.model.weight_vectors import read_precision, read_vector
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
-from curvops.posterior.arguments import check_operator
+from curvops.posterior.core.arguments import check_operator
 
 
 class WithCurvature(NamedTuple):

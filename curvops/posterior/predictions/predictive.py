@@ -24,13 +24,13 @@ from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Ga
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.posterior import held_out, links, uncertainty
-from curvops.posterior.arguments import check_accuracy, checked_count, checked_draws
-from curvops.posterior.covariance import SampledCovariance
-from curvops.posterior.held_out import ErrorOfMean, error_of_mean
-from curvops.posterior.network_outputs import network_outputs
-from curvops.posterior.normals import MultitaskNormal, Normal, SampledNormal
-from curvops.posterior.uncertainty import LABELS, NUMBERS, Uncertainty
+from curvops.posterior.core.arguments import check_accuracy, checked_count, checked_draws
+from curvops.posterior.predictions import held_out, links, uncertainty
+from curvops.posterior.predictions.covariance import SampledCovariance
+from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
+from curvops.posterior.predictions.network_outputs import network_outputs
+from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
+from curvops.posterior.predictions.uncertainty import LABELS, NUMBERS, Uncertainty
 
 # Draws of the outputs of each point, where averages over them are asked for and no samples are given.
 OUTPUT_DRAWS = 1000

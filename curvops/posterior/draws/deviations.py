@@ -28,12 +28,12 @@ from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
 from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
-from curvops.posterior.curvature_cache import CurvatureCache
-from curvops.posterior.linear_mode import REMEDIES
-from curvops.posterior.noise import Noise
-from curvops.posterior.precision import for_columns, preconditioner, route_of
-from curvops.posterior.priors import Prior
-from curvops.posterior.stochastic_descent import StochasticDescent
+from curvops.posterior.core.curvature_cache import CurvatureCache
+from curvops.posterior.core.priors import Prior
+from curvops.posterior.draws.noise import Noise
+from curvops.posterior.draws.stochastic_descent import StochasticDescent
+from curvops.posterior.solves.linear_mode import REMEDIES
+from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
 
 METHODS = ("closed form", "cg", "dual", "sgd")
 BY_ROUTE = {"dense": "cg", SKETCHED: "cg", "formed matrix": "closed form", "formed kernel": "dual"}

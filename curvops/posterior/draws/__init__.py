@@ -1,0 +1,1 @@
+"""Draws of a posterior by solving, and their noise."""

@@ -1,0 +1,1 @@
+"""Gaussian posteriors, how they are made, updated, saved and loaded."""

@@ -1,0 +1,1 @@
+"""Predictions of any posterior: outputs, covariances, probabilities, uncertainty and scores."""

@@ -1,0 +1,1 @@
+"""Systems with a posterior's precision, and the modes found by them."""
