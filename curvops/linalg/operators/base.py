@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,20 +15,37 @@ from linear_operator.operators import (
     DiagLinearOperator,
     IdentityLinearOperator,
     LinearOperator,
+    RootLinearOperator,
+    TriangularLinearOperator,
     ZeroLinearOperator,
     to_linear_operator,
 )
 from torch import Tensor
 
+from curvops.checkpoint import Place
+from curvops.checks import checked_whole
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache
+from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
+from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.core.symmetry import clearly_indefinite
+from curvops.linalg.core.vectors import require_precision
+from curvops.linalg.estimators.dense_spectrum import definite_logdet
+from curvops.linalg.estimators.logdet import logdet
+from curvops.linalg.estimators.spectral_density import spectral_density
+from curvops.linalg.estimators.trace import trace
+from curvops.linalg.operators import indexing, roots
 from curvops.linalg.operators.closed_form import ClosedForm
-from curvops.linalg.operators.contract import SolverContract
 from curvops.linalg.operators.draws import draw, draw_by_products, draw_dense
+from curvops.linalg.solvers.cg import cg
+from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
+from curvops.linalg.spectra.eigsh import eigsh
+from curvops.linalg.spectra.lanczos import lanczos
+from curvops.linalg.spectra.svds import svds
 from curvops.progress import Progress, progress_of
 
 # Unit vectors are multiplied in blocks of this many columns where single entries or the diagonal are asked for.
@@ -43,7 +63,7 @@ def by_columns(product: Callable[[Tensor], Tensor], rhs: Tensor) -> Tensor:
     return block.reshape(-1, *batch, columns).movedim(0, -2)
 
 
-class Operator(SolverContract, LinearOperator):
+class Operator(LinearOperator):
     """A matrix known by its products: (m, n), usually far too large to be formed.
 
     A subclass stores tensors positionally (the first gives dtype and device) and everything else by keyword, does no
@@ -245,18 +265,12 @@ class Operator(SolverContract, LinearOperator):
 
     def __getitem__(self, index: Any) -> Any:
         """Return A[index] as for a tensor, negative indices included; raise IndexError out of range."""
-        given = index if isinstance(index, tuple) else (index,)
-        at = next((i for i, part in enumerate(given) if part is Ellipsis), None)
-        if at is not None:
-            given = (*given[:at], *(slice(None),) * (len(self.shape) + 1 - len(given)), *given[at + 1 :])
-        if len(given) > len(self.shape):
-            raise IndexError(f"{len(given)} indices for an operator of shape {tuple(self.shape)}.")
-        return super().__getitem__(tuple(map(_from_start, given, self.shape)))
+        return super().__getitem__(indexing.full_index(index, self.shape))
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if batch_indices and any(not _is_all(index) for index in batch_indices):
+        if batch_indices and any(not indexing.takes_all(index) for index in batch_indices):
             raise ValueError(f"{type(self).__name__} has no batch dimension to index with {batch_indices}.")
-        rows, columns = (_positions(i, n, self.device) for i, n in zip((row_index, col_index), self.matrix_shape))
+        rows, columns = map(partial(indexing.positions, device=self.device), (row_index, col_index), self.matrix_shape)
         return self if rows is None and columns is None else algebra.Sliced(self, rows=rows, columns=columns)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
@@ -333,7 +347,285 @@ class Operator(SolverContract, LinearOperator):
         batch = [1] * (len(sizes) - 2 - len(self.batch_shape)) + list(self.batch_shape)
         return self._expand_batch([repeat * size for repeat, size in zip(sizes, batch)])
 
-    # Draws
+    # Our algorithms as methods, whose first argument A is the operator
+
+    cg = cg
+    """Solve by block conjugate gradients, see `co.linalg.cg`."""
+    lanczos = lanczos
+    """Tridiagonalise by Lanczos, see `co.linalg.lanczos`."""
+    eigsh = eigsh
+    """Find a few eigenpairs, see `co.linalg.eigsh`."""
+    svds = svds
+    """Find a few singular triplets, see `co.linalg.svds`."""
+    stochastic_logdet = logdet
+    """Estimate the log-determinant in nats, see `co.linalg.logdet`."""
+    spectral_density = spectral_density
+    """Estimate the density of eigenvalues with its band, see `co.linalg.spectral_density`."""
+
+    def trace(
+        self,
+        *,
+        method: str | None = None,
+        rtol: float | None = None,
+        max_matvecs: int | None = None,
+        generator: torch.Generator | None = None,
+        memory_budget: int | None = None,
+        progress: Progress = None,
+    ) -> Estimate:
+        """Return the exact trace, for no product, where the diagonal is known; else as `co.linalg.trace`.
+
+        With `method=` it is always that of `co.linalg.trace`, "xtrace" by default.
+        """
+        if method is None and self.is_square and not self.batch_shape and not self.diagonal_matvecs:
+            return Estimate.rounded(self._diagonal().double().sum(), self._diagonal_error().double().sum())
+        return trace(
+            self,
+            method="xtrace" if method is None else method,
+            rtol=rtol,
+            max_matvecs=max_matvecs,
+            generator=generator,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+
+    def _diagonal_error(self) -> Tensor:
+        """Return the largest change of the diagonal's entries by rounding."""
+        error: Tensor = ROUNDINGS * torch.finfo(self.dtype).eps * self._diagonal().detach().abs()
+        return error
+
+    # What is known of A: a subclass with a closed form, a root or a preconditioner replaces these
+
+    @property
+    def _is_small(self) -> bool:
+        return bool(max(self.matrix_shape) <= routes.DENSE_SIZE)
+
+    @property
+    def _is_formed(self) -> bool:
+        """Whether the dense matrix is given, or small enough to be formed: then it is factorised."""
+        return self._is_small
+
+    def require_small(self, purpose: str, instead: str = "") -> None:
+        """Raise ValueError where `purpose` needs a dense matrix of more than `DENSE_SIZE` columns."""
+        if self.shape[-1] > routes.DENSE_SIZE:
+            raise ValueError(
+                f"{purpose} of a {tuple(self.shape)} {type(self).__name__} needs the dense matrix; {instead}call "
+                ".to_dense() yourself if it fits in memory."
+            )
+
+    def _dense(self) -> Tensor:
+        """Form the dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
+        matrix = self.to_dense()
+        return (matrix + matrix.mT) / 2 if self.symmetric else matrix
+
+    def _closed_form(self) -> Any:
+        """Return the `ClosedForm` of this operator, None where it has none."""
+        return None
+
+    def _exact_form(self) -> Any:
+        """Return the closed form, None where there is none, or where the small dense matrix has more gradients."""
+        form = self._closed_form()
+        if form is None or not (self._is_small and recorded(self.representation())):
+            return form
+        form.require_definite()
+        return None
+
+    def _lower_bound(self) -> float | None:
+        """Return a positive lower bound of A's eigenvalues, where one is known."""
+        return None
+
+    def promises(self) -> Promises:
+        """Return the properties that `co.linalg.solve` may rely on."""
+        return Promises(self.symmetric, self.psd)
+
+    def exact_solver(self) -> Callable[..., Tensor] | None:
+        """Return the function (block, rtol) -> A⁻¹ block of a closed form, None where there is none."""
+        form = self._closed_form()
+        return None if form is None else form.solve
+
+    def require_definite(self) -> None:
+        """Raise NotPositiveSemidefinite (a ValueError) where a closed form shows A to be singular or indefinite."""
+        form = self._closed_form()
+        if form is not None:
+            form.require_definite()
+
+    @property
+    def _takes_sketch(self) -> bool:
+        """Whether `preconditioner` tries a sketch."""
+        return False
+
+    def preconditioner(
+        self,
+        columns: int = 1,
+        generator: torch.Generator | None = None,
+        *,
+        memory_budget: int | None = None,
+        checkpoint: Place | None = None,
+    ) -> Any:
+        """Return M ≈ A⁻¹ for conjugate gradients with `columns` right-hand sides; None where none is known to pay."""
+        return None
+
+    # Solutions and determinants: linear_operator's CG and Lanczos are never called. A closed form comes first; without
+    # one a matrix of at most `DENSE_SIZE` rows is formed and factorised, which costs no more than iterating and has
+    # every gradient; larger ones are only multiplied, and an iteration that does not converge raises.
+
+    def plan(self, columns: int = 1) -> routes.SolvePlan:
+        """Return how systems with this many right-hand sides are solved, and why: `print(P.plan(8))` shows a table.
+
+        It names for each route its products (at least), its bytes, and why it is not possible where it is not. Raises
+        TypeError or ValueError unless columns is a whole number, at least 1. Cost: none; two products where symmetry
+        is not promised.
+        """
+        system = system_of(self, checked_whole("columns", columns, 1), whole=True)
+        return routes.SolvePlan({"solve": routes.routes(replace(system, sketch=self._takes_sketch))})
+
+    def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
+        """Return A⁻¹ B (or L A⁻¹ B) for (n,), (n, K) or (..., n, K), differentiable in B, L and the tensors inside A.
+
+        Raises `NotConverged` (a RuntimeError carrying the `Solution`) where the tolerance was not reached and
+        `NotPositiveDefinite` (also linear_operator's `NotPSDError`) where A is indefinite; warns once where the
+        dtype's precision was the limit. Cost: block CG, or the operator's closed form.
+        """
+        if not self.is_square:
+            raise RuntimeError(f"solve needs a square operator, got {tuple(self.shape)}.")
+        if right_tensor.shape[-1 if right_tensor.ndim == 1 else -2] != self.shape[-1]:
+            raise RuntimeError(f"LinearOperator {tuple(self.shape)} cannot solve for {tuple(right_tensor.shape)}.")
+        solution = self.solve_to(right_tensor)
+        return solution if left_tensor is None else left_tensor @ solution
+
+    def solve_to(self, rhs: Tensor, rtol: float | None = None) -> Tensor:
+        """Solve to a relative residual `rtol` (None: 1e-6, in float64 1.5e-8); see `co.linalg.solve`."""
+        require_precision(self.dtype)
+        return solve(self, rhs, rtol=rtol)
+
+    def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
+        if num_tridiag:
+            raise ValueError("tridiagonal matrices come from curvops.linalg.lanczos, not from solve.")
+        return solve(self, rhs)
+
+    def inv_quad(self, inv_quad_rhs: Tensor, reduce_inv_quad: bool = True) -> Tensor:
+        """Return bᵀ A⁻¹ b per column (…, K), or summed over columns."""
+        columns = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.ndim == 1 else inv_quad_rhs
+        terms = (columns * self.solve(columns)).sum(-2)
+        return terms.sum(-1) if reduce_inv_quad else terms
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pair (bᵀ A⁻¹ b, log det A); a term not asked for is an empty or zero tensor."""
+        zero = torch.zeros(self.batch_shape, dtype=self.dtype, device=self.device)
+        quadratic = zero if inv_quad_rhs is None else self.inv_quad(inv_quad_rhs, bool(reduce_inv_quad))
+        return quadratic, self.logdet() if logdet else zero
+
+    def logdet(self) -> Tensor:
+        """Return log det A in nats, (...,): by closed form, dense Cholesky where A is small, or an `Estimate`.
+
+        Use `stochastic_logdet` for its standard error. Raises NotPositiveSemidefinite where A is not positive definite.
+        """
+        require_precision(self.dtype)
+        form = self._exact_form()
+        if form is not None:
+            return form.logdet()
+        if self._is_formed:
+            return definite_logdet(self._dense())
+        if self.batch_shape:
+            return torch.stack([one.logdet() for one in self._members()]).reshape(self.batch_shape)
+        return self._logdet_estimate().value
+
+    def _logdet_estimate(self, rtol: float = 0.01, **options: Any) -> Estimate:
+        """Estimate log det A, with gradient: by closed form, else by `co.linalg.logdet` with its options."""
+        form = self._closed_form()
+        return logdet(self, rtol=rtol, **options) if form is None else form.logdet_estimate(rtol)
+
+    def _members(self) -> list[Any]:
+        """Return the operators of a batch in a list."""
+        return [self[index] for index in itertools.product(*map(range, self.batch_shape))]
+
+    # Roots, decompositions, draws
+
+    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
+        L = roots.cholesky_factor(self)
+        return TriangularLinearOperator(L.mT if upper else L, upper=bool(upper))
+
+    def root_decomposition(self, method: str | None = None) -> RootLinearOperator:
+        """Return R with R Rᵀ ≈ A: Cholesky where A is small, else Lanczos of rank `_root_decomposition_size()`."""
+        require_precision(self.dtype)
+        if self._is_formed:
+            self._require_psd()
+            return super().root_decomposition(method="cholesky" if method in (None, "lanczos") else method)
+        values, vectors = roots.ritz_pairs(self)
+        return RootLinearOperator(vectors * values.clamp_min(0).sqrt())
+
+    def root_inv_decomposition(
+        self, initial_vectors: Tensor | None = None, test_vectors: Tensor | None = None, method: str | None = None
+    ) -> RootLinearOperator:
+        """Return R with R Rᵀ ≈ A⁻¹: Cholesky where A is small, else from the Ritz pairs of Lanczos."""
+        require_precision(self.dtype)
+        if self._is_small:
+            self._require_psd()
+            method = "cholesky" if method in (None, "lanczos") else method
+            return super().root_inv_decomposition(initial_vectors, test_vectors, method=method)
+        values, vectors = roots.ritz_pairs(self)
+        return RootLinearOperator(vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt())
+
+    def _require_psd(self) -> None:
+        """Raise NotPositiveSemidefinite where a small A has a negative eigenvalue: a jitter would hide it."""
+        if not self.psd and clearly_indefinite(self._dense().detach()):
+            raise NotPositiveSemidefinite(
+                f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue. "
+                f"{INDEFINITE_REMEDY}"
+            )
+
+    def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
+        """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.
+
+        Differentiable in A, B and L. Dense where A is small, else by the closed form, else by contour quadrature
+        (`co.linalg.inverse_sqrt`), which raises `FunctionNotConverged` where the tolerance was not reached and
+        `NotPositiveSemidefinite` where A is not.
+        """
+        require_precision(self.dtype)
+        if self.batch_shape and not self._is_small:
+            return roots.multiply_inverse_roots(self._members(), self.batch_shape, rhs, lhs)
+        return roots.multiply_inverse_root(self, rhs, lhs)
+
+    def diagonalization(self, method: str | None = None) -> tuple[Tensor, LinearOperator]:
+        """Return eigenvalues (m,) and vectors (n, m), all of them where A is small or `method` is "symeig".
+
+        Else m = `_root_decomposition_size()` (at most n), the pairs of largest absolute value, by `eigsh`; a
+        RuntimeError names those that did not converge.
+        """
+        if self._is_small or method == "symeig":
+            return self._symeig(eigenvectors=True)
+        m = min(self.shape[-1], self._root_decomposition_size())
+        pairs = eigsh(self, m, "magnitude", rtol=default_rtol(self.dtype)).raise_if_failed()
+        return pairs.values.to(self.dtype), to_linear_operator(pairs.vectors)
+
+    def _symeig(
+        self, eigenvectors: bool = False, return_evals_as_lazy: bool | None = False
+    ) -> tuple[Tensor, LinearOperator | None]:
+        self.require_small("the eigendecomposition", "use .eigsh(k) for some of it, or ")
+        require_precision(self.dtype)
+        values, vectors = torch.linalg.eigh(self.to_dense())  # negative ones are kept: clamping would hide them
+        return values, to_linear_operator(vectors) if eigenvectors else None
+
+    def _svd(self) -> tuple[LinearOperator, Tensor, LinearOperator]:
+        longer = self if self.shape[-1] >= self.shape[-2] else self.mT
+        longer.require_small("the singular value decomposition", "use .svds(k) for some of it, or ")
+        U, values, Vt = torch.linalg.svd(self.to_dense(), full_matrices=False)
+        return to_linear_operator(U), values, to_linear_operator(Vt.mT)
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """Draw `num_samples` rows of N(0, A), (num_samples, ..., n)."""
+        form = None if recorded(self.representation()) and self._is_small else self._closed_form()
+        if form is not None:
+            return form.draw(num_samples, None).mT
+        if not self._is_formed and self.batch_shape:
+            draws = [one.zero_mean_mvn_samples(num_samples) for one in self._members()]
+            return torch.stack(draws, 1).unflatten(1, self.batch_shape)
+        if not self._is_formed:
+            return draw(self, num_samples).mT  # exact, or an error: a truncated root would lose variance
+        root = self.root_decomposition().root
+        noise = torch.randn(*self.batch_shape, root.shape[-1], num_samples, dtype=self.dtype, device=self.device)
+        return (root @ noise).movedim(-1, 0)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Draw k columns of N(0, A), (n, k), all together; `draw` keeps to the memory budget.
@@ -349,10 +641,6 @@ class Operator(SolverContract, LinearOperator):
             f"this {type(self).__name__} of shape {tuple(self.shape)} is not known to be positive semidefinite, and no "
             "exact square root of it is known; draw from its parts, or from operator.inverse() of a Damped one."
         )
-
-    def _exact_draws(self, k: int) -> Tensor:
-        """Draw k columns of N(0, A), (n, k), from known roots; raise ValueError where none is known."""
-        return draw(self, k)
 
     # Conversions
 
@@ -388,31 +676,6 @@ class Operator(SolverContract, LinearOperator):
         return ScipyOperator(
             shape=tuple(self.shape), matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint, dtype=dtype
         )
-
-
-def _is_all(index: Any) -> bool:
-    return isinstance(index, slice) and index == slice(None)
-
-
-def _from_start(index: Any, size: int) -> Any:
-    """Return an integer or integer tensor as counted from the first entry, which linear_operator requires."""
-    if isinstance(index, int) and not isinstance(index, bool):
-        if not -size <= index < size:
-            raise IndexError(f"index {index} is out of range for a dimension of size {size}.")
-        return index % size
-    if isinstance(index, list):
-        index = torch.tensor(index)
-    if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
-        return torch.where(index < 0, index + size, index)
-    return index
-
-
-def _positions(index: Any, size: int, device: torch.device) -> Tensor | None:
-    """Return a row or column index as a tensor of positions, None for all; raise IndexError out of range."""
-    if _is_all(index):
-        return None
-    positions = torch.arange(size, device=device)[index]
-    return positions.reshape(-1)
 
 
 def convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

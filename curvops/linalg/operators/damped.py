@@ -364,24 +364,24 @@ class Inverse(UnaryOperator):
         return lambda block, rtol=None: self.base._matmul(block)
 
     def _diagonal(self) -> Tensor:
-        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        form = self.base._exact_form() if isinstance(self.base, Operator) else None
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
     def _diagonal_error(self) -> Tensor:
-        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        form = self.base._exact_form() if isinstance(self.base, Operator) else None
         error = super()._diagonal_error()
         return error if form is None else error + form.inverse_diagonal_error()
 
     @property
     def diagonal_matvecs(self) -> int:
-        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        form = self.base._exact_form() if isinstance(self.base, Operator) else None
         return self.shape[-1] if form is None else 0
 
     def logdet(self) -> Tensor:
         return -self.base.logdet()
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        form = self.base._exactly() if isinstance(self.base, Operator) else None
+        form = self.base._exact_form() if isinstance(self.base, Operator) else None
         return super().zero_mean_mvn_samples(num_samples) if form is None else form.draw_inverse(num_samples, None).mT
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:

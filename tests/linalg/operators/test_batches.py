@@ -1,6 +1,6 @@
 """Batches beyond the size that is formed: a loop over their members, or what the members share.
 
-Tests `contract.py`, `root_gradients.py`.
+Tests `indexing.py`, `root_gradients.py`, `roots.py`.
 """
 
 import pytest
