@@ -113,12 +113,6 @@ def test_exact_and_single_sample_intervals():
     assert low == -math.inf and high == math.inf
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0, 95.0])
-def test_level_outside_the_unit_interval(level):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        estimate(3).interval(level)
-
-
 def test_affine_maps_of_an_estimate():
     e = 3.0 + (-2.0) * estimate(4, bias_bound=0.25)
     assert float(e.value) == -17 and float(e.stderr) == 2 and e.bias_bound == 0.5

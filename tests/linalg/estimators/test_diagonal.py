@@ -6,7 +6,7 @@ from linear_operator.operators import DenseLinearOperator
 from scipy.special import stdtrit
 
 from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Reason
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.diagonal import METHODS, Bekas, XDiag, XNysDiag, diagonal
 from tests.linalg.faulty import nan_from_the_seventh_product
@@ -161,12 +161,3 @@ def test_nan_on_the_seventh_product(method):
     A = nan_from_the_seventh_product(symmetric(torch.linspace(1, 3, 500).double()))
     with pytest.raises(ValueError, match="NaN"):
         diagonal(A, method=method, rtol=1e-9, generator=generator())
-
-
-def test_errors_at_the_door():
-    with pytest.raises(ValueError, match="'xdiag', 'xnysdiag', 'bekas', 'exact'"):
-        diagonal(torch.eye(300), method="guess")
-    with pytest.raises(ValueError, match="at least 4"):
-        diagonal(torch.eye(300), max_matvecs=3)
-    with pytest.raises(NotPositiveSemidefinite, match="xdiag"):
-        diagonal(symmetric(torch.linspace(-1, 1, 100).double()), method="xnysdiag", max_matvecs=50)

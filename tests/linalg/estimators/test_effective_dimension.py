@@ -97,22 +97,6 @@ def test_failures():
         effective_dimension(nan_from_the_seventh_product(symmetric(log_spaced(300, 1e4))), 1e-4, generator=generator())
 
 
-@pytest.mark.parametrize(
-    ("prior", "options", "words"),
-    [
-        (0.0, {}, "positive"),
-        (-1.0, {}, "positive"),
-        (math.nan, {}, "positive"),
-        (torch.ones(3), {}, "vector"),
-        (1.0, {"rtol": 0.0}, "rtol"),
-        (1.0, {"max_matvecs": 1}, "at least 4"),
-    ],
-)
-def test_errors_at_the_door(prior, options, words):
-    with pytest.raises(ValueError, match=words):
-        effective_dimension(torch.eye(4), prior, **options)
-
-
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("rank", [30, 120])
 def test_what_rounding_changed_is_in_the_error(name, rank):

@@ -104,12 +104,3 @@ def test_nan_on_the_seventh_product(method):
     A = nan_from_the_seventh_product(symmetric(torch.linspace(1, 3, 500).double()))
     with pytest.raises(ValueError, match="NaN"):
         frobenius_norm(A, method=method, rtol=1e-9, generator=generator())
-
-
-def test_errors_at_the_door():
-    with pytest.raises(ValueError, match="'xtrace', 'hutchinson', 'exact'"):
-        frobenius_norm(torch.eye(300), method="guess")
-    with pytest.raises(ValueError, match="square"):
-        frobenius_norm(torch.ones(2, 300), method="xtrace")
-    with pytest.raises(ValueError, match="at least 2"):
-        frobenius_norm(torch.ones(2, 300), max_matvecs=1)

@@ -73,11 +73,6 @@ def test_indefinite_beyond_the_shift():
             logdet(symmetric(values), shift=0.1, max_matvecs=200, preconditioner=preconditioner, generator=generator())
 
 
-def test_large_without_a_bound():
-    with pytest.raises(ValueError, match="max_matvecs >= 300"):
-        logdet(torch.eye(300))
-
-
 def test_lower_bound_that_is_too_high_is_noticed():
     with pytest.raises(NotPSDError, match="lower_bound"):
         logdet(symmetric(torch.linspace(0.1, 1, 300).double()), lower_bound=0.5, preconditioner=None)
@@ -149,18 +144,6 @@ def test_interval_covers(preconditioner):
     assert hits >= 180
 
 
-@pytest.mark.parametrize(
-    "options", [{"shift": -1.0}, {"shift": math.nan}, {"lower_bound": -1.0}, {"preconditioner": "kfac"}]
-)
-def test_errors_at_the_door(options):
-    with pytest.raises(ValueError, match="must be"):
-        logdet(torch.eye(4), **options)
-    with pytest.raises(ValueError, match="rtol"):
-        logdet(torch.eye(4), rtol=0.0)
-    with pytest.raises(ValueError, match=r"\(m,\)"):
-        logdet(torch.eye(4), shift=torch.ones(2, 2))
-
-
 # Budgets and reasons.
 
 
@@ -205,11 +188,6 @@ def test_a_grid_of_shifts(n):
     assert (e.stderr <= goal).all() and (torch.as_tensor(e.bias_bound) <= goal).all()
     if n == 100:
         torch.testing.assert_close(e.value, exact, rtol=1e-10, atol=0)
-
-
-def test_a_grid_has_no_gradient_in_its_shifts():
-    with pytest.raises(ValueError, match="add_diagonal"):
-        logdet(torch.eye(3), shift=torch.ones(2, requires_grad=True))
 
 
 # Adversarial.
@@ -271,11 +249,6 @@ def test_a_small_singular_operator_is_an_error_with_its_remedy(dtype):
     assert torch.isclose(
         Dense(regular).logdet().double(), torch.logdet(regular.double()), rtol=1e-3 if dtype == torch.float32 else 1e-10
     )
-
-
-def test_a_dense_value_without_room_says_how_much_it_needs():
-    with pytest.raises(ValueError, match="memory_budget >= 1440000 bytes"):
-        logdet(torch.eye(300), max_matvecs=300, memory_budget=10_000)
 
 
 @pytest.mark.parametrize("prior", ["number", "vector"])

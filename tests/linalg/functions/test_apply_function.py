@@ -194,26 +194,6 @@ def test_callback_sees_the_estimates():
     assert seen[-1][0] == r.iterations and torch.equal(seen[-1][1], r.error_estimates)
 
 
-@pytest.mark.parametrize(
-    ("B", "options", "error", "words"),
-    [
-        (torch.ones(5), {}, ValueError, r"\(4,\)"),
-        (torch.ones(4).double(), {}, TypeError, "float64"),
-        (torch.ones(4), {"rtol": -1.0}, ValueError, "rtol"),
-        (torch.ones(4), {"maxiter": -1}, ValueError, "maxiter"),
-        (torch.ones(4), {"max_matvecs": -1}, ValueError, "max_matvecs"),
-    ],
-)
-def test_errors_at_the_door(B, options, error, words):
-    with pytest.raises(error, match=words):
-        apply_function(torch.eye(4), torch.sqrt, B, **options)
-
-
-def test_f_must_keep_the_shape():
-    with pytest.raises(ValueError, match="shape"):
-        apply_function(torch.eye(4), lambda x: x.sum(), torch.ones(4))
-
-
 def test_a_product_below_the_smallest_number_is_no_success():
     A, b = symmetric(log_spaced(60, 1e2)).float(), torch.full((60,), 1e-30)
     lost = apply_function(1e-30 * A, torch.sqrt, b)

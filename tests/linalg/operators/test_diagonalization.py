@@ -4,9 +4,9 @@ import pytest
 import torch
 from linear_operator import settings
 
-from curvops.linalg import Dense, LowRank
+from curvops.linalg import LowRank
 from tests.linalg.known import Known
-from tests.linalg.matrices import SPECTRA, rotation, symmetric
+from tests.linalg.matrices import rotation, symmetric
 
 
 def test_small_operators_are_decomposed_densely_and_signs_are_kept():
@@ -43,13 +43,3 @@ def test_large_operator_of_low_rank():
     values, _ = LowRank(U, s).diagonalization()
     torch.testing.assert_close(values[:5], s, rtol=1e-10, atol=0)
     assert values[5:].abs().max() < 1e-12
-
-
-def test_large_dense_decompositions_are_refused_with_the_remedy():
-    op = Dense(symmetric(SPECTRA["flat"].repeat(3)))
-    for call in (op.eigh, op.eigvalsh, lambda: op.diagonalization(method="symeig")):
-        with pytest.raises(ValueError, match=r"eigsh\(k\)"):
-            call()
-    for tall in (Known(torch.ones(300, 4), is_symmetric=False), Known(torch.ones(4, 300), is_symmetric=False)):
-        with pytest.raises(ValueError, match=r"svds\(k\)"):
-            tall.svd()

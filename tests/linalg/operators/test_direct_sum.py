@@ -38,34 +38,6 @@ def test_split_and_join_are_inverse(positions):
     assert isinstance(parts.parts[-1], range)
 
 
-@pytest.mark.parametrize(
-    "positions, message",
-    [
-        ([range(3), range(2, 5)], "disjoint"),
-        ([range(3), range(4, 6)], "disjoint"),
-        ([torch.tensor([0, 0])], "disjoint"),
-        ([torch.tensor([-1, 0])], "disjoint"),
-        ([torch.tensor([0.0, 1.0])], "LongTensor"),
-        ([torch.tensor([[0, 1]])], "LongTensor"),
-        ([range(0)], "not empty"),
-        ([range(0, 4, 2)], "step 1"),
-        ([], "at least one"),
-    ],
-)
-def test_positions_that_do_not_divide_the_vector_are_errors(positions, message):
-    with pytest.raises(ValueError, match=message):
-        partition(positions)
-
-
-def test_blocks_that_do_not_fit_are_errors():
-    with pytest.raises(ValueError, match="block 0 has shape"):
-        DirectSum(Diagonal(uniform(3)), positions=[range(4)])
-    with pytest.raises(ValueError, match="as many sets"):
-        DirectSum(Diagonal(uniform(3)), positions=[range(3), range(3, 4)])
-    with pytest.raises(TypeError, match="Operator"):
-        DirectSum(uniform(3).diag(), positions=[range(3)])
-
-
 def test_blocks_that_are_not_symmetric_transpose():
     A = random(4, 4)
     B = DirectSum(Dense(A), Diagonal(uniform(2)), positions=[torch.tensor([5, 1, 2, 3]), torch.tensor([0, 4])])

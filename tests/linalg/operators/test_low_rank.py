@@ -103,22 +103,6 @@ def test_a_small_matrix_has_its_error_measured_exactly(method):
     assert relative(A, co.low_rank(A, 9, method=method, generator=generator())) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"rank": 0}, "rank must lie in 1..9"),
-        ({"rank": 10}, "rank must lie in 1..9"),
-        ({"rtol": 0.0}, "rtol"),
-        ({"rtol": 1.5}, "rtol"),
-        ({"rank": 3, "method": "svd"}, "method"),
-        ({"rank": 3, "memory_budget": 100}, "memory_budget"),
-    ],
-)
-def test_options_out_of_range_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        co.low_rank(positive(1, 9)[0], **options)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_an_indefinite_matrix_is_an_error(method):
     A = symmetric(torch.linspace(-1, 1, 40, dtype=torch.float64))

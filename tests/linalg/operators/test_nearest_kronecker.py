@@ -56,8 +56,3 @@ def test_one_product_is_itself_and_what_single_precision_does_not_hold_is_kept()
     single = nearest_kronecker([Kronecker(left.float(), right.float())] * 2).operator
     rough = 2 * kron(left.float().double(), right.float().double())
     close(single.to(torch.float64).to_dense(), rough, 1e-11 * float(rough.abs().max()))
-
-
-def test_factors_of_other_sizes_are_refused():
-    with pytest.raises(ValueError, match="differ in their sizes"):
-        nearest_kronecker([Kronecker(positive(1, 2), positive(1, 3)), Kronecker(positive(1, 3), positive(1, 2))])

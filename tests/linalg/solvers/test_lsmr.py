@@ -130,20 +130,6 @@ def test_memory_budget_solves_in_groups():
     assert s.normal_residuals.shape == (5,)
 
 
-@pytest.mark.parametrize(
-    ("B", "options", "error", "words"),
-    [
-        (torch.ones(3), {}, ValueError, r"\(4,\)"),
-        (torch.ones(4), {"damp": -1.0}, ValueError, "damp"),
-        (torch.ones(4), {"x0": torch.ones(4)}, ValueError, "x0"),
-        (torch.ones(4).double(), {}, TypeError, "float64"),
-    ],
-)
-def test_errors_at_the_door(B, options, error, words):
-    with pytest.raises(error, match=words):
-        lsmr(torch.ones(4, 3), B, **options)
-
-
 def test_the_iteration_limit_at_rounding_level_is_a_precision_limit():
     A, b = symmetric(log_spaced(60, 1e3)), right_hand_sides(60, 2)
     solution = lsmr(A, b, rtol=0)

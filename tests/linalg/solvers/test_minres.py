@@ -131,18 +131,3 @@ def test_initial_guess_and_limits():
     assert s.reasons == (Reason.ITERATION_LIMIT,) * 2 and s.iterations == 3
     torch.testing.assert_close(s.relative_residuals, true_residuals(A, s.x, B), rtol=1e-10, atol=0)
     assert minres(A, B[:, 0]).x.shape == (120,)
-
-
-@pytest.mark.parametrize(
-    ("A", "B", "options", "error", "words"),
-    [
-        (torch.ones(3, 2), torch.ones(3), {}, ValueError, "3 x 2"),
-        (torch.eye(3), torch.ones(4), {}, ValueError, r"\(3,\)"),
-        (torch.eye(3), torch.ones(3).double(), {}, TypeError, "float64"),
-        (torch.eye(3), torch.ones(3), {"memory_budget": -1}, ValueError, "memory_budget"),
-        (torch.eye(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), {}, TypeError, "float32"),
-    ],
-)
-def test_errors_at_the_door(A, B, options, error, words):
-    with pytest.raises(error, match=words):
-        minres(A, B, **options)

@@ -313,26 +313,3 @@ def test_interior_by_minres_inside_the_spectrum_and_by_cg_below_it():
         assert set(pairs.reasons) == FLAWLESS
     inside = A.eigsh(3, "interior", sigma=2.01, solver=cg, generator=generator())
     assert set(inside.reasons) <= {Reason.NOT_POSITIVE_DEFINITE, Reason.UNVERIFIED}
-
-
-@pytest.mark.parametrize(
-    ("A", "k", "options", "words"),
-    [
-        (torch.eye(4), 0, {}, r"1\.\.4"),
-        (torch.eye(4), 5, {}, r"1\.\.4"),
-        (torch.ones(4, 3), 1, {}, "square"),
-        (torch.eye(4), 1, {"which": "LM"}, "which must be one of 'largest'"),
-        (torch.eye(4), 1, {"which": "interior"}, "sigma"),
-        (torch.eye(4), 1, {"sigma": 1.0}, "sigma"),
-        (torch.eye(4), 1, {"rtol": -1.0}, "rtol"),
-        (torch.eye(4), 1, {"maxiter": -1}, "maxiter"),
-        (torch.eye(4), 1, {"block_size": 0}, "block_size"),
-        (torch.eye(9), 3, {"max_matvecs": 6}, "at least 8"),
-        (torch.eye(9), 3, {"memory_budget": 100}, "at least 324"),
-        (torch.eye(9), 3, {"start": torch.zeros(9, 2)}, "not zero"),
-        (torch.eye(9), 3, {"start": torch.ones(8, 2)}, r"\(9, b\)"),
-    ],
-)
-def test_errors_at_the_door(A, k, options, words):
-    with pytest.raises(ValueError, match=words):
-        eigsh(A, k, **options)

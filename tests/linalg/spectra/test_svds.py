@@ -127,21 +127,3 @@ def test_operators_agree_with_tensors():
         torch.testing.assert_close(run.U, runs[0].U, rtol=0, atol=1e-12)
         torch.testing.assert_close(run.values, runs[0].values, rtol=1e-14, atol=0)
     assert torch.equal(runs[1].V, runs[0].V)
-
-
-@pytest.mark.parametrize(
-    ("k", "options", "words"),
-    [
-        (0, {}, r"1\.\.3"),
-        (4, {}, r"1\.\.3"),
-        (1, {"which": "both"}, "largest"),
-        (1, {"rtol": -1}, "rtol"),
-        (1, {"maxiter": -1}, "maxiter"),
-        (1, {"block_size": 0}, "block_size"),
-        (1, {"max_matvecs": 3}, "at least 8"),
-        (1, {"memory_budget": 10}, "at least"),
-    ],
-)
-def test_errors_at_the_door(k, options, words):
-    with pytest.raises(ValueError, match=words):
-        svds(torch.ones(3, 5), k, **options)
