@@ -4,9 +4,7 @@ from importlib.metadata import version
 
 from curvops import evidence, linalg, sampling
 from curvops.linalg import Damped, LowRank, low_rank
-from curvops.network import likelihoods
-from curvops.network.data.batches import DataChanged
-from curvops.network.likelihoods.bradley_terry import RewardPairs
+from curvops.network import DataChanged, NoCurvature, RewardPairs, likelihoods
 from curvops.operators import (
     EKFAC,
     GGN,
@@ -18,7 +16,6 @@ from curvops.operators import (
     Hessian,
     Jacobian,
     Linearization,
-    NoCurvature,
     NoFactors,
     Subnetwork,
     TangentKernel,

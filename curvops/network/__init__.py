@@ -1,1 +1,40 @@
-"""The network floor: parameters, likelihoods, data, and the two engines behind J."""
+"""The network itself: parameters, likelihoods, data, engines. What the floors above use of it stands here."""
+
+from curvops.network import likelihoods
+from curvops.network.data.batches import DataChanged
+from curvops.network.engines.layerwise import Layer
+from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.bradley_terry import RewardPairs
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
+from curvops.network.model.model import Model
+from curvops.network.model.weight_vectors import read_precision, read_vector
+from curvops.network.trained.first_points import NoCurvature
+from curvops.network.trained.network_record import record_of_network, recorded_network
+from curvops.network.trained.trained_network import TrainedNetwork
+from curvops.network.walks.budget import LEAST_ROOM
+from curvops.network.walks.layer_roots import Group, JacobianRows
+from curvops.network.walks.passes import Passes
+
+__all__ = [
+    "LEAST_ROOM",
+    "DataChanged",
+    "Empirical",
+    "EngineChoice",
+    "Exact",
+    "Group",
+    "JacobianRows",
+    "Layer",
+    "Model",
+    "NoCurvature",
+    "OutputFisher",
+    "Passes",
+    "Plan",
+    "RewardPairs",
+    "Sampled",
+    "TrainedNetwork",
+    "likelihoods",
+    "read_precision",
+    "read_vector",
+    "record_of_network",
+    "recorded_network",
+]

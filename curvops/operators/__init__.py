@@ -10,7 +10,7 @@ from curvops.operators.kfac.kfac_factors import NoFactors
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.linearize import NoCurvature, linearize
+from curvops.operators.linearized.linearize import linearize
 from curvops.operators.subsample import subsample
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "Linearization",
-    "NoCurvature",
     "NoFactors",
     "Subnetwork",
     "TangentKernel",

@@ -23,9 +23,6 @@ from curvops.linalg.core.sources import Sources
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.damped import Inverse
 from curvops.linalg.operators.kronecker import Details
-from curvops.network.data.absent_batches import AbsentBatches
-from curvops.network.model.tangent_space import TangentSpace
-from curvops.network.walks.source import Source
 from curvops.operators.curvatures.fisher import EmpiricalFisher
 from curvops.operators.curvatures.ggn import GGN, DiagonalGGN
 from curvops.operators.curvatures.hessian import Hessian
@@ -45,7 +42,7 @@ MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
 }
 OF_DATA: dict[str, type[NetworkOperator]] = {kind.__name__: kind for kind in (EmpiricalFisher, GGN, Hessian)}
 """Operators whose products need the data."""
-DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Source, Sources, TangentSpace)}
+DESCRIPTIONS = {kind.__name__: kind for kind in (Details, Estimate, Partition, Sources, *Linearization.IDENTITIES)}
 """Dataclasses among an operator's arguments, recorded field by field."""
 
 
@@ -89,7 +86,7 @@ def recorded_operator(record: Mapping[str, Any], lin: Linearization) -> Any:
 def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
     name = record["class"]
     if name in OF_DATA:
-        if isinstance(lin.data, AbsentBatches):
+        if not lin.data.is_present:
             raise ValueError(
                 f"what was saved holds co.{name}, whose products walk over the {lin.data.num_data:,} training points: "
                 "pass them, co.load(path, model, data)."
@@ -135,10 +132,8 @@ def record_of_value(value: Any, lin: Linearization, what: str = "the posterior")
         return value
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, Source) and value == lin.source:
-        return {"own": "source"}
-    if isinstance(value, TangentSpace) and value.is_at(lin.tangent_space):
-        return {"own": "space"}
+    if (name := lin.name_of(value)) is not None:
+        return {"own": name}
     if isinstance(value, LinearOperator):
         return {"operator": record_of_operator(value, lin, what)}
     if isinstance(value, torch.Size):

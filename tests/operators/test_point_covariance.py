@@ -9,7 +9,6 @@ from torch import nn
 import curvops as co
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.linearized.jacobian import selected_rows
 from curvops.posterior.predictions.covariance import Kept, PointCovariance
 from tests.zoo import ZOO, batches, call
 
@@ -180,7 +179,7 @@ def test_the_rows_of_a_subnetwork_are_its_columns(name):
     for step in (1, 2, 17):
         index = torch.arange(whole.num_parameters - 1, -1, -step)
         J = linearized(name, parameters=index)[0].jacobian(inputs)
-        torch.testing.assert_close(torch.cat(list(selected_rows(J.passes))), dense[:, index], **TIGHT)
+        torch.testing.assert_close(torch.cat(list(J.passes.selected_rows())), dense[:, index], **TIGHT)
         torch.testing.assert_close(J.formed(), dense[:, index].mT, **TIGHT)
 
 

@@ -1,7 +1,4 @@
-"""Draws and modes whose run was killed end with the bits of a run that was not.
-
-Tests `source.py`.
-"""
+"""Draws and modes whose run was killed end with the bits of a run that was not."""
 
 import os
 import signal

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -102,6 +102,8 @@ class Batches:
     a tensor). Every complete later pass compares fingerprints without waiting for the device until its end, and raises
     :class:`DataChanged` there. Iterators share no state, so two threads may iterate at once.
     """
+
+    is_present: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -218,6 +220,32 @@ class Batches:
             "changed in place: turn off the first two, give a copy of the tensors, or linearise again if the change "
             "was intended."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class AbsentBatches:
+    """The properties of `Batches` without the data themselves; reading a batch raises ValueError.
+
+    `few` holds the inputs of one or two points, on which a model is tried; `sizes` the sizes of the batches.
+    """
+
+    few: Inputs
+    num_data: int
+    sizes: tuple[int, ...]
+    fingerprint: int
+    fingerprint_dtype: torch.dtype | None
+    weighted: bool
+    is_present: ClassVar[bool] = False
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise ValueError(
+            f"this needs the {self.num_data:,} training points, and the posterior was loaded without them: pass them, "
+            "co.load(path, model, data)."
+        )
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> AbsentBatches:
+        """Return a copy on another device or in another floating dtype."""
+        return replace(self, few=move(self.few, device, dtype))
 
 
 def as_batches(

@@ -77,6 +77,36 @@ class Layer:
         """The tangents of this layer, by local name."""
         return {local: tangents[name] for local, name in self.names.items()}
 
+    @property
+    def width(self) -> int:
+        """q, the columns of the layer's matrix (g, p, q) of weight and bias; see `Rule.left` and `Rule.right`."""
+        shape = self.shape_of("weight")
+        return (shape[0] if self.rule.matrix_is_transposed else shape[1:].numel()) + ("bias" in self.names)
+
+    @property
+    def height(self) -> int:
+        """g·p, the rows of all groups of the layer's matrix."""
+        return self.shape_of("weight")[1 if self.rule.matrix_is_transposed else 0]
+
+    def to_matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The layer's matrix (g, p, q) from tensors by parameter name, the bias as its last column."""
+        weight, groups = tensors[self.names["weight"]], getattr(self.module, "groups", 1)
+        if self.rule.matrix_is_transposed:
+            weight = weight.mT
+        matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
+        if "bias" not in self.names:
+            return matrix
+        return torch.cat([matrix, tensors[self.names["bias"]].reshape(groups, -1, 1)], -1)
+
+    def from_matrix(self, matrix: Tensor) -> Blocks:
+        """The inverse of `to_matrix`: tensors by parameter name."""
+        found = {}
+        if "bias" in self.names:
+            matrix, bias = matrix.tensor_split((-1,), -1)
+            found[self.names["bias"]] = bias.flatten()
+        turned = matrix[0].mT if self.rule.matrix_is_transposed else matrix
+        return found | {self.names["weight"]: turned.reshape(self.shape_of("weight"))}
+
 
 @dataclass(frozen=True, eq=False)
 class Call:

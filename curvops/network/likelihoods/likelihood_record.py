@@ -1,13 +1,15 @@
-"""Records of likelihoods as plain values: the class by name and its arguments."""
+"""Records of likelihoods as plain values: the class by name and its arguments; a text that tells them apart."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from curvops.network.data.fingerprints import fingerprint, in_single
 from curvops.network.likelihoods.bernoulli import Bernoulli
 from curvops.network.likelihoods.bradley_terry import BradleyTerry
 from curvops.network.likelihoods.categorical import Categorical
@@ -44,3 +46,30 @@ def recorded_likelihood(record: Mapping[str, Any], device: torch.device) -> Like
     if isinstance(arguments.get("likelihood"), Mapping):
         arguments["likelihood"] = recorded_likelihood(arguments["likelihood"], device)
     return STORED[record["class"]](**arguments).to(device=device)
+
+
+def likelihood_state(likelihood: Likelihood, token: str = "") -> str:
+    """A text that is equal for equal likelihoods of the same hyperparameters."""
+    return repr(_state(likelihood, token))
+
+
+def _state(likelihood: Likelihood, token: str) -> Hashable:
+    """Return a key that distinguishes likelihoods, at the present values of their tensors."""
+    attributes = sorted(vars(likelihood).items())
+    if all(_is_plain(value) for _, value in attributes):
+        kind = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
+        return kind, tuple((name, _value(value, token)) for name, value in attributes)
+    return token, tuple(_value(tensor, token) for tensor in likelihood.hyperparameters)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Size | Tensor | Likelihood)
+
+
+def _value(value: Any, token: str) -> Hashable:
+    if isinstance(value, Likelihood):
+        return _state(value, token)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), int(fingerprint([in_single(value.detach())])) if value.numel() else 0
+    known: Hashable = value
+    return known

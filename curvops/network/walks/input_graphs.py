@@ -6,7 +6,8 @@ module holds its snapshot; the weights have no gradient. A row of J is a first d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from curvops.network.data.inputs import Inputs, components, num_points, replaced, take
+from curvops.network.data.inputs import Inputs, components, move, num_points, replaced, take
 from curvops.network.engines.custom_functions import has_custom_functions, named_custom_functions
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Features, record, sensitivities
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, grouped, parts_of
+from curvops.network.walks.layer_roots import Group, JacobianRows, grouped, parts_of
 
 Compute = Callable[..., Tensor]
 
@@ -84,48 +85,17 @@ def outputs_at(model: Model, inputs: Inputs, values: Blocks) -> Float[Tensor, "n
     return through_inputs(model, inputs, compute)
 
 
-def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
-    """ValueError unless the rows of J have derivatives in the inputs that are known to be right.
-
-    Tried on two points, once for each set of inputs that require a gradient.
-    """
-    model, few = engines.model, take(inputs, slice(0, 2))
-    asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
-    if asked in engines.differentiated:
-        return
-
-    def refuse(why: str) -> ValueError:
-        return ValueError(
-            f"an input requires a gradient, but J has no derivative in the inputs: {why}. Pass x.detach(), or call "
-            "this under torch.no_grad()."
-        )
-
-    with model.lock, model.differentiating():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
-        given = replaced(few, leaves)
-        if has_custom_functions(model(model.leaves(), given)):
-            names = named_custom_functions(model, given)
-            raise refuse(f"the second derivatives of {names} are not known to be right")
-        rows = GraphRows(engines, given)
-        try:
-            sums = [
-                row.sum() for _, _, groups in rows.jacobian_rows() for group in groups for row in group.rows().values()
-            ]
-            if sums and (total := torch.stack(sums).sum()).requires_grad:
-                model.holding(model.leaves(), lambda: torch.autograd.grad(total, [*leaves.values()], allow_unused=True))
-        except (RuntimeError, NotImplementedError) as error:
-            raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
-    engines.differentiated.add(asked)
-
-
-class GraphRows:
+class GraphRows(JacobianRows):
     """The rows of J at some inputs by layer, with their graph; to be used where gradients are recorded."""
 
     def __init__(self, engines: Engines, inputs: Inputs, chunk_bytes: int = 2**27) -> None:
-        self.model, self._engines, self._inputs, self.chunk_bytes = engines.model, engines, inputs, chunk_bytes
+        self.model, self._engines, self._inputs, self._chunk_bytes = engines.model, engines, inputs, chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._chunk_bytes
 
     def features(self) -> list[Features] | None:
-        """The last layer's inputs, where it is all that is selected."""
         if not self._engines.plan.is_last_layer:
             return None
         _, calls, _ = record(self.model, self._inputs, self._engines.checked_owners(self._inputs)[0], graph=True)
@@ -171,42 +141,117 @@ class GraphRows:
         return Group(names, (), units.new_ones(1, dtype=torch.bool), True, given, point.start)
 
 
-def push_at(engines: Engines, inputs: Inputs, block: Float[Tensor, "D K"]) -> Float[Tensor, "nC K"]:
-    """J V with its gradient in the inputs and in V, from the rows of J: C backward passes.
+class InputGraph:
+    """Inputs of which some require a gradient: what is computed with J there has its gradient in these, and in vectors.
 
-    Differentiating the derivative of a backward pass would be one more derivative than some of torch's operations have
-    right (layer normalisation).
+    `inputs` have their graph, and `names` tells which require a gradient.
     """
 
-    def compute(given: Inputs, V: Tensor) -> Tensor:
-        tangents, rows = engines.model.selection.split(V), GraphRows(engines, given)
-        if (last := rows.features()) is not None:
-            return torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
-        (piece,) = rows.jacobian_rows()
-        _, count, groups = piece
-        found: dict[tuple[str, ...], list[Tensor]] = {}
-        for group in groups:  # of one point after the other where there is no layer rule
-            found.setdefault(group.names, []).append(group.push(tangents).flatten(1))
-        zero = V.new_zeros(V.shape[1], count)
-        return torch.stack([zero, *(torch.cat(parts, 1) for parts in found.values())]).sum(0).mT
+    def __init__(self, engines: Engines, inputs: Inputs, names: tuple[str, ...]) -> None:
+        require_input_gradients(engines, inputs)
+        self.engines, self.inputs, self.names = engines, inputs, names
 
-    return through_inputs(engines.model, inputs, compute, block)
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that require a gradient."""
+        named = dict(components(self.inputs))
+        return [named[name] for name in self.names]
+
+    def at(self, tensors: Sequence[Tensor]) -> InputGraph:
+        """Return the same with other tensors in the place of those that require a gradient."""
+        other = copy(self)
+        other.inputs = replaced(self.inputs, dict(zip(self.names, tensors)))
+        return other
+
+    def detached(self) -> InputGraph:
+        """Return the same without the graph of its inputs."""
+        return self.at([tensor.detach() for tensor in self.tensors])
+
+    def cast(self, engines: Engines, device: torch.device | None, dtype: torch.dtype | None) -> InputGraph:
+        """Return the inputs, converted, of a network that was converted."""
+        other = copy(self)
+        other.engines, other.inputs = engines, move(self.inputs, device, dtype)
+        return other
+
+    def outputs(self) -> Float[Tensor, "n C"]:
+        """f(θ*) at the inputs."""
+        model = self.engines.model
+        return outputs_at(model, self.inputs, model.values)
+
+    def push(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "nC K"]:
+        """J V, from the rows of J: C backward passes.
+
+        Differentiating the derivative of a backward pass would be one more derivative than some of torch's operations
+        have right (layer normalisation).
+        """
+
+        def compute(given: Inputs, V: Tensor) -> Tensor:
+            tangents, rows = self.engines.model.selection.split(V), GraphRows(self.engines, given)
+            if (last := rows.features()) is not None:
+                return torch.cat([features.push(tangents).flatten(1) for features in last], 1).mT
+            (piece,) = rows.jacobian_rows()
+            _, count, groups = piece
+            pushed: dict[tuple[str, ...], list[Tensor]] = {}
+            for group in groups:  # of one point after the other where there is no layer rule
+                pushed.setdefault(group.names, []).append(group.push(tangents).flatten(1))
+            zero = V.new_zeros(V.shape[1], count)
+            return torch.stack([zero, *(torch.cat(parts, 1) for parts in pushed.values())]).sum(0).mT
+
+        return through_inputs(self.engines.model, self.inputs, compute, block)
+
+    def pull(self, block: Float[Tensor, "nC K"]) -> Float[Tensor, "D K"]:
+        """Jᵀ U."""
+        model = self.engines.model
+
+        def compute(given: Inputs, U: Tensor) -> Tensor:
+            leaves = model.leaves()
+            outputs = model(leaves, given)
+            each = [_pulled(model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
+            return model.selection.join({name: torch.stack([g[name] for g in each]) for name in leaves})
+
+        return through_inputs(model, self.inputs, compute, block)
+
+    def by_rows(self, compute: Callable[[JacobianRows], Tensor], chunk_bytes: int) -> Tensor:
+        """`compute` of the rows of J."""
+
+        def run(given: Inputs) -> Tensor:
+            return compute(GraphRows(self.engines, given, chunk_bytes))
+
+        return through_inputs(self.engines.model, self.inputs, run)
 
 
-def pull_at(engines: Engines, inputs: Inputs, block: Float[Tensor, "nC K"]) -> Float[Tensor, "D K"]:
-    """Jᵀ U with its gradient in the inputs and in U."""
+def require_input_gradients(engines: Engines, inputs: Inputs) -> None:
+    """ValueError unless the rows of J have derivatives in the inputs that are known to be right.
 
-    def compute(given: Inputs, U: Tensor) -> Tensor:
-        outputs, leaves = _recorded(engines.model, given)
-        each = [_pulled(engines.model, outputs, leaves, u.view_as(outputs)) for u in U.unbind(1)]
-        return engines.model.selection.join({name: torch.stack([g[name] for g in each]) for name in leaves})
+    Tried on two points, once for each set of inputs that require a gradient.
+    """
+    model, few = engines.model, take(inputs, slice(0, 2))
+    asked = frozenset(name for name, tensor in components(inputs) if tensor.requires_grad)
+    if asked in engines.differentiated:
+        return
 
-    return through_inputs(engines.model, inputs, compute, block)
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"an input requires a gradient, but J has no derivative in the inputs: {why}. Pass x.detach(), or call "
+            "this under torch.no_grad()."
+        )
 
-
-def _recorded(model: Model, inputs: Inputs) -> tuple[Tensor, Blocks]:
-    leaves = model.leaves()
-    return model(leaves, inputs), leaves
+    with model.lock, model.differentiating():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in components(few) if tensor.requires_grad}
+        given = replaced(few, leaves)
+        if has_custom_functions(model(model.leaves(), given)):
+            names = named_custom_functions(model, given)
+            raise refuse(f"the second derivatives of {names} are not known to be right")
+        rows = GraphRows(engines, given)
+        try:
+            sums = [
+                row.sum() for _, _, groups in rows.jacobian_rows() for group in groups for row in group.rows().values()
+            ]
+            if sums and (total := torch.stack(sums).sum()).requires_grad:
+                model.holding(model.leaves(), lambda: torch.autograd.grad(total, [*leaves.values()], allow_unused=True))
+        except (RuntimeError, NotImplementedError) as error:
+            raise refuse(f"the model has no second derivatives ({str(error).splitlines()[0]})") from error
+    engines.differentiated.add(asked)
 
 
 def _pulled(model: Model, outputs: Tensor, leaves: Blocks, u: Tensor) -> Blocks:

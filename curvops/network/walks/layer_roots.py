@@ -7,10 +7,11 @@ by one backward pass for each point and column: right for any model, and slow.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -209,22 +210,6 @@ def groups_of(features: Features, outputs: int) -> list[Group]:
     return [Group(tuple(sorted(layer.names.values())), (part,), counted, True)]
 
 
-@runtime_checkable
-class JacobianRows(Protocol):
-    """The rows of J at some points, by layer: of a walk over batches, or of a recorded pass with its graph.
-
-    `jacobian_rows` gives (first row, how many, groups) of some points at a time; `features`, where a last layer is all
-    that is selected, its inputs, batch by batch.
-    """
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def chunk_bytes(self) -> int: ...
-    def features(self) -> list[Features] | None: ...
-    def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]: ...
-
-
 def each_group(
     model: Model,
     batch: Batch,
@@ -342,3 +327,70 @@ def _others(
         for owner in owners:
             own = {name: row for name, row in rows.items() if name.rpartition(".")[0] == owner}
             yield Group(tuple(own), (), counted[start : start + step], first, own, start)
+
+
+class JacobianRows(ABC):
+    """The rows of J at some points, by layer: of a walk over batches, or of a recorded pass with its graph."""
+
+    model: Model
+
+    @property
+    @abstractmethod
+    def chunk_bytes(self) -> int:
+        """Bytes that rows may take at a time."""
+
+    @abstractmethod
+    def features(self) -> list[Features] | None:
+        """The last layer's inputs, batch by batch, where it is all that is selected."""
+
+    @abstractmethod
+    def jacobian_rows(self) -> Iterable[tuple[int, int, list[Group]]]:
+        """Yield (first row, how many, groups) of some points at a time."""
+
+    def selected_rows(self) -> Iterator[Float[Tensor, "r D"]]:
+        """Yield the rows of J as a matrix, some points at a time; of a subnetwork its S columns alone."""
+        selection, theta = self.model.selection, self.model.theta
+        positions = selection.positions()
+        for _, count, groups in self.jacobian_rows():
+            parts: dict[str, list[Tensor]] = {name: [] for name in selection.names}
+            columns: dict[str, Tensor] = {}
+            for group in groups:
+                for name, places, rows in _columns(group, positions, selection.index is not None):
+                    parts[name].append(rows.flatten(0, 1))
+                    columns[name] = places
+            present = {name: torch.cat(blocks) for name, blocks in parts.items() if blocks}
+            if selection.index is None:
+                sizes = dict(zip(selection.names, selection.shapes))
+                zeros = (theta.new_zeros(()).expand(count, size.numel()) for size in sizes.values())
+                yield torch.cat([present.get(name, zero) for name, zero in zip(sizes, zeros)], 1)
+                continue
+            total = theta.new_zeros(count, len(theta))
+            if present:
+                index = torch.cat([columns[name] for name in present]).to(theta.device)
+                total = total.index_copy(1, index, torch.cat([*present.values()], 1))
+            yield total
+
+
+def _columns(group: Group, positions: Blocks, some: bool) -> Iterator[tuple[str, Tensor, Float[Tensor, "n r s"]]]:
+    """The group's columns by tensor: where they stand in the vector, and the rows there; `some` are left out.
+
+    Few entries of a layer's matrix are products of its two sides, of which no others are formed.
+    """
+    matrices = group.matrices() if some else None
+    if matrices is not None and all(right.is_floating_point() for _, right in matrices):
+        assert group.layer is not None
+        places = group.layer.to_matrix(positions)
+        g, i, j = (places >= 0).nonzero().unbind(1)
+        if len(g) * sum(right.shape[2] for _, right in matrices) <= places.numel():
+            device = matrices[0][0].device
+            index, first, second = (part.to(device) for part in (g, i, j))
+            pairs = ((left[:, :, index, :, first], right[:, index, :, second]) for left, right in matrices)
+            rows = torch.stack([(a * b.unsqueeze(2)).sum(-1) for a, b in pairs]).sum(0).movedim(0, -1)
+            yield group.names[0], places[g, i, j], rows
+            return
+    for name, rows in group.rows().items():
+        places, flat = positions[name].flatten(), rows.reshape(*rows.shape[:2], -1)
+        if some:
+            inside = (places >= 0).nonzero().squeeze(1)
+            places, flat = places[inside], flat[..., inside.to(flat.device)]
+        yield name, places, flat

@@ -24,7 +24,7 @@ from curvops.network.engines.reduced import Reduced
 from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
-from curvops.network.walks.layer_roots import Group, Recording, Score, each_group, groups_of
+from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
 from curvops.progress import Progress, Steps, shown
 
 # On a CPU more than this at a time is slower: its memory is new, page by page, for each layer.
@@ -67,7 +67,7 @@ class BatchMap:
             return self._selection.join(self._engine.pull(cotangents))
 
 
-class Passes:
+class Passes(JacobianRows):
     """Walks over batches with an engine for each, built and kept as the plan's cost rule and the budget allow.
 
     `source` is a re-iterable of (inputs, label); labels are handed through (targets, or None). `engines` may be

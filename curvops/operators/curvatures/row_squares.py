@@ -19,7 +19,7 @@ from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, groups_at
 from curvops.network.walks.passes import Passes, chunk_bytes_within
-from curvops.operators.layers.moments import as_tensors, second_moments, sum_of_squares, width_of
+from curvops.operators.layers.moments import second_moments, sum_of_squares
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
 
@@ -108,7 +108,7 @@ def _squares(group: Group, chunk_bytes: int) -> Blocks:
     matrices = group.matrices()
     if matrices is not None:
         assert group.layer is not None
-        return as_tensors(group.layer, second_moments(matrices, width_of(group.layer), chunk_bytes))
+        return group.layer.from_matrix(second_moments(matrices, group.layer.width, chunk_bytes))
     total: Blocks = {}
     for rows in group.pieces(chunk_bytes):
         _add(total, {name: row.flatten(0, 1).square().sum(0) for name, row in rows.items()})

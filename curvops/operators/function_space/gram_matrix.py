@@ -20,7 +20,7 @@ from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import Plan
 from curvops.network.walks.layer_roots import Group, joined
 from curvops.network.walks.passes import Passes
-from curvops.operators.layers.moments import height_of, mirrored
+from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20
@@ -159,7 +159,7 @@ def _least(layer: Layer, columns: int) -> int:
     positions = layer.multiply_adds // layer.shape_of("weight").numel() if "weight" in layer.names else 0
     if not positions:
         return by_rows
-    height = height_of(layer)
+    height = layer.height
     return min(by_rows, _by_positions(positions, positions, height, layer.size // height, columns))
 
 

@@ -36,8 +36,8 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows
 from curvops.operators.kfac.kfac import LayerBlocks
 from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
-from curvops.operators.layers.moments import as_matrix, block_bytes, row_blocks
-from curvops.operators.linearized.jacobian import Jacobian, selected_rows
+from curvops.operators.layers.moments import block_bytes, row_blocks
+from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
 """The share of a variance under D alone that Woodbury's difference must leave: of its digits so many are lost."""
@@ -168,7 +168,7 @@ def _add_last(target: Target, layer: OfLayer, inputs: Float[Tensor, "m q"]) -> N
 def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
     """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
-    for rows in selected_rows(walk):
+    for rows in walk.selected_rows():
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
         part = half.unflatten(0, (-1, shape[1]))
         _add_products(total[start : start + len(part)], part, part)
@@ -234,7 +234,7 @@ class Elementwise(Metric):
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None
-            _add(target, matrices, OfLayer(as_matrix(group.layer, self.weights)), most_bytes)
+            _add(target, matrices, OfLayer(group.layer.to_matrix(self.weights)), most_bytes)
             return True
         weights = torch.cat([self.weights[name].flatten() for name in group.names])
         for part, rows in _rows(target, group, most_bytes):
@@ -243,7 +243,7 @@ class Elementwise(Metric):
 
     def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
         inputs = features.inputs()
-        return None if inputs is None else [(OfLayer(as_matrix(features.layer, self.weights)), inputs)]
+        return None if inputs is None else [(OfLayer(features.layer.to_matrix(self.weights)), inputs)]
 
 
 class InEigenbases(Metric):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,6 @@ from curvops.operators.kfac.kfac_factors import (
     kfac_blocks,
 )
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.linearization_record import problem_of_linearization
 from curvops.operators.linearized.reading import OfLinearization, made_of
 from curvops.progress import Progress
 
@@ -103,7 +102,7 @@ class OfFactors(OfLinearization, LayerBlocks):
         check_sharing(sharing)
         check_bias(bias)
         output = output_fisher(lin, fisher, mc_samples, generator)  # all walks see the same draws
-        seed, problem = seed_of(getattr(output, "generator", None)), partial(problem_of_linearization, lin)
+        seed, problem = seed_of(getattr(output, "generator", None)), lin.problem
         begin(type(self).__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)
         # Each selected tensor lies whole in one block: nothing to check.

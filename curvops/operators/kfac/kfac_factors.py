@@ -21,7 +21,7 @@ from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import Passes
 from curvops.operators.curvatures.fisher import DrawnInPassing
-from curvops.operators.layers.moments import OuterSum, as_matrix, rounding_of_rows, second_moments
+from curvops.operators.layers.moments import OuterSum, rounding_of_rows, second_moments
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 
@@ -299,7 +299,7 @@ def _positions(positions: Blocks, group: Group, kronecker: bool, partial: bool) 
     if not kronecker:
         return torch.cat([positions[name].flatten() for name in group.names])[kept_entries(positions, group.names)]
     assert group.layer is not None
-    found = as_matrix(group.layer, positions)
+    found = group.layer.to_matrix(positions)
     if partial and bool((found < 0).any()):
         raise ValueError(
             f"the selection takes some entries of {list(group.names)} but not all: a Kronecker block cannot be split. "

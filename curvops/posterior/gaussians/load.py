@@ -9,8 +9,8 @@ import torch
 from linear_operator.operators import LinearOperator
 
 from curvops import storage
+from curvops.network import record_of_network, recorded_network
 from curvops.operators import Linearization
-from curvops.operators.linearized.linearization_record import record_of_linearization, recorded_linearization
 from curvops.operators.operator_record import record_of_operator, recorded_operator
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
@@ -48,7 +48,7 @@ def save(operator: LinearOperator, path: str | os.PathLike[str], lin: Linearizat
     check_operator("operator", operator, lin.model)
     with torch.no_grad():
         record = {
-            "linearization": record_of_linearization(lin, inputs),
+            "linearization": record_of_network(lin, inputs),
             "operator": record_of_operator(operator, lin, "the operator"),
         }
     storage.save(path, OPERATOR, OF_OPERATORS, record)
@@ -94,10 +94,12 @@ def load(
     """
     if storage.kind_of(path) == OPERATOR:
         _, record = storage.load(path, OPERATOR, OF_OPERATORS)
-        given = recorded_linearization(record["linearization"], model, data, likelihood, memory_budget, progress)
+        given = recorded_network(
+            Linearization, record["linearization"], model, data, likelihood, memory_budget, progress
+        )
         return recorded_operator(record["operator"], given)
     version, record = storage.load(path, KIND, max(VERSIONS))
-    lin = recorded_linearization(record["linearization"], model, data, likelihood, memory_budget, progress)
+    lin = recorded_network(Linearization, record["linearization"], model, data, likelihood, memory_budget, progress)
     if version == OF_GAUSSIANS:
         return GaussianPosterior.of(lin, **recorded_gaussian(record, lin))
     return Laplace(lin, **recorded_parts(record, lin))

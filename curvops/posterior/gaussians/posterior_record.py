@@ -11,8 +11,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Estimate, Inverse
+from curvops.network import record_of_network
 from curvops.operators import Linearization
-from curvops.operators.linearized.linearization_record import record_of_linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
 from curvops.posterior.core.arguments import check_operator
 from curvops.posterior.core.curvature_cache import CurvatureCache
@@ -43,7 +43,7 @@ def record_of_posterior(
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             likelihood = cache.log_likelihood().detach()
     return {
-        "linearization": record_of_linearization(lin, inputs),
+        "linearization": record_of_network(lin, inputs),
         "curvature": record_of_operator(curvature, lin),
         "prior": {
             "class": type(prior).__name__,
@@ -70,7 +70,7 @@ def record_of_gaussian(
         name: None if name in derived else record_of_operator(operator, lin, f"the {name}")
         for name, operator in given.items()
     }
-    return {"linearization": record_of_linearization(lin, inputs), **kept}
+    return {"linearization": record_of_network(lin, inputs), **kept}
 
 
 def _is_inverse_of(operator: LinearOperator, others: Iterable[LinearOperator]) -> bool:

@@ -17,11 +17,9 @@ from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import holding, solved_at_a_time
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
-from curvops.network.data.inputs import Inputs
-from curvops.network.walks.budget import LEAST_ROOM
-from curvops.network.walks.input_graphs import GraphRows, through_inputs
+from curvops.network import LEAST_ROOM, JacobianRows
 from curvops.operators.function_space.point_covariance import point_covariances
-from curvops.operators.linearized.jacobian import Jacobian, selected_rows
+from curvops.operators.linearized.jacobian import Jacobian
 
 # Rows of J solved for at a time, where memory has room for them.
 BLOCK = 128
@@ -129,18 +127,17 @@ class Kept:
 
 def with_graph(
     jacobian: Jacobian,
-    by_structure: Callable[[GraphRows], Tensor | None],
+    by_structure: Callable[[JacobianRows], Tensor | None],
     by_solves: Callable[[Float[Tensor, "r D"]], Tensor],
 ) -> Tensor:
     """Compute a covariance with its gradient in the inputs: by the structure of P, else by solves for J's rows."""
-    passes = jacobian.passes
 
-    def compute(inputs: Inputs) -> Tensor:
-        rows = GraphRows(passes.engines, inputs, passes.chunk_bytes)
+    def compute(rows: JacobianRows) -> Tensor:
         found = by_structure(rows)
-        return by_solves(torch.cat(list(selected_rows(rows)))) if found is None else found
+        return by_solves(torch.cat(list(rows.selected_rows()))) if found is None else found
 
-    return through_inputs(passes.model, jacobian.inputs, compute)
+    result: Tensor = jacobian.graph.by_rows(compute, jacobian.passes.chunk_bytes)
+    return result
 
 
 @torch.no_grad()

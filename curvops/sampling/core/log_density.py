@@ -21,9 +21,9 @@ from curvops.network.likelihoods import as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.torch_losses import reading_of
 from curvops.network.model.model import Model
+from curvops.network.trained.first_points import likelihood_at, output_shape
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
-from curvops.operators.linearized.linearize import at_positions, checked_layout, output_shape
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.gaussians.updating import as_prior
 from curvops.sampling.core.state import State
@@ -192,14 +192,9 @@ class LogPosterior:
     def _likelihood_at(self, inputs: Inputs, targets: Tensor) -> Likelihood:
         """Return the likelihood at the model's positions; the first batch fixes it and is checked against it."""
         if not self._likelihood:
-            theta, reading = self.model.theta, reading_of(self._spec)
-            few = take(inputs, slice(0, 2))
-            if reading is None:
-                layout, _ = checked_layout(self.model, few)
-            else:
-                layout, _ = checked_layout(self.model, few, reading.class_dim, numbers=not reading.indices)
-            given = as_likelihood(self._spec, layout.shape).to(device=theta.device, dtype=theta.dtype)
-            likelihood, self.model.layout = at_positions(given, layout)
+            theta = self.model.theta
+            given, self.model.layout, _ = likelihood_at(self.model, take(inputs, slice(0, 2)), self._spec)
+            likelihood = given.to(device=theta.device, dtype=theta.dtype)
             y = self.model.layout.targets(move_tensor(targets, theta.device, theta.dtype))
             likelihood.check_targets(y, self.model.layout.output_shape.numel())
             self._likelihood.append(likelihood)

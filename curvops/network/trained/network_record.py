@@ -1,4 +1,4 @@
-"""Records of linearisations without the model and the data, and linearisations built again from all three.
+"""Records of networks without the model and the data, and networks read again from all three.
 
 The record holds what tells a wrong model or other data from the right ones: fingerprints of every tensor, and the
 inputs and outputs of two points. Of the weights it keeps those selected, so that they can be put back.
@@ -13,27 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops.checkpoint import digest
 from curvops.checks import check_limits
-from curvops.network.data.absent_batches import AbsentBatches
-from curvops.network.data.batches import Batches, as_batches
+from curvops.network.data.batches import AbsentBatches, Batches, as_batches
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.likelihoods import FromLoss, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.likelihood_record import record_of_likelihood, recorded_likelihood
+from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
 from curvops.network.model.identity import identity_of, require_same_network
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
+from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape
+from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget, default_budget
-from curvops.network.walks.source import likelihood_state
-from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.linearize import at_positions, checked_layout, first_points, output_shape
 from curvops.progress import Progress, check_progress
 
 
 @torch.no_grad()
-def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str, Any]:
+def record_of_network(lin: TrainedNetwork, inputs: Any = None) -> dict[str, Any]:
     """The record; `inputs` of one or two points, by default the first two of the data, are what models are tried on."""
     model, data, layout = lin.model, lin.data, lin.model.layout
     assert layout is not None
@@ -61,31 +58,16 @@ def record_of_linearization(lin: Linearization, inputs: Any = None) -> dict[str,
     }
 
 
-@torch.no_grad()
-def problem_of_linearization(lin: Linearization) -> dict[str, Any]:
-    """Return what a checkpoint compares, by name: the network, its outputs at two points, the data, the likelihood."""
-    selection, tensors = lin.model.selection, lin.model.kept_tensors
-    index = () if selection.index is None else (selection.index,)
-    return {
-        "the dtype": str(lin.theta.dtype),
-        "the parameters": [*selection.names, digest(index)],
-        "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
-        "its outputs": lin.model(lin.model.values, lin.data.few),
-        "the data": str(lin.source),
-        "the likelihood": likelihood_state(lin.likelihood),
-        "the engine": lin.engine,
-    }
-
-
-def recorded_linearization(
+def recorded_network(
+    kind: type[N],
     record: Mapping[str, Any],
     model: Any,
     data: Any = None,
     likelihood: Any = None,
     memory_budget: int | None = None,
     progress: Progress = None,
-) -> Linearization:
-    """The linearisation of this record and model, and of the data where they are given.
+) -> N:
+    """Read the network of this record again, with the model, and with the data where they are given.
 
     Raises ValueError where the model, the data or the likelihood are not those of the record.
     """
@@ -111,7 +93,7 @@ def recorded_linearization(
         source = _same_data(known, data, probability, layout, network)
     budget = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
     shape = output_shape(probability, layout)
-    lin = Linearization(network, source, probability, shape, record["engine"], budget, progress, record["token"])
+    lin = kind(network, source, probability, shape, record["engine"], budget, progress, record["token"])
     _ = lin.passes.engines  # the probe belongs to this call, not to the first product
     return lin
 
@@ -160,7 +142,7 @@ def _dtype(known: Mapping[str, Any]) -> torch.dtype | None:
 # The likelihood: by its arguments, or, where it holds a function, to be given again.
 
 
-def _described(lin: Linearization, outputs: Tensor) -> dict[str, Any]:
+def _described(lin: TrainedNetwork, outputs: Tensor) -> dict[str, Any]:
     """Describe a likelihood that cannot be stored by log p of targets drawn from it, or of the given ones."""
     likelihood, generator = lin.likelihood, torch.Generator(device=outputs.device).manual_seed(0)
     try:

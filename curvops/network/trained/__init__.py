@@ -1,0 +1,1 @@
+"""A network with its data and its likelihood: read, checked against each other, and recorded."""

@@ -1,0 +1,176 @@
+"""The first points: what the model, the data and the likelihood are there is checked against each other, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.batches import as_batches, as_source, parts_of
+from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
+from curvops.network.data.layout import Layout
+from curvops.network.data.randomness import items, own_randomness
+from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
+from curvops.network.model.model import Model
+
+
+class NoCurvature(UserWarning):
+    """The likelihood of a target does not depend on the outputs, so that every curvature is zero."""
+
+
+def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Layout, Float[Tensor, "n ..."]]:
+    """Interpret a likelihood or a loss at the first points: with the layout of the outputs, and these outputs.
+
+    Raises ValueError or TypeError for outputs of the model, or positions, that do not suit it.
+    """
+    reading = reading_of(spec)
+    if reading is None:
+        layout, outputs = checked_layout(model, few)
+    else:
+        layout, outputs = checked_layout(model, few, reading.class_dim, numbers=not reading.indices)
+    return *at_positions(as_likelihood(spec, layout.shape), layout), outputs
+
+
+def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, Layout]:
+    """The likelihood of all positions of a point, and the layout, which may learn of them from it.
+
+    Raises ValueError where they disagree.
+    """
+    if layout.positions:
+        return _over_positions(likelihood, layout), layout
+    if isinstance(likelihood, Sequences):
+        return likelihood, dataclasses.replace(layout, positions_in_rows=likelihood.positions)
+    if likelihood.positions is not None:
+        raise ValueError(f"{likelihood} is for {likelihood.positions} positions a point; the model returns one.")
+    return likelihood, layout
+
+
+def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
+    """(C,) or (T, C): a likelihood of sequences has positions where the model returns rows (N, T·C), too."""
+    return likelihood.output_shape if isinstance(likelihood, Sequences) else layout.output_shape
+
+
+def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
+    """The likelihood of all positions of a point, unless it is one already."""
+    if not isinstance(likelihood, Sequences):
+        return Sequences(likelihood, *layout.output_shape)
+    if likelihood.output_shape != layout.output_shape:
+        shape = ", ".join(str(length) for length in layout.shape)
+        raise ValueError(f"the model returns (N, {shape}), not the outputs of {likelihood}.")
+    return likelihood
+
+
+def first_points(data: Any, theta: Tensor, weights: bool) -> tuple[Inputs, Any, type]:
+    """The inputs of the first two points, their targets as they are given, and the type of mappings."""
+    source = as_source(data, 2, weights)
+    for item in items(source, theta.device):
+        try:
+            given, targets, _ = parts_of(item, weights)
+        except TypeError:
+            break
+        inputs, kind = normalise(given), getattr(source, "mapping_type", type(given))
+        if num_points(inputs) > 0:
+            return move(take(inputs, slice(0, 2)), theta.device, theta.dtype), targets, kind
+    as_batches(data, 1, weights=weights)  # says what is wrong with the data
+    raise ValueError("the data hold no points.")
+
+
+def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets: Tensor, spec: Any) -> None:
+    """Score the outputs at the first points: errors which need them and targets together are raised at the call.
+
+    Raises ValueError where `spec`, what the user gave, is a loss of torch that computes something else.
+    """
+    assert model.layout is not None
+    y = move_tensor(targets[: len(outputs)], model.theta.device, model.theta.dtype)
+    f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
+    likelihood.check_scores(f, rows)
+    _warn_of_no_curvature(likelihood, f, rows)
+    if reading_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
+        require_same_loss(spec, likelihood, model.layout, outputs, y, f)
+
+
+def _warn_of_no_curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """Warn where residuals at drawn targets, or H, are zero: at these outputs, at smaller ones, near the targets."""
+    if not bool(likelihood.counted(y).any()):
+        return  # nothing can be said of points that do not count
+    generator = torch.Generator(device=f.device).manual_seed(0)
+    noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
+    near = [y + 1e-3 * noise] if y.shape == f.shape and y.is_floating_point() else []
+    of_loss = isinstance(likelihood.of_position, FromLoss)
+    for g in (f, f / (1 + f.abs().max()), *near):
+        try:
+            if of_loss:
+                slopes = likelihood.hessian_product(g, noise, y)
+            else:
+                slopes = likelihood.mc_residual(_repeated(g), _repeated(y), None, generator)
+        except (TypeError, ValueError, RuntimeError):
+            return  # it cannot draw, or is not convex
+        if bool(slopes.any()):
+            return
+    why = "whatever target it draws at the first points, the gradient of log p is zero. The GGN, the Fishers and KFAC"
+    if of_loss:
+        why = "it is linear in the outputs at the first points. The GGN and KFAC"
+    warnings.warn(
+        f"{likelihood} has no curvature: {why} will be zero, and a posterior the prior. Use a likelihood that changes "
+        "with the outputs, of losses one that curves.",
+        NoCurvature,
+        stacklevel=5,
+    )
+
+
+def _repeated(x: Tensor, times: int = 8) -> Tensor:
+    return torch.cat([x] * times)
+
+
+def checked_layout(
+    model: Model, few: Inputs, class_dim: int = -1, numbers: bool = False
+) -> tuple[Layout, Float[Tensor, "n ..."]]:
+    """The outputs' layout, as `Model.fix_layout` finds it, and the outputs of these points as the model returns them.
+
+    Raises ValueError where outputs are random or depend on the other points of the batch.
+    """
+    device = model.theta.device
+    with torch.no_grad(), model.differentiating(), torch.no_grad(), own_randomness(device):
+        layout, first = model.fix_layout(few, class_dim, numbers)
+        state = _random_state(device)
+        returned = model.raw(model.values, few)
+        drew = not torch.equal(state, _random_state(device))
+        outputs = model.rows(returned)
+        if outputs.shape[0] != num_points(few):
+            raise ValueError(
+                f"{num_points(few)} points gave outputs of shape {(len(outputs), *layout.shape)}, expected one row a "
+                "point."
+            )
+        if not bool(outputs.isfinite().all()):
+            raise ValueError("the model's outputs hold NaN or Inf; look at its buffers and at the scale of the inputs.")
+        # The first pass may prepare what later ones find, and runs through other calls: it can agree, but not differ.
+        times = 17 if drew else 0 if torch.equal(first, returned) else 1
+        if not all(torch.equal(outputs, model(model.values, few)) for _ in range(times)):
+            raise ValueError("two passes over the same points gave different outputs; call model.eval() first.")
+        if drew and model.training:  # a mask of few entries is often the same twice
+            raise ValueError("the model is in train mode and draws random numbers; call model.eval() first.")
+        try:
+            alone = model(model.values, take(few, slice(0, 1)))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the model takes {num_points(few)} points but not one alone ({error}); call model.eval(), and let it "
+                "take batches of any size."
+            ) from error
+    slack = model.eps**0.5 * (1 + outputs.abs().max())
+    if bool(((outputs[:1] - alone).abs() > slack).any()):
+        raise ValueError(
+            "a point's outputs depend on the other points of its batch; call model.eval(), or use a normalisation "
+            "that sees one point at a time."
+        )
+    return layout, returned
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The state of the device's default generator, as bytes."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

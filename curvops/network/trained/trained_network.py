@@ -1,0 +1,372 @@
+"""A network at a snapshot of its weights, with its data and its likelihood: outputs, sums over the data, vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy as copy_object
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+from uuid import uuid4
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from curvops.checkpoint import digest
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_batches
+from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
+from curvops.network.engines.engine import Engines
+from curvops.network.engines.plan import EngineChoice, Plan
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.likelihood_record import likelihood_state
+from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
+from curvops.network.model.last_layer import last_layer
+from curvops.network.model.model import Model
+from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape
+from curvops.network.walks.budget import Budget, default_budget
+from curvops.network.walks.input_graphs import InputGraph, outputs_at
+from curvops.network.walks.layer_roots import Group
+from curvops.network.walks.passes import BatchMap, Passes
+from curvops.progress import Progress
+
+N = TypeVar("N", bound="TrainedNetwork")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data of a log-likelihood and the likelihood itself, by fingerprints; equal where both are.
+
+    Small operators keep it in place of the data. Data are equal where all batches are: the same points in other batches
+    differ.
+    """
+
+    num_data: int
+    data: int
+    likelihood: str
+
+    def __str__(self) -> str:
+        """The data alone: a likelihood that holds a function has a name that each process draws anew."""
+        return f"{self.num_data} points of fingerprint {self.data}"
+
+
+class TrainedNetwork:
+    """A network at a snapshot θ* of its weights, with its data and its likelihood.
+
+    Training the network further changes nothing here. Sums run over the data, never means. `output_shape` is that of
+    a point's outputs: (C,), or (T, C) for sequences, whose outputs are rows (n, T·C) everywhere, position by position.
+    """
+
+    IDENTITIES: ClassVar[tuple[type, ...]] = (Source, TangentSpace)
+    """Dataclasses that tell data and weights from others, which operators and records keep in their place."""
+
+    def __init__(
+        self,
+        model: Model,
+        data: Batches | AbsentBatches,
+        likelihood: Likelihood,
+        output_shape: torch.Size,
+        engine: EngineChoice,
+        memory_budget: int | Budget,
+        progress: Progress = None,
+        token: str | None = None,
+        engines: Engines | None = None,
+    ) -> None:
+        self.model, self.data, self.likelihood = model, data, likelihood
+        self.output_shape, self.engine = output_shape, engine
+        few, points = (None, data.num_data) if data.is_present else (data.few, 0)
+        self.passes = Passes(model, _Labelled(data), engine, memory_budget, engines, points, progress, few)
+        self._theta = model.theta
+        self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
+        self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
+        self._log_likelihood: tuple[list[Tensor], Tensor] | None = None  # at these hyperparameters
+
+    @classmethod
+    def read(
+        cls: type[N],
+        model: Any,
+        data: Any,
+        likelihood: Any,
+        parameters: Any,
+        memory_budget: int | None,
+        engine: EngineChoice,
+        weights: bool,
+        progress: Progress,
+    ) -> N:
+        """Read a model, its data and its likelihood, as `co.linearize` takes them, and check them against each other.
+
+        Costs one pass over the data, and some over two points.
+        """
+        by_running = isinstance(parameters, str) and parameters == "last_layer"
+        network = Model(model, None if by_running else parameters)
+        if by_running:
+            first, _, network.calls.mapping_type = first_points(data, network.theta, weights)
+            network = Model(model, parameters, last_layer(network, first))
+        theta = network.theta
+        memory = Budget(default_budget(theta.device) if memory_budget is None else memory_budget, theta.device)
+        few, first_targets, network.calls.mapping_type = first_points(data, theta, weights)
+        given, layout, outputs = likelihood_at(network, few, likelihood)
+        probability = given.snapshot(theta.device, theta.dtype)
+        engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
+        step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
+        check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
+        batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights, network.admit)
+        check_scores(network, probability, outputs, first_targets, likelihood)
+        shape = output_shape(probability, layout)
+        return cls(network, batches, probability, shape, engine, memory, progress, engines=engines)
+
+    @property
+    def theta(self) -> Float[Tensor, " D"]:
+        """The selected parameters as one vector."""
+        return self._theta
+
+    @property
+    def tangent_space(self) -> TangentSpace:
+        """Which parameters, at which values: operators of different ones are refused in a sum."""
+        return self.model.tangent_space
+
+    @property
+    def source(self) -> Source:
+        """Which data and likelihood, at its present hyperparameters, by fingerprints."""
+        return Source(self.data.num_data, self.data.fingerprint, likelihood_state(self.likelihood, self.token))
+
+    def name_of(self, value: Any) -> str | None:
+        """Return "source" or "space" for a value that equals the network's own, by which records refer to it."""
+        if isinstance(value, Source):
+            return "source" if value == self.source else None
+        return "space" if isinstance(value, TangentSpace) and value.is_at(self.tangent_space) else None
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes for the engines kept between products and the vectors of algorithms, together."""
+        return self.memory.budget
+
+    @property
+    def memory(self) -> Budget:
+        """The memory budget, and who holds how much of it: engines, and vectors of algorithms that are running."""
+        return self.passes.memory
+
+    @property
+    def num_parameters(self) -> int:
+        """The number D of selected parameters."""
+        return self.model.selection.num_parameters
+
+    @property
+    def num_outputs(self) -> int:
+        """C, the number of a point's outputs; T·C for sequences."""
+        return self.output_shape.numel()
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training points."""
+        return self.data.num_data
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of engines and its reasons: engine per layer, bytes, expected gradients per product."""
+        return self.passes.plan
+
+    def walk_at(self, x: Any, differentiable: bool = False) -> tuple[Passes, int, InputGraph | None]:
+        """A walk over a copy of these inputs, how many they are, and their graph where they require a gradient.
+
+        Raises as `admitted`, and ValueError where J has no gradient in the inputs that is known to be right.
+        """
+        given, engines = copy(self.admitted(x, differentiable)), self.passes.engines
+        names = tuple(name for name, _ in _differentiated(given)) if num_points(given) else ()
+        graph = InputGraph(engines, given, names) if names else None
+        inputs, step = tree_map(torch.Tensor.detach, given), max(self.data.sizes)
+        parts = [(take(inputs, slice(i, i + step)), None) for i in range(0, num_points(inputs), step)]
+        walk = Passes(self.model, parts, self.engine, self.memory, engines, progress=self.passes.progress)
+        return walk, num_points(inputs), graph
+
+    def predict(self, x: Any, weights: Float[Tensor, " D"] | None = None) -> Float[Tensor, "n C"]:
+        """f(x, θ*), the network's outputs at its snapshot, each position of a point as one, (n·T, C). One forward pass.
+
+        With `weights`, such as a draw of a posterior, the network itself at these; those outside a subnetwork keep
+        their values. Inputs that require a gradient get one. Raises as `jacobian` does, and ValueError unless the
+        weights are one vector (D,).
+        """
+        inputs, step = self.admitted(x, differentiable=True), max(self.data.sizes)
+        values = self.model.values if weights is None else self.unflatten_weights(weights)
+        if num_points(inputs) and _differentiated(inputs):
+            constants = {name: value.detach() for name, value in values.items()}
+            return outputs_at(self.model, copy(inputs), constants).reshape(-1, self.output_shape[-1])
+        with torch.no_grad():
+            parts = [self.model(values, take(inputs, slice(i, i + step))) for i in range(0, num_points(inputs), step)]
+        return torch.cat([self.theta.new_zeros(0, self.num_outputs), *parts]).reshape(-1, self.output_shape[-1])
+
+    def admitted(self, x: Any, differentiable: bool = False) -> Inputs:
+        """Inputs where the weights are, once the model was seen to take such; raises as `jacobian` does."""
+        inputs = as_inputs(x, self.theta.device, self.theta.dtype)
+        for name, _ in () if differentiable else _differentiated(inputs):
+            raise ValueError(
+                f"{name} requires a gradient, which is not asked for here and would be taken for zero: use "
+                "lin.jacobian(x, differentiable=True), lin.predict(x) or a posterior's predictions, pass x.detach(), "
+                "or call this under torch.no_grad()."
+            )
+        self.model.admit(inputs)
+        return inputs
+
+    def outputs(self) -> Float[Tensor, "N C"]:
+        """f(θ*) at the training inputs, each position of a point as one, (N·T, C). One forward pass."""
+        return self.passes.rows(lambda _, J: J.outputs.unsqueeze(0), 0).reshape(-1, self.output_shape[-1])
+
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | f(x_n, θ*)) in nats. One forward pass; under no_grad none after KFAC or a diagonal was made.
+
+        (A likelihood that is a function may hold tensors of its own that want a gradient.)
+        """
+        if self._log_likelihood is not None and not torch.is_grad_enabled():
+            at, known = self._log_likelihood
+            if all(map(torch.equal, at, self.likelihood.hyperparameters)):  # they may change in place, as in training
+                return known.clone()
+        return self.sum_over_batches(
+            lambda batch, J: self.likelihood.log_prob(J.outputs, batch.targets, batch.weights).sum(), 0
+        )
+
+    def gradient(self) -> Float[Tensor, " D"]:
+        """Gradient of the negative log-likelihood (a sum over the data), Jᵀr. One gradient."""
+
+        def term(batch: Batch, J: BatchMap) -> Tensor:
+            return J.pull(self.likelihood.residual(J.outputs, batch.targets, batch.weights).unsqueeze(0))
+
+        return self.sum_over_batches(term, 1).squeeze(1)
+
+    def positions_apart(self, per_token: bool) -> int:
+        """T where the tokens of a sequence are to count one by one, else 1."""
+        return self.output_shape[0] if per_token and len(self.output_shape) == 2 else 1
+
+    def gradient_rows(self, likelihood: Likelihood, per_token: bool = False) -> Passes | None:
+        """The walk over the points' own gradients J_nᵀ r_n, or those of their tokens; one for all who ask.
+
+        r is kept as a constant: None where a gradient for the likelihood's hyperparameters is recorded.
+        """
+        tensors = likelihood.hyperparameters
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return None
+        present = [tensor.detach() for tensor in tensors]
+        with self.model.lock:
+            held = self._gradient_rows.get(per_token)
+            if held is None or not all(map(torch.equal, held[0], present)):  # they may change in place, as in training
+                values = [tensor.clone() for tensor in present]
+                fisher = Empirical(likelihood.with_hyperparameters(values), self.positions_apart(per_token))
+                held = self._gradient_rows[per_token] = values, self.passes.reduced(fisher)
+            return held[1]
+
+    def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
+        """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
+        return self.passes.total(term, columns)
+
+    def root_pieces(
+        self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
+    ) -> Iterator[tuple[int, Iterator[Group]]]:
+        """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
+        at, found, count = [tensor.detach().clone() for tensor in self.likelihood.hyperparameters], [], 0
+
+        @torch.no_grad()
+        def score(f: Tensor, batch: Batch) -> None:
+            nonlocal count
+            found.append(self.likelihood.log_prob(f, batch.targets, batch.weights).sum())
+            count += batch.num_points
+
+        yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
+        if count == self.num_data:
+            self._log_likelihood = at, self.passes.add_up(found)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
+        """Named tensors as one vector, in the order of the selection."""
+        return self.model.selection.flatten(tensors)
+
+    def unflatten(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """One vector as named tensors, the inverse of `flatten`, where whole tensors were selected.
+
+        Raises ValueError for a subnetwork, whose vector lacks the entries outside it, and names the alternatives,
+        `unflatten_weights` and `unflatten_tangent`.
+        """
+        if self.model.selection.index is not None:
+            raise ValueError(
+                "a subnetwork's vector does not hold all entries of its tensors: unflatten_weights(vector) takes the "
+                "others from the snapshot (for a draw, to be loaded into the model), unflatten_tangent(vector) takes "
+                "zeros (for a step, gradient or product)."
+            )
+        return self.unflatten_tangent(vector)
+
+    def unflatten_weights(self, weights: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """Weights, such as a draw of a posterior, as named tensors; entries outside a subnetwork are the snapshot's.
+
+        `model.load_state_dict(lin.unflatten_weights(draw), strict=False)` puts a draw into the model. Raises ValueError
+        unless it is one vector (D,).
+        """
+        return self.model.unflatten(self._one_vector(weights))
+
+    def unflatten_tangent(self, vector: Float[Tensor, " D"]) -> dict[str, Tensor]:
+        """A step, gradient or product as named tensors; entries outside a subnetwork are zero.
+
+        Raises ValueError unless it is one vector (D,).
+        """
+        return self.model.selection.unflatten(self._one_vector(vector))
+
+    def _one_vector(self, vector: Tensor) -> Tensor:
+        if vector.shape != (self.num_parameters,):
+            raise ValueError(
+                f"expected one vector ({self.num_parameters},), got {tuple(vector.shape)}; of several, as "
+                "post.sample(k) gives them, take one at a time."
+            )
+        return vector
+
+    def with_likelihood(self: N, likelihood: Likelihood) -> N:
+        """Return a copy with another likelihood of the same targets, unchecked; it shares engines for J."""
+        new = copy_object(self)
+        new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
+        new._log_likelihood = None
+        return new
+
+    def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
+        """A copy with parameters, buffers and data converted. Costs two passes over the data."""
+        likelihood = self.likelihood.to(device=device, dtype=dtype)
+        data, model = self.data.to(device=device, dtype=dtype), self.model.cast(dtype, device)
+        memory, progress = self.memory.on(device), self.passes.progress
+        return type(self)(model, data, likelihood, self.output_shape, self.engine, memory, progress, self.token)
+
+    @torch.no_grad()
+    def problem(self) -> dict[str, Any]:
+        """What a checkpoint compares, by name: the network, its outputs at two points, the data, the likelihood."""
+        selection, tensors = self.model.selection, self.model.kept_tensors
+        index = () if selection.index is None else (selection.index,)
+        return {
+            "the dtype": str(self.theta.dtype),
+            "the parameters": [*selection.names, digest(index)],
+            "the network's tensors": digest([tensors[name] for name in sorted(tensors)]),
+            "its outputs": self.model(self.model.values, self.data.few),
+            "the data": str(self.source),
+            "the likelihood": likelihood_state(self.likelihood),
+            "the engine": self.engine,
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_parameters={self.num_parameters:,}, num_data={self.num_data:,}, "
+            f"num_outputs={self.num_outputs}, {self.theta.dtype}, {self.theta.device})"
+        )
+
+
+def _differentiated(inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return the inputs that require a gradient, while gradients are recorded."""
+    return [pair for pair in components(inputs) if torch.is_grad_enabled() and pair[1].requires_grad]
+
+
+class _Labelled:
+    """The training data as (inputs, batch without its inputs): what a cached engine needs of a batch is small."""
+
+    def __init__(self, data: Batches | AbsentBatches) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        start = 0
+        for batch in self._data:
+            # Clones: what is kept of a batch must not change with the user's tensors.
+            weights = None if batch.weights is None else batch.weights.clone()
+            yield batch.inputs, Batch((), batch.targets.clone(), weights, start)
+            start += batch.num_points
