@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doors import linalg
+from tests.doors import data, likelihoods, linalg, models
 from tests.doors.door import Door, Row
 
-FLOORS = {"linalg": linalg}
+FLOORS = {"linalg": linalg, "data": data, "models": models, "likelihoods": likelihoods}
 TABLE = {
     f"{floor}: {door.call}: {wrong}": (door, row)
     for floor, module in FLOORS.items()

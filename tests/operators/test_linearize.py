@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, dropout
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import curvops as co
@@ -91,43 +89,6 @@ def broken(value: float) -> Tensor:
     return x
 
 
-def generated() -> Iterator[tuple[Tensor, Tensor]]:
-    yield X, Y
-
-
-DATA: dict[str, tuple[Any, type, str]] = {
-    "empty": ((X[:0], Y[:0]), ValueError, "The data are empty.*Pass a pair"),
-    "no batches": ([], ValueError, "The data are empty"),
-    "one-shot": (generated(), TypeError, "generator can be read only once. Pass a list"),
-    "NaN": ((broken(torch.nan), Y), ValueError, r"inputs of shape \(7, 4\) holds NaN.*Remove or impute"),
-    "Inf": ((broken(torch.inf), Y), ValueError, "holds NaN or infinite"),
-    "range": ((X, Y + 1), ValueError, r"must lie in 0 .. 2 .*given values from 1 to 3. Renumber"),
-    "negative": ((X, Y - 9), ValueError, "given values from -9 to -7"),
-    "dtype": ((X, Y.float()), TypeError, "class indices of an integer dtype.*given torch.float32.*y.long"),
-    "shape": ((X, Y[:, None]), ValueError, r"shape \(n,\); given \(7, 1\). Use y.squeeze"),
-    "length": ((X, Y[:5]), ValueError, r"7 inputs, but the targets have shape \(5,\)"),
-    "mapping": ([{"x": X, "y": Y}], TypeError, "A batch is .inputs, targets.; this is a dict. Name the targets"),
-    "index": ((X, Y, torch.arange(7)), TypeError, "There is a third item .torch.int64.*Declare sample weights"),
-}
-
-
-@pytest.mark.parametrize("what", DATA)
-def test_bad_data(what: str) -> None:
-    data, error, message = DATA[what]
-    with pytest.raises(error, match=message):
-        co.linearize(net(), data, "classification")
-
-
-def test_bad_regression_targets() -> None:
-    for targets, error, message in [
-        (torch.full((7, 3), torch.nan), ValueError, "targets of shape .* holds NaN"),
-        (Y[:, None].expand(7, 3), TypeError, "must have a floating dtype; given torch.int64"),
-        (torch.zeros(7), ValueError, r"outputs' shape \(n, C\); given \(7,\)"),
-    ]:
-        with pytest.raises(error, match=message):
-            co.linearize(net(), (X, targets), "regression")
-
-
 def test_data_that_differ_between_passes() -> None:
     with pytest.raises(co.DataChanged, match=r"other values.*shuffling, random augmentation"):
         _ = co.GGN(co.linearize(net(), Noisy(), "classification")) @ torch.ones(51)
@@ -147,41 +108,6 @@ def test_a_loader_that_shuffles_arrays_and_labels_give_the_operator_of_the_tenso
     assert torch.equal(lin.jacobian({"input": x}) @ v, lin.jacobian({"input": X}) @ v)
 
 
-MODELS: dict[str, tuple[nn.Module, type, str]] = {
-    "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), ValueError, r"1 \(Dropout\) is in train mode.*eval\(\)"),
-    "batch norm": (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), ValueError, r"in train mode.*model.eval\(\)"),
-    "random": (Wired(lambda m, x: m.head(x) + torch.rand(3)), ValueError, r"different outputs; call model.eval\(\)"),
-    "rarely random": (
-        Wired(lambda m, x: dropout(m.head(x), 1e-9, m.training)),
-        ValueError,
-        r"random numbers; call.*eval",
-    ),
-    "a function": ((lambda p, x: dropout(x @ p["w"], 0.4), {"w": torch.ones(4, 3)}), ValueError, "different outputs"),
-    "batch statistics": (
-        Wired(lambda m, x: batch_norm(m.head(x), None, None, training=True)),
-        ValueError,
-        r"call model.eval\(\)",
-    ),
-    "batch": (Wired(lambda m, x: m.head(x - x.mean(0))), ValueError, "depend on the other points of its batch"),
-    "tuple": (Wired(lambda m, x: (m.head(x), x)), TypeError, "returns tuple, expected a tensor"),
-    "integers": (Wired(lambda m, x: m.head(x).argmax(1, True)), TypeError, "returns torch.int64"),
-    "vector": (Wired(lambda m, x: m.head(x)[:, 0]), ValueError, r"expected \(N, C\),.*add outputs.unsqueeze\(1\)"),
-    "leading one": (Wired(lambda m, x: m.head(x)[None]), ValueError, r"2 points gave outputs of shape \(1, 2, 3\)"),
-    "image": (Wired(lambda m, x: m.head(x)[:, :, None, None]), ValueError, r"3 x 1 positions a point.*\(n, 3, 1\)"),
-    "no outputs": (Wired(lambda m, x: m.head(x)[:, :0]), ValueError, r"\(2, 0\): a point has no outputs"),
-    "rows": (Wired(lambda m, x: m.head(x)[:1]), ValueError, r"2 points gave outputs of shape \(1, 3\)"),
-    "infinite": (Wired(lambda m, x: m.head(x) / 0), ValueError, "outputs hold NaN or Inf; look at its buffers"),
-    "frozen": (Wired(lambda m, x: m.head(x)).requires_grad_(False), ValueError, "none requires a gradient"),
-}
-
-
-@pytest.mark.parametrize("what", MODELS)
-def test_bad_models(what: str) -> None:
-    model, error, message = MODELS[what]
-    with pytest.raises(error, match=message):
-        co.linearize(model, (X, Y), "classification")
-
-
 def test_a_half_precision_base_may_round_otherwise_in_another_batch() -> None:
     """As its kernels do on some devices: a difference that means dependence in single precision is rounding in half."""
 
@@ -193,35 +119,6 @@ def test_a_half_precision_base_may_round_otherwise_in_another_batch() -> None:
     assert co.linearize(model, (X, Y), "classification", "fc1.*").num_outputs == 3
     with pytest.raises(ValueError, match="depend on the other points of its batch"):
         co.linearize(Wired(lambda m, x: m.head(x) * (1 + 0.01 * (len(x) > 1))), (X, Y), "classification")
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("parameters", [None, "2.*"])
-def test_parameters_that_are_not_finite(parameters: str | None, value: float) -> None:
-    model = net()
-    model[0].weight.data[0, 0] = value
-    with pytest.raises(ValueError, match="'0.weight' holds NaN or Inf; train again"):
-        co.linearize(model, (X, Y), "classification", parameters)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"parameters": "tail.*"}, ValueError, "names no parameter; the model has 0.weight"),
-        ({"parameters": lambda name, tensor: False}, ValueError, "selects nothing"),
-        ({"parameters": torch.tensor([51])}, ValueError, "out of range: the flat vector has 51 entries"),
-        (
-            {"weights": torch.ones(7)},
-            TypeError,
-            r"weights must be True or False, got Tensor. .*weights=True",
-        ),
-        ({"memory_budget": -1}, ValueError, "memory_budget must not be negative, got -1"),
-    ],
-    ids=["name", "nothing", "index", "weights", "budget"],
-)
-def test_bad_options(options: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        co.linearize(net(), (X, Y), "classification", **options)
 
 
 def test_mixed_dtypes_matter_among_the_selected_only() -> None:

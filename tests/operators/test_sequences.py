@@ -251,31 +251,6 @@ def test_rows_that_are_sequences() -> None:
             co.linearize(wrong, (x, LABELS), co.likelihoods.Sequences(co.likelihoods.Categorical(), T, 2))
 
 
-BAD: dict[str, tuple[Any, Any, type, str]] = {
-    "labels of points": (LABELS[:, 0], "classification", ValueError, r"shape \(n, 3\) or .n, 3, ....; given \(4,\)"),
-    "length": (LABELS[:, :2], "classification", ValueError, r"given \(4, 2\). Pad sequences to one length"),
-    "range": (LABELS + 1, "classification", ValueError, r"each of the 3 positions as a point.*must lie in 0 .. 2"),
-    "dtype": (LABELS[..., None], "regression", TypeError, "each of the 3 positions as a point.*floating dtype"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_targets(what: str) -> None:
-    y, likelihood, error, message = BAD[what]
-    model, x = pointwise()
-    with pytest.raises(error, match=message):
-        co.linearize(model, (x, y), likelihood)
-
-
-def test_bad_weights() -> None:
-    model, x = pointwise()
-    with pytest.raises(ValueError, match=r"shape \(4,\) or, one per position, \(4, 3\); given \(4, 2\)"):
-        co.linearize(model, (x, LABELS, MASK[:, :2]), "classification", weights=True)
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(2 * T, C)).double()
-    with pytest.raises(ValueError, match=r"Batch 0: the sample weights must have shape \(4,\); given \(4, 3\)"):
-        co.linearize(plain, (x, REALS[:, 0], MASK), "regression", weights=True)
-
-
 def test_all_sequences_have_one_length() -> None:
     model, x = pointwise()
     lengths = [(x, LABELS), (x[..., :2], LABELS[:, :2])]

@@ -6,7 +6,6 @@ Tests `by_autograd.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -242,23 +241,6 @@ def test_the_door_takes_a_function() -> None:
     torch.testing.assert_close(lin.log_likelihood(), closed.log_likelihood(), **TIGHT)
     with pytest.raises(TypeError, match="a function from outputs to a torch.distributions.Distribution"):
         as_likelihood(distributions.Bernoulli)
-
-
-@pytest.mark.parametrize(
-    ("function", "targets", "error", "message"),
-    [
-        (lambda f: distributions.Normal(f, 1.0), torch.zeros(5), ValueError, r"Normal over targets of shape \(2, 3\)"),
-        (lambda f: distributions.Poisson(f[:, 0].exp()), torch.ones(5, 1), ValueError, r"given \(2, 1\)"),
-        (lambda f: distributions.Normal(f.sum(), 1.0), torch.zeros(5), ValueError, r"expected \(n, ...\) with n = 2"),
-        (lambda f: f.softmax(1), torch.zeros(5), TypeError, "returns Tensor, expected a torch.distributions"),
-        (lambda f: distributions.Poisson(f[:, 0].exp()), -torch.ones(5), ValueError, "support"),
-    ],
-)
-def test_what_does_not_fit_the_targets_is_refused_by_linearize(
-    function: Callable[[Tensor], Distribution], targets: Tensor, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        co.linearize(nn.Linear(2, C), (normal(5, 2).float(), targets), function)
 
 
 def test_distributions_are_checked_after_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:

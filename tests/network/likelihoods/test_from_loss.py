@@ -207,33 +207,6 @@ def divided(f: Tensor, y: Tensor) -> Tensor:
     return (z / (1 + z)).sum(-1)
 
 
-BAD: dict[str, tuple[Any, Tensor, type[Exception], str]] = {
-    "a mean": (lambda f, y: (f - y).square().mean(), reals(C), ValueError, "Is it reduced.*reduction='none'"),
-    "torch's own mean": (F.huber_loss, reals(C), ValueError, "Is it reduced"),
-    "another shape": (lambda f, y: f.new_ones(7), reals(C), ValueError, "expected a loss a point"),
-    "swapped": (lambda y, f: quartic(f, y), reals(C), TypeError, r"outputs first; <lambda> takes \(y, f\)"),
-    "three arguments": (lambda f, y, w: quartic(f, y), reals(C), TypeError, "neither one argument.*FromLoss"),
-    "any arguments": (lambda *given: given[0], reals(C), TypeError, "neither one argument.*FromLoss"),
-    "not differentiable": (lambda f, y: (f.argmax(1) != y.argmax(1)).double(), reals(C), ValueError, "no gradient"),
-    "detached": (lambda f, y: quartic(f.detach(), y), reals(C), ValueError, "no gradient"),
-    "integers": (nn.HuberLoss(), LABELS.unsqueeze(1).repeat(1, C), ValueError, r"y.float\(\)"),
-    "NaN": (lambda f, y: (f - 100).log().sum(1), reals(C), ValueError, "NaN or infinite"),
-    "nothing": (lambda f, y: None, reals(C), TypeError, "returns NoneType"),
-    "broadcast": (lambda f, y: (f[:, 0] - y).square(), reals(1), ValueError, "other points of its batch"),
-    "a mean over points": (lambda f, y: quartic(f - f.mean(0), y), reals(C), ValueError, "other points of its batch"),
-    "an error of its own": (lambda f, y: f.no_such_method(), reals(C), ValueError, "cannot score.*no_such_method"),
-    "a class": (nn.HuberLoss, reals(C), TypeError, "No likelihood for"),
-    "lengths": (nn.CTCLoss(), reals(C), TypeError, r"takes \(log_probs, targets, input_lengths"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_is_no_loss_of_a_point_is_refused_by_name(what: str) -> None:
-    loss, y, kind, message = BAD[what]
-    with pytest.raises(kind, match=message):
-        co.linearize(Net(C), (normal(N, 2), y), loss)
-
-
 def test_a_column_of_losses_is_a_loss_a_point() -> None:
     model, data = Net(C), (normal(N, 2), reals(C))
     column, flat = (

@@ -198,33 +198,3 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
     with pytest.raises(ValueError, match=r"Focal\(\) has another gradient .* no plain torch.nn.CrossEntropyLoss. Give"):
         co.linearize(model, (x, labels()), Focal())
     assert isinstance(co.linearize(model, (x, reals(C)), Renamed()).likelihood, co.likelihoods.Gaussian)
-
-
-BAD: dict[str, tuple[Any, tuple[int, ...], Tensor, type, str]] = {
-    "classes last": (CE(), (4, C), labels(4), ValueError, r"dimension 1: outputs \(N, 4, 3\) are C = 4 classes at"),
-    "classes first": ("classification", (C, 4), labels(4), ValueError, "They fit outputs with the classes at dim"),
-    "pixels in a row": ("classification", (2, 2, C), labels(4), ValueError, r"2 x 2 positions .* \(n, 2, 2\) or"),
-    "class range": (CE(), (2, T), labels(T), ValueError, r"with each of the 3 positions.*must lie in 0 .. 1"),
-    "one class": (CE(), (1, T), labels(T) * 0, ValueError, "needs a model with C >= 2 outputs"),
-    "one number a point": (CE(), (), labels(), ValueError, r"add outputs.unsqueeze\(1\)"),
-    "class weights": (CE(torch.ones(4)), (C, T), labels(T), ValueError, "4 class weights were given"),
-    "ignored class of probabilities": (CE(ignore_index=1), (C,), soft(C), ValueError, "no meaning for class prob"),
-    "votes": (CE(), (C, T), 3 * soft(C, T), ValueError, "rows that sum to 1"),
-    "weights of points": (BCE(torch.ones(N, 1)), (C,), events(C), ValueError, r"\(5, 1\) does not broadcast.*\(3,\)"),
-    "weights of another size": (BCE(pos_weight=torch.ones(4)), (C,), events(C), ValueError, "does not broadcast"),
-    "targets of another shape": (BCE(), (1,), events(), ValueError, r"Use y.unsqueeze\(-1\)"),
-    "squares of integers": (nn.MSELoss(), (C,), labels(C), TypeError, r"Convert with y.float\(\)"),
-    "rates": (nn.PoissonNLLLoss(log_input=False), (C,), counts(C), ValueError, "NaN or infinite at the first points"),
-    "half counts": (nn.PoissonNLLLoss(), (C,), counts(C) / 2, ValueError, "whole numbers"),
-    "weights of other positions": (co.likelihoods.Bernoulli(torch.ones(2, C)), (T, C), events(T, C), ValueError,
-                                   "is for 2 positions a point; given 3"),
-    "weights of positions": (co.likelihoods.Bernoulli(torch.ones(2, C)), (C,), events(C), ValueError,
-                             "is for 2 positions a point; the model returns one"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_served_is_refused_by_name(what: str) -> None:
-    loss, shape, y, error, message = BAD[what]
-    with pytest.raises(error, match=f"(?i){message}"):
-        co.linearize(Shaped(*shape).double(), (normal(N, 2), y), loss)

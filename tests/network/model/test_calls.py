@@ -109,22 +109,3 @@ def test_a_function_takes_the_whole() -> None:
     lin = co.linearize((function, params), (UserDict(x=X, mask=MASK), Y), "classification")
     with torch.no_grad():
         torch.testing.assert_close(lin.outputs(), head(X) * MASK, **TIGHT)
-
-
-BAD: dict[str, tuple[nn.Module, Any, str]] = {
-    "missing": (
-        Keywords(),
-        {"x": X},
-        r"forward\(x.*mask.*\) .*inputs 'x' \(missing a required argument: 'mask'\). Name",
-    ),
-    "unknown": (Keywords(), {"x": X, "mask": MASK, "ids": X}, "unexpected keyword argument 'ids'"),
-    "too few": (Keywords(), (X,), "called with inputs 1 tensors .missing a required argument: 'mask'"),
-    "too many": (Keywords(), (X, MASK, X), "called with inputs 3 tensors .too many positional arguments"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_signature_that_takes_neither(what: str) -> None:
-    model, inputs, message = BAD[what]
-    with pytest.raises(TypeError, match=message):
-        co.linearize(model, (inputs, Y), "classification")

@@ -85,56 +85,6 @@ def test_dropout_that_drops_nothing_may_be_in_train_mode() -> None:
     assert Model(model).theta.numel() == 6
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Sequential(nn.Linear(2, 2), nn.Dropout()), r"1 \(Dropout\) is in train mode.* call model.eval\(\) first"),
-        (nn.Sequential(nn.BatchNorm1d(2)), r"0 \(BatchNorm1d\) is in train mode"),
-        (nn.Dropout(), r"the model \(Dropout\) is in train mode"),
-        (nn.BatchNorm1d(2, track_running_stats=False).eval(), "keeps no running statistics.*track_running_stats=True"),
-    ],
-    ids=["dropout", "batch norm", "itself", "no statistics"],
-)
-def test_a_module_that_is_random_or_looks_at_its_batch(model: nn.Module, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Model(model)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (3, r"must be an nn.Module or a pair \(function\(params, inputs\), params mapping\), got int"),
-        ((lambda p, x: x, {"w": 3}), r"must hold tensors by name; \['w'\] are not"),
-        ((lambda p, x: x, [torch.zeros(2)]), "got tuple"),
-    ],
-    ids=["int", "number", "list"],
-)
-def test_what_is_no_model(source: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        Model(source)
-
-
-WRONG: dict[str, tuple[Any, type, str]] = {
-    "tuple": (lambda h: (h, h), TypeError, "returns tuple, expected a tensor .* forward returns the tensor of outputs"),
-    "integers": (lambda h: h.argmax(1, True), TypeError, "returns torch.int64, expected a real floating tensor"),
-    "complex": (lambda h: h * 1j, TypeError, "returns torch.complex64"),
-    "vector": (lambda h: h[:, 0], ValueError, r"shape \(2,\), expected \(N, C\),.*; add outputs.unsqueeze\(1\)"),
-    "number": (
-        lambda h: h.sum(),
-        ValueError,
-        r"shape \(\), expected \(N, C\), or \(N, ..., C\) with positions",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_outputs_must_be_a_floating_matrix(kind: str) -> None:
-    change, error, message = WRONG[kind]
-    network = Model(parts.Wired(lambda m, x: change(m.head(x))).eval())
-    with pytest.raises(error, match=message):
-        outputs(network, torch.zeros(2, 4))
-
-
 def test_sequences_become_rows_of_one_shape() -> None:
     network = Model(parts.Wired(lambda m, x: m.head(x)).eval())
     x = torch.randn(2, 5, 4)
@@ -143,13 +93,6 @@ def test_sequences_become_rows_of_one_shape() -> None:
     torch.testing.assert_close(outputs(network, x).unflatten(1, (5, 3))[:, :3].flatten(1), free)
     with pytest.raises(ValueError, match=r"returns shape \(2, 4, 3\), but \(N, 5, 3\) for the first points"):
         outputs(network, x[:, :4])
-
-
-def test_frozen_parameters_must_be_finite_too() -> None:
-    model, _ = ZOO["mlp"].build()
-    model[0].weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"'0.weight' holds NaN or Inf; train again, or load other weights"):
-        Model(model, "4.*")
 
 
 def test_outputs_of_a_frozen_half_precision_head_have_the_dtype_of_the_parameters() -> None:

@@ -99,43 +99,6 @@ def test_entries_outside_a_subnetwork_are_zero() -> None:
     assert tensors["head.weight"].flatten().tolist() == [3, 0, 0, 0, 0, 0]
 
 
-def test_flatten_says_what_is_missing_or_misshapen() -> None:
-    selection = chosen("last_layer")
-    with pytest.raises(ValueError, match="lacks 'head.bias'"):
-        selection.flatten({"head.weight": torch.zeros(2, 3, 1)})
-    with pytest.raises(ValueError, match=r"'head.bias' has shape \(3,\), expected \(2,\)"):
-        selection.flatten({"head.weight": torch.zeros(2, 3, 1), "head.bias": torch.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ("tail.*", ValueError, r"'tail.\*' names no parameter; the model has body.weight"),
-        (["head.*", "nope"], ValueError, "'nope' names no parameter"),
-        ([], ValueError, r"\[\] selects nothing"),
-        (lambda name, tensor: False, ValueError, "selects nothing; the model has"),
-        (torch.tensor([], dtype=torch.long), ValueError, "selects nothing; choose among the 15"),
-        (torch.zeros(15, dtype=torch.bool), ValueError, "selects nothing; choose among the 15"),
-        (torch.ones(14, dtype=torch.bool), ValueError, r"mask has shape \(14,\), expected \(15,\)"),
-        (torch.tensor([15]), ValueError, "index 15 is out of range: the flat vector has 15 entries"),
-        (torch.tensor([-1]), ValueError, "index -1 is out of range"),
-        (torch.tensor([2, 2]), ValueError, "holds a position twice"),
-        (torch.tensor([1.0]), TypeError, "must be a vector of integers, got torch.float32"),
-        (torch.tensor([[1]]), TypeError, r"of shape \(1, 1\)"),
-        (3, TypeError, "got int; expected None, 'last_layer', a glob"),
-        ([1, 2], TypeError, "got list; expected None"),
-    ],
-)
-def test_a_bad_selection_is_an_error_that_says_what_to_do(spec: Any, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        chosen(spec)
-
-
-def test_a_model_without_trainable_parameters() -> None:
-    with pytest.raises(ValueError, match=r"none requires a gradient: call requires_grad_\(\), or name parameters"):
-        select(PARAMETERS, [], None, LAST)
-
-
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
@@ -151,8 +114,3 @@ def test_selected_tensors_must_match_and_be_finite(tensor: Tensor, error: type, 
     with pytest.raises(error, match=message):
         select(parameters, list(parameters), None, [])
     assert select(parameters, list(parameters), "one", []).names == ("one",)
-
-
-def test_integers_cannot_be_selected() -> None:
-    with pytest.raises(TypeError, match="'steps' is of torch.int64; only real floating parameters"):
-        select({"steps": torch.zeros(2, dtype=torch.long)}, ["steps"], None, [])
