@@ -1,4 +1,4 @@
-"""Tests that tell a matrix that is not symmetric, or not positive semidefinite, from rounding errors.
+"""Symmetry and definiteness of a matrix: by its tags, and by tests that tell their lack from rounding errors.
 
 Symmetry has one rule: for vectors X with known images AX, XᵀAX − (XᵀAX)ᵀ is compared with the size of the images. With
 k random vectors it shows √(k/n) of ‖A − Aᵀ‖_F/‖A‖_F, and all of it where A is formed.
@@ -18,7 +18,12 @@ LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
 
 
-def is_known_psd(A: Any) -> bool:
+def is_symmetric(A: Any) -> bool:
+    """Return whether A is tagged as symmetric; tensors and foreign operators have no tag."""
+    return bool(getattr(A, "symmetric", False))
+
+
+def is_psd(A: Any) -> bool:
     """Return whether A is tagged as positive semidefinite; tensors and foreign operators have no tag."""
     return bool(getattr(A, "psd", False))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvops.linalg.core.sources import Sources, scaled, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
+from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
@@ -495,16 +496,6 @@ class Expanded(UnaryOperator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return draw_together(self.base, k, generator)
-
-
-def is_symmetric(operator: LinearOperator) -> bool:
-    """Return whether an operator is tagged as symmetric; a foreign class has no tag."""
-    return operator.symmetric if isinstance(operator, Operator) else False
-
-
-def is_psd(operator: LinearOperator) -> bool:
-    """Return whether an operator is tagged as positive semi-definite; a foreign class has no tag."""
-    return operator.psd if isinstance(operator, Operator) else False
 
 
 def _add_up(parts: list[Tensor]) -> Tensor:

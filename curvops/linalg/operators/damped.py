@@ -19,9 +19,10 @@ from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
 from curvops.linalg.core.sources import Sources, merged, scaled
 from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
-from curvops.linalg.operators.algebra import UnaryOperator, is_psd, is_symmetric
+from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal

@@ -15,7 +15,7 @@ from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
-from curvops.linalg.operators.algebra import is_psd, is_symmetric
+from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
 from curvops.linalg.operators.dense import DenseForm

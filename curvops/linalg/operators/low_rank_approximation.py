@@ -21,7 +21,7 @@ from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositive
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.core.symmetry import is_known_psd
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     Matrix,
@@ -124,7 +124,7 @@ def low_rank(
             probed = Probed(multiply, facts, generator)
             check = _Check(probed, probes)
             check.recall(kept.also("error", check.state))
-            found = approximate(probed, is_known_psd(op), limit, aim is None, satisfied, kept)
+            found = approximate(probed, is_psd(op), limit, aim is None, satisfied, kept)
             ended = kept.finish(_Outcome(found, check(found.vectors, found.values, found.matvecs), limit))
     found, error = ended.found, ended.error
     _warn(found, error, aim, rank, ended.limit)

@@ -17,7 +17,7 @@ from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.core.symmetry import is_known_psd, require_symmetric
+from curvops.linalg.core.symmetry import is_psd, require_symmetric
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -130,7 +130,7 @@ def nystrom(
         at_work("nystrom", None if rank is None else limit, progress, A),
         probing(A, source, Limits(memory=memory_budget)) as probed,
     ):
-        return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_known_psd(A), kept=kept))
+        return kept.finish(grow(probed, rank, limit, float(shift), rhs, known_psd=is_psd(A), kept=kept))
 
 
 def grow(

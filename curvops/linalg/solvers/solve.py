@@ -37,7 +37,7 @@ from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
-from curvops.linalg.core.symmetry import is_known_psd
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     Matrix,
     describe,
@@ -249,7 +249,7 @@ def solve(
     rtol_used = default_rtol(operator.dtype) if rtol is None else float(rtol)
     if taken == "dense":
         symmetric = isinstance(A, TaggedOperator) and A.promises().symmetric
-        promised = method == "auto" and isinstance(A, TaggedOperator) and A.promises().definite and not is_known_psd(A)
+        promised = method == "auto" and isinstance(A, TaggedOperator) and A.promises().definite and not is_psd(A)
         found = solve_dense(operator, B.unsqueeze(-1) if B.ndim == 1 else B, rtol_used, symmetric, promised)
         return found.squeeze(-1) if B.ndim == 1 else found
     request = Request(taken, None if rtol is None else float(rtol), maxiter, preconditioner, memory_budget, progress)

@@ -24,9 +24,9 @@ from curvops.linalg.core.memory import Memories, hold, solved_at_a_time
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
-from curvops.linalg.operators.algebra import is_psd
 from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior

@@ -11,8 +11,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import draw
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
-from curvops.linalg.operators.algebra import is_psd
 from curvops.operators import Linearization
 from curvops.posterior.core.priors import Prior
 

@@ -21,7 +21,7 @@ from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.core.symmetry import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed

@@ -29,7 +29,7 @@ from curvops.linalg.core.solve_routes import (
     determinants,
     routes,
 )
-from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.formed import Formed

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvops.checks import checked_number
 from curvops.linalg import Diagonal, Inverse, Operator
 from curvops.linalg.core.spaces import spaces_of
-from curvops.linalg.operators.algebra import is_psd
+from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network.model.tangent_space import TangentSpace
