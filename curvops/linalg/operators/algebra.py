@@ -18,7 +18,7 @@ from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.functions.root_gradients import inverse_root_product
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
+from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.draws import draw_together, normal
 
 MOST_CANCELLATION = 1e-4
@@ -80,34 +80,48 @@ class SumForm(ClosedForm):
     Its differences cancel ‖W‖² / d of the digits; where a step of refinement cannot correct that, it does not fit.
     """
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        rest, root = _split_terms(base)
-        return (
-            rest is not None
-            and is_psd(rest)
-            and bool((shift > 0).all())
-            and _cancellation(root, shift) <= MOST_CANCELLATION
-            and rest.add_diagonal(shift)._closed_form() is not None
-        )
-
-    @staticmethod
-    def nearby(base: Any, shift: Tensor) -> Tensor:
-        form_class = getattr(_split_terms(base)[0], "_damped_form", None)
-        near: Tensor = shift if form_class is None else form_class.nearby(_split_terms(base)[0], shift)
-        return near
-
     @cached_property
+    def terms(self) -> tuple[Any, Tensor]:
+        """The one term A that is not of low rank (None where there are others), and W (n, r) for all the rest."""
+        roots = [getattr(term, "low_rank_root", None) for term in self.base.terms]
+        rest = [term for term, root in zip(self.base.terms, roots) if root is None]
+        found = [root for root in roots if root is not None]
+        return (rest[0], torch.cat(found, 1)) if len(rest) == 1 and found else (None, torch.empty(0))
+
+    @property
+    def rest(self) -> Any:
+        """The term A."""
+        return self.terms[0]
+
+    @property
     def root(self) -> Tensor:
         """The root W, (n, r)."""
-        return _split_terms(self.base)[1]
+        return self.terms[1]
+
+    @property
+    def holds(self) -> bool:
+        return (
+            is_psd(self.rest)
+            and bool((self.shift > 0).all())
+            and self._cancellation <= MOST_CANCELLATION
+            and self.inner is not None
+        )
+
+    def nearby_shift(self) -> Tensor:
+        form = closed_form(self.rest, self.shift)
+        return self.shift if form is None else form.nearby_shift()
 
     @cached_property
     def inner(self) -> ClosedForm:
         """The closed form of A + diag(d)."""
-        rest, _ = _split_terms(self.base)
-        form: ClosedForm = rest.add_diagonal(self.shift)._closed_form()
+        form: ClosedForm = self.rest.add_diagonal(self.shift)._closed_form()
         return form
+
+    @property
+    def _cancellation(self) -> float:
+        """The share of the digits that the differences of Woodbury's identity cancel."""
+        size = self.root.detach().square().sum() / self.shift.detach().min()
+        return torch.finfo(self.root.dtype).eps * float(size)
 
     @cached_property
     def solved(self) -> Tensor:
@@ -139,7 +153,7 @@ class SumForm(ClosedForm):
         return self.inner.logdet() + 2 * self.chol.diagonal().log().sum()
 
     def logdet_error(self) -> float:
-        return self.inner.logdet_error() + self.root.shape[1] * math.log1p(_cancellation(self.root, self.shift))
+        return self.inner.logdet_error() + self.root.shape[1] * math.log1p(self._cancellation)
 
     def inverse_diagonal(self) -> Tensor:
         lower = torch.linalg.solve_triangular(self.chol, self.solved.mT, upper=False)
@@ -155,19 +169,6 @@ class SumForm(ClosedForm):
     def inverse_root(self, block: Tensor) -> Tensor:
         least = float(self.shift.detach().min())
         return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
-
-
-def _split_terms(total: Any) -> tuple[Any, Tensor]:
-    """Return the one term that is not of low rank (None where there are others), and W for all the rest."""
-    roots = [None if not isinstance(term, Operator) else term.low_rank_root for term in total.terms]
-    rest = [term for term, root in zip(total.terms, roots) if root is None]
-    found = [root for root in roots if root is not None]
-    whole = rest[0] if len(rest) == 1 and found and isinstance(rest[0], Operator) else None
-    return whole, torch.cat(found, 1) if whole is not None else torch.empty(0)
-
-
-def _cancellation(root: Tensor, shift: Tensor) -> float:
-    return torch.finfo(root.dtype).eps * float(root.detach().square().sum() / shift.detach().min())
 
 
 class Sum(Operator):
@@ -235,23 +236,17 @@ def _diagonal_error(operator: LinearOperator) -> Tensor:
 class ScaledForm(ClosedForm):
     """The closed form of c A + diag(d) = c (A + diag(d / c)), c > 0, by A's own: A's factors serve every c."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        form_class = getattr(base.base, "_damped_form", None)
-        if form_class is None or base.factor.ndim or not bool(base.factor > 0):
-            return False
-        return bool(form_class.fits(base.base, shift / base.factor))
+    @property
+    def holds(self) -> bool:
+        return not self.factor.ndim and bool(self.factor > 0) and self.inner is not None and self.inner.holds
 
-    @staticmethod
-    def nearby(base: Any, shift: Tensor) -> Tensor:
-        form_class = getattr(base.base, "_damped_form", None)
-        near: Tensor = shift if form_class is None else form_class.nearby(base.base, shift / base.factor) * base.factor
-        return near
+    def nearby_shift(self) -> Tensor:
+        return self.shift if self.inner is None else self.inner.nearby_shift() * self.factor
 
     @cached_property
     def inner(self) -> ClosedForm:
         """The closed form of A + diag(d / c)."""
-        form: ClosedForm = self.base.base._damped_form(self.base.base, self.shift / self.factor)
+        form: Any = closed_form(self.base.base, self.shift / self.factor)
         return form
 
     @property

@@ -45,20 +45,14 @@ class ClosedForm(ABC):
     def __init__(self, base: Any, shift: Tensor) -> None:
         self.base, self.shift = base, shift
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        """Return whether this form holds for the operand and shift; otherwise P is treated as any other."""
+    @property
+    def holds(self) -> bool:
+        """Whether this form holds for the operand and the shift; otherwise P is treated as any other."""
         return True
 
-    @classmethod
-    def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
-        """Return this form where it holds, else None."""
-        return cls(base, shift) if cls.fits(base, shift) else None
-
-    @staticmethod
-    def nearby(base: Any, shift: Tensor) -> Tensor:
+    def nearby_shift(self) -> Tensor:
         """Return a shift near the given one, or itself, for which this form holds, where there is one."""
-        return shift
+        return self.shift
 
     def require_definite(self) -> None:  # noqa: B027 - some hold for definite P only
         """Raise NotPositiveSemidefinite (a ValueError) where P is singular or indefinite."""
@@ -111,6 +105,12 @@ class ClosedForm(ABC):
 
     def _normal(self, k: int, generator: torch.Generator | None) -> Tensor:
         return normal(self.base.shape[-1], k, self.shift.dtype, self.shift.device, generator)
+
+
+def closed_form(base: Any, shift: Tensor) -> ClosedForm | None:
+    """Return the form that A's class names for A + diag(d), whether it holds or not; None where it names none."""
+    form_class: type[ClosedForm] | None = getattr(base, "_damped_form", None)
+    return None if form_class is None else form_class(base, shift)
 
 
 class Spectral(ClosedForm):

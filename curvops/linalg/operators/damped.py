@@ -24,7 +24,7 @@ from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import UnaryOperator
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
@@ -223,11 +223,11 @@ class Damped(UnaryOperator):
 
     def _nearby(self) -> Nearby | None:
         """Return A's closed form of A + diag(m), m near d, as a preconditioner; None where there is no such form."""
-        form_class, shift = getattr(self.base, "_damped_form", None), self.shift.detach()
-        if form_class is None or self.batch_shape or not is_psd(self.base) or not bool((shift > 0).all()):
+        base, shift = self.base.detach(), self.shift.detach()
+        form = closed_form(base, shift)
+        if form is None or self.batch_shape or not is_psd(base) or not bool((shift > 0).all()):
             return None
-        base = self.base.detach()
-        near = base.add_diagonal(form_class.nearby(base, shift))
+        near = base.add_diagonal(form.nearby_shift())
         if near._closed_form() is None:
             return None
         least, most = torch.aminmax(shift / near.shift)
@@ -258,13 +258,12 @@ class Damped(UnaryOperator):
 
     def _closed_form(self) -> ClosedForm | None:
         """Return the closed form of this operand's class, where it holds; factorised once."""
-        form_class = getattr(self.base, "_damped_form", None)
-        if self.batch_shape or form_class is None:
+        form = closed_form(self.base, self.shift)
+        if self.batch_shape or form is None:
             return None
         require_precision(self.dtype)
-        base, shift = self.base, self.shift  # a cached value must not refer back to the cache
-        tensors = (*base.representation(), shift)
-        return self._cache.get_or_compute("form", tensors, lambda: form_class.where_it_fits(base, shift), (shift,))
+        tensors = (*self.base.representation(), self.shift)
+        return self._cache.get_or_compute("form", tensors, lambda: form if form.holds else None, (self.shift,))
 
     def promises(self) -> Promises:
         known = super().promises()

@@ -21,9 +21,9 @@ from curvops.linalg.operators.closed_form import ClosedForm, not_definite, warn_
 class DenseForm(ClosedForm):
     """The Cholesky form of an operand that may be formed, in float64 if small or its `rest` is known."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        return bool(base.symmetric)
+    @property
+    def holds(self) -> bool:
+        return bool(self.base.symmetric)
 
     @cached_property
     def dense(self) -> Tensor:

@@ -17,7 +17,7 @@ from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis
+from curvops.linalg.operators.closed_form import ClosedForm, Eigenbasis, closed_form
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.draws import draw
 
@@ -25,28 +25,28 @@ from curvops.linalg.operators.draws import draw
 class DirectSumForm(ClosedForm):
     """The closed forms of all blocks, each its own, else Cholesky up to `DENSE_BLOCK` rows; all or none."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        return all(_form(block) is not None for block in _damped_blocks(base, shift))
+    @property
+    def holds(self) -> bool:
+        return len(self.forms) == len(self.base.blocks)
 
-    @classmethod
-    def where_it_fits(cls, base: Any, shift: Tensor) -> ClosedForm | None:
-        made = cls(base, shift)
-        return None if None in made._block_forms else made
-
-    @staticmethod
-    def nearby(base: Any, shift: Tensor) -> Tensor:
+    def nearby_shift(self) -> Tensor:
         shifts = []
-        for block in _damped_blocks(base, shift):
-            form_class = None if _form(block) is not None else block.base._damped_form
-            near = block.shift if form_class is None else form_class.nearby(block.base, block.shift)
+        for block, form in zip(self._damped_blocks, self._block_forms):
+            form = closed_form(block.base, block.shift) if form is None else None
+            near = block.shift if form is None else form.nearby_shift()
             shifts.append(near.expand(block.shape[-1]))
-        found: Tensor = base.partition.join(shifts)
-        return found
+        shift: Tensor = self.base.partition.join(shifts)
+        return shift
+
+    @cached_property
+    def _damped_blocks(self) -> list[Any]:
+        blocks = self.base.blocks
+        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
+        return [block.add_diagonal(shift) for block, shift in zip(blocks, shifts)]
 
     @cached_property
     def _block_forms(self) -> list[ClosedForm | None]:
-        return [_form(block) for block in _damped_blocks(self.base, self.shift)]
+        return [_form(block) for block in self._damped_blocks]
 
     @property
     def forms(self) -> list[ClosedForm]:
@@ -108,11 +108,6 @@ class DirectSumForm(ClosedForm):
             return torch.cat([basis.rotate_back(part).mT for basis, part in zip(bases, self._split(block))], 1).mT
 
         return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)
-
-
-def _damped_blocks(base: Any, shift: Tensor) -> list[Any]:
-    shifts = [shift] * len(base.blocks) if shift.ndim == 0 else base.partition.split(shift)
-    return [block.add_diagonal(own) for block, own in zip(base.blocks, shifts)]
 
 
 def _form(damped: Any) -> ClosedForm | None:

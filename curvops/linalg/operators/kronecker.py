@@ -60,17 +60,18 @@ class Details:
 class EigenKroneckerForm(Spectral):
     """The closed form U_g (diag(values_g) + d_g I) U_gᵀ for a shift that is one number per group."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        if shift.ndim == 0:
-            return True
-        by_group = shift.expand(base.shape[-1]).reshape(base.sizes[0], -1)
-        return bool((by_group == by_group[:, :1]).all())
+    @property
+    def holds(self) -> bool:
+        return self.shift.ndim == 0 or bool((self._by_group == self._by_group[:, :1]).all())
 
-    @staticmethod
-    def nearby(base: Any, shift: Tensor) -> Tensor:
-        by_group = shift.detach().expand(base.shape[-1]).reshape(base.sizes[0], -1)
-        return by_group.log().mean(1, keepdim=True).exp().expand_as(by_group).flatten()
+    def nearby_shift(self) -> Tensor:
+        levels = self._by_group.detach().log().mean(1, keepdim=True).exp()
+        return levels.expand_as(self._by_group).flatten()
+
+    @property
+    def _by_group(self) -> Tensor:
+        """The shift of each group, (g, p·q)."""
+        return self.shift.expand(self.base.shape[-1]).reshape(self.base.sizes[0], -1)
 
     @cached_property
     def eigen(self) -> EigenKronecker:

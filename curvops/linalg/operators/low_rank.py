@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,9 +25,9 @@ from curvops.linalg.solvers.solve import default_rtol
 class LowRankForm(ClosedForm):
     """Woodbury's form: (D + U S Uᵀ)⁻¹ = D⁻¹ − D⁻¹U S (I + UᵀD⁻¹U S)⁻¹ UᵀD⁻¹ for S ≥ 0 and D = diag(d) > 0."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        return bool((shift > 0).all()) and base.psd
+    @property
+    def holds(self) -> bool:
+        return bool((self.shift > 0).all()) and self.base.psd
 
     @property
     def inverse_shift(self) -> Tensor:

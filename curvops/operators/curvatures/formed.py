@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -21,9 +21,9 @@ from curvops.operators.curvatures.subnetwork import principal_block
 class OfFormed(DenseForm):
     """Cholesky of the operand as it was formed, which has no gradient for what is inside it."""
 
-    @staticmethod
-    def fits(base: Any, shift: Tensor) -> bool:
-        return bool(base.symmetric) and not recorded(base.representation())
+    @property
+    def holds(self) -> bool:
+        return super().holds and not recorded(self.base.representation())
 
     @cached_property
     def dense(self) -> Tensor:
