@@ -113,7 +113,7 @@ def scored(theta: Tensor, data: Task) -> dict[str, float]:
             params = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}
             return torch.func.functional_call(model, params, (x,))
 
-        return uncertainty.of_labels(co.likelihoods.Categorical(), torch.vmap(outputs)(theta))
+        return uncertainty.decompose_labels(co.likelihoods.Categorical(), torch.vmap(outputs)(theta))
 
     known = parts(data.test[0])
     found = {

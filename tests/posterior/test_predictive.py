@@ -1,6 +1,6 @@
 """Links, decompositions of uncertainty, joint draws and scores, against quadrature and dense definitions.
 
-Tests `held_out.py`, `links.py`, `network_outputs.py`, `uncertainty.py`.
+Tests `held_out.py`, `links.py`, `outputs.py`, `uncertainty.py`.
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.posterior.predictions import links
-from curvops.posterior.predictions.uncertainty import of_labels
+from curvops.posterior.predictions import links, outputs
+from curvops.posterior.predictions.uncertainty import decompose_labels
 from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
@@ -180,7 +180,7 @@ def test_mutual_information_of_nearly_equal_draws_is_that_of_second_order(dtype,
     z = spread * torch.randn(400, 5, 3, dtype=DOUBLE, generator=generator(3))
     z, p = z - z.mean(0), logits.softmax(-1)
     expected = ((p * z.square()).sum(-1) - (p * z).sum(-1).square()).mean(0) / 2
-    found = of_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
+    found = decompose_labels(co.likelihoods.Categorical(), (logits + z).to(dtype))
     torch.testing.assert_close(found.epistemic.double(), expected, rtol=max(1e-3, spread), atol=0)
     sampled = co.posterior.metrics.mutual_information((logits + z).softmax(-1))
     torch.testing.assert_close(sampled, expected, rtol=max(1e-3, spread), atol=0)
@@ -190,11 +190,11 @@ def test_the_stderr_of_mutual_information_covers(classes):
     """200 seeds: two standard errors hold the value of 200,000 draws for 95 %; fewer than 180 has odds of 1 in 300."""
     predicted = classes.predict(X[:1])
     moments = predicted.mean, predicted.covariance_matrix
-    many = links.gaussian_draws(*moments, 200_000, generator(99)).softmax(-1)
+    many = outputs.gaussian_draws(*moments, 200_000, generator(99)).softmax(-1)
     exact = torch.special.entr(many.mean(0)).sum(-1) - torch.special.entr(many).sum(-1).mean(0)
     hits = 0
     for seed in range(200):
-        found = of_labels(classes.lin.likelihood, links.gaussian_draws(*moments, 1000, generator(seed)))
+        found = decompose_labels(classes.lin.likelihood, outputs.gaussian_draws(*moments, 1000, generator(seed)))
         hits += bool(((found.epistemic - exact).abs() <= 2 * found.stderr).all())
     assert hits >= 180
 
@@ -232,7 +232,7 @@ def test_points_are_taken_some_at_a_time_where_draws_are_many(classes, monkeypat
     """All at once and one by one agree within 6 standard errors: other draws, the same law."""
     at_once, y = classes.uncertainty(X, generator=generator()), torch.tensor([0, 1, 2, 1, 0])
     score = classes.log_likelihood(X, y, generator=generator())
-    monkeypatch.setattr("curvops.posterior.predictions.predictive.DRAWN_NUMBERS", 1)
+    monkeypatch.setattr("curvops.posterior.predictions.outputs.DRAWN_NUMBERS", 1)
     by_point = classes.uncertainty(X, generator=generator(1))
     assert by_point.epistemic.shape == (5,) and by_point.mean.shape == (5, 3)
     spread = (at_once.stderr.square() + by_point.stderr.square()).sqrt()

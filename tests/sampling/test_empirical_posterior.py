@@ -170,7 +170,7 @@ def test_many_draws_in_one_pass_or_one_by_one_give_one_answer(name: str, monkeyp
     vectors = lin.theta + 0.1 * torch.randn(2, 3, lin.num_parameters, dtype=torch.float64)
     post = co.sampling.empirical(lin, vectors)
     expected = torch.stack([lin.predict(inputs, row).reshape(-1, outputs.shape[-1]) for row in post.draws])
-    monkeypatch.setattr("curvops.posterior.predictions.network_outputs.SHARE", 2**60)  # one draw at a time
+    monkeypatch.setattr("curvops.posterior.predictions.outputs.SHARE", 2**60)  # one draw at a time
     assert torch.allclose(post.functions(inputs, 6, samples=post.draws), expected, atol=1e-10)
     monkeypatch.undo()
     assert torch.allclose(post.functions(inputs, 6, samples=post.draws), expected, atol=1e-10)

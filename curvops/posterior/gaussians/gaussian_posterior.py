@@ -18,6 +18,7 @@ from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, check_operator, checked_count
 from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
 from curvops.posterior.gaussians.posterior_record import OF_GAUSSIANS, record_of_gaussian
+from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +65,11 @@ class GaussianPosterior(GaussianWeights):
         check_accuracy(rtol, generator)
         return draw(self.covariance, checked_count(k), generator, frozenset((self.lin.memory,))).mT
 
-    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        return self.covariance
+    def _outputs(self) -> NormalOutputs:
+        return NormalOutputs(self.lin, lambda rows, rtol: self.covariance, self.temperature)
+
+    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
+        return DrawnOutputs(self.lin, weights)
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         """Return log det P, from the operator that is not the lazy inverse of the other."""

@@ -15,16 +15,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops import storage
-from curvops.linalg import Dense, Estimate
-from curvops.linalg.core.cache import recorded
+from curvops.linalg import Estimate
 from curvops.network.walks.passes import accumulate
 from curvops.operators import Linearization
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.core.arguments import check_accuracy, check_operator, checked_draws
 from curvops.posterior.draws.deviations import Deviations, trace
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.posterior_record import KIND
-from curvops.posterior.predictions.covariance import JointCovariance, Kept, PointCovariance
 from curvops.posterior.predictions.predictive import Predictive
 
 
@@ -39,10 +36,6 @@ class GaussianWeights(Predictive):
     def mean(self) -> Float[Tensor, " D"]:
         """θ*, the weights of the linearisation."""
         return self.lin.theta
-
-    @abstractmethod
-    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        """Return P⁻¹ for products with this many vectors."""
 
     @abstractmethod
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
@@ -148,7 +141,6 @@ class GaussianWeights(Predictive):
                 log-determinant does not have.
         """
         check_accuracy(rtol, generator)
-        self._require_gradients()
         gap = continual.flat(self.lin, weights, rows=True) - self.mean
         constant = gap.shape[-1] * math.log(2 * math.pi * self.temperature) / 2
         half = self._logdet(rtol, generator) * 0.5
@@ -201,18 +193,3 @@ class GaussianWeights(Predictive):
             return self.detached_precision, None
         kept, error = continual.kept_as(form, self.precision.detached_from_weights(), rank, generator)
         return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
-
-    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        if not jacobian.shape[-2]:
-            C = self.lin.output_shape[-1]
-            return Dense(self.mean.new_zeros((0, 0) if joint else (0, C, C)), psd=True)
-        inverse = self._inverse(jacobian.shape[-2], rtol)
-        if jacobian.is_recorded and recorded(inverse.representation()):
-            raise ValueError(
-                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
-                "one in either, not in both. Detach one of them."
-            )
-        if joint:
-            weighted = inverse if self.temperature == 1 else inverse * self.temperature
-            return JointCovariance(jacobian, weighted, jacobian.mT)
-        return PointCovariance(jacobian, inverse, self.lin.output_shape[-1], Kept(), self.temperature)

@@ -46,8 +46,9 @@ from curvops.posterior.gaussians.updating import (
 from curvops.posterior.log_evidence.determinants import log_determinant
 from curvops.posterior.log_evidence.evidence_parts import Evidence, count_of, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
+from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
-from curvops.posterior.solves.precision import for_columns, plan
+from curvops.posterior.solves.precision import inverse_for_rows, plan
 from curvops.records import from_record
 
 
@@ -256,17 +257,19 @@ class Laplace(GaussianWeights):
         """
         return plan(self.cache, self.prior, checked_whole("columns", columns, 1))
 
-    def _require_gradients(self) -> None:
+    def _outputs(self) -> NormalOutputs:
         self.cache.require_gradients()
+        return NormalOutputs(self.lin, partial(inverse_for_rows, self.cache, self.prior), self.temperature)
 
-    def _inverse(self, rows: int, rtol: float | None) -> LinearOperator:
-        inverse: LinearOperator = for_columns(self.cache, self.prior, rows, further=True).inverse(rtol)
-        return inverse
+    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> DrawnOutputs:
+        self.cache.require_gradients()
+        return DrawnOutputs(self.lin, weights)
 
     def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
         return self.deviations(k, rtol=rtol, generator=generator).draws
 
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
+        self.cache.require_gradients()
         return log_determinant(self.cache, self.prior, rtol, generator)
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
+from curvops.network.data.given import tensor_of
+from curvops.network.data.inputs import as_inputs, num_points
+from curvops.network.likelihoods import Sequences
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.operators import Linearization
 
 COPIES = 10
 """Copies of its two points in each pair of the dyadic score."""
@@ -30,6 +36,35 @@ def log_mean_exp(log_p: Float[Tensor, "k N"], error: ErrorOfMean = error_of_mean
     k = len(log_p)
     value = log_p.logsumexp(0) - math.log(k)
     return Estimate(value, error((log_p - value).exp()), k, 0)
+
+
+def targets_by_position(lin: Linearization, x: Any, y: Any) -> Tensor:
+    """Return the targets of test data by position; raise TypeError or ValueError where the likelihood has no such."""
+    y = tensor_of(y)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"y must be a tensor of targets as the likelihood takes them, got {type(y).__name__}.")
+    device, dtype = lin.theta.device, lin.theta.dtype
+    y = y.to(device=device, dtype=dtype if y.is_floating_point() else None)
+    points = num_points(as_inputs(x, device, dtype))
+    if len(y) != points:
+        raise ValueError(f"there are {points} inputs, but {len(y)} targets.")
+    layout = lin.model.layout
+    y = y if layout is None else layout.targets(y)
+    lin.likelihood.check_targets(y, lin.num_outputs)
+    return y.flatten(0, 1) if isinstance(lin.likelihood, Sequences) else y
+
+
+def log_likelihoods(
+    likelihood: Likelihood, drawn: Iterable[Float[Tensor, "k n C"]], targets: Tensor
+) -> Float[Tensor, "k N"]:
+    """Return log p(y | f_k) of each target under draws of the outputs, some points at a time."""
+    start, parts = 0, []
+    for draws in drawn:
+        some = targets[start : start + draws.shape[1]]
+        together = some.repeat(len(draws), *[1] * (some.ndim - 1))  # all draws in one call
+        parts.append(likelihood.log_prob(draws.flatten(0, 1), together).unflatten(0, draws.shape[:2]))
+        start += len(some)
+    return torch.cat(parts, 1)
 
 
 def pairs(n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,38 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
+from linear_operator.operators import LinearOperator
 from torch import Tensor
+
+from curvops.checks import check_choice
+from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.posterior.predictions.uncertainty import LABELS
+
+LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")
+
+
+def check_link(link: str, likelihood: Likelihood) -> None:
+    """Raise ValueError for an unknown link, one that does not fit the likelihood, or one without probabilities."""
+    check_choice("link", link, LINKS)
+    if not isinstance(likelihood, LABELS):
+        raise ValueError(
+            f"{likelihood!r} has no class probabilities; use predict, or uncertainty(x).mean for the targets' mean."
+        )
+    if link.startswith("bridge") and not isinstance(likelihood, Categorical):
+        raise ValueError(f"link={link!r} is for classes; {likelihood!r} takes 'probit', 'mc' or 'network'.")
+
+
+def normal_probabilities(
+    link: str, likelihood: Likelihood, mean: Float[Tensor, "N C"], covariance: LinearOperator
+) -> Float[Tensor, "N C"]:
+    """Return the probabilities of normal logits by "probit", "bridge" or "bridge_norm"."""
+    if link.startswith("bridge"):
+        return bridge(mean, covariance.to_dense(), normalised=link == "bridge_norm")
+    if isinstance(likelihood, BradleyTerry):
+        return preference(mean, covariance.to_dense())
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return scaled(mean, variance).sigmoid() if isinstance(likelihood, Bernoulli) else probit(mean, variance)
 
 
 def scaled(mean: Float[Tensor, "*N"], variance: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
@@ -30,16 +61,6 @@ def preference(mean: Float[Tensor, "N 2"], covariance: Float[Tensor, "N 2 2"]) -
 def average(mean_of: Callable[[Float[Tensor, "m C"]], Tensor], draws: Float[Tensor, "k n C"]) -> Float[Tensor, "n C"]:
     """Average `mean_of` over draws of the outputs; for probabilities the standard error is ≤ ½ / √k."""
     return mean_of(draws.flatten(0, 1)).unflatten(0, draws.shape[:2]).mean(0)
-
-
-def gaussian_draws(
-    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, generator: torch.Generator | None
-) -> Float[Tensor, "k N C"]:
-    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular)."""
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    noise = torch.randn((k, *mean.shape), dtype=mean.dtype, device=mean.device, generator=generator)
-    return mean + torch.einsum("nij,knj->kni", root, noise)
 
 
 def bridge(

@@ -46,7 +46,9 @@ class Uncertainty:
         return f"Uncertainty({len(self.total)} points, means in {self.unit}: {', '.join(parts)})"
 
 
-def of_labels(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean) -> Uncertainty:
+def decompose_labels(
+    likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean = error_of_mean
+) -> Uncertainty:
     """Return the decomposition in nats, from draws of the logits; `error` gives the standard error of means."""
     if isinstance(likelihood, Categorical):
         return Uncertainty(*_entropies(draws.log_softmax(-1), error), "nats")
@@ -64,14 +66,16 @@ def _entropies(log_p: Float[Tensor, "k *N c"], error: ErrorOfMean) -> tuple[Tens
     return mean, aleatoric + epistemic, aleatoric, epistemic, error(of_each)
 
 
-def joined(parts: Sequence[Uncertainty]) -> Uncertainty:
+def join_uncertainties(parts: Sequence[Uncertainty]) -> Uncertainty:
     """Join the entropies of groups of points, one after the other."""
     names = ("mean", "total", "aleatoric", "epistemic", "stderr")
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return Uncertainty(unit=parts[0].unit, **tensors)
 
 
-def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Uncertainty:
+def decompose_numbers(
+    likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]
+) -> Uncertainty:
     """Return the decomposition as variances, from the mean and variance of each output."""
     if isinstance(likelihood, Gaussian):
         noise = likelihood.noise.to(mean).expand_as(mean)
@@ -83,7 +87,7 @@ def of_numbers(likelihood: Likelihood, mean: Float[Tensor, "N C"], variance: Flo
     return _of_variances(rate, rate, rate.square() * variance.expm1())
 
 
-def of_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
+def decompose_drawn_numbers(likelihood: Likelihood, draws: Float[Tensor, "k N C"], error: ErrorOfMean) -> Uncertainty:
     """Return the decomposition as variances, by the law of total variance over draws of the outputs."""
     if isinstance(likelihood, Gaussian):
         means, noise = draws, likelihood.noise.to(draws).expand(draws.shape[-1]).expand_as(draws)

@@ -144,6 +144,12 @@ def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool
         return known[2]
 
 
+def inverse_for_rows(cache: CurvatureCache, prior: Prior, rows: int, rtol: float | None) -> LinearOperator:
+    """P⁻¹ for so many further rows of J."""
+    inverse: LinearOperator = for_columns(cache, prior, rows, further=True).inverse(rtol)
+    return inverse
+
+
 def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
     """J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
 

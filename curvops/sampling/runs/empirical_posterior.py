@@ -13,13 +13,10 @@ from torch import Tensor
 from curvops.checks import check_choice
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.operators import Linearization
-from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
-from curvops.posterior.predictions import uncertainty
-from curvops.posterior.predictions.held_out import ErrorOfMean
-from curvops.posterior.predictions.network_outputs import network_outputs
+from curvops.posterior.predictions.outputs import DrawnOutputs, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
-from curvops.posterior.predictions.uncertainty import Uncertainty
+from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_drawn_numbers
 from curvops.sampling.core.log_density import as_vectors
 from curvops.sampling.diagnostics.chain_draws import checked_draws
 from curvops.sampling.diagnostics.projected_chains import effective_size
@@ -57,38 +54,36 @@ class EmpiricalPosterior(Predictive):
         chosen = torch.randint(len(self.draws), (checked_count(k),), generator=generator, device=device)
         return self.draws[chosen.to(self.draws.device)]
 
-    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
-        return self._covariance_of(self._pushed(jacobian, self.draws - self.mean + self.lin.theta), joint)
+    def _outputs(self) -> EmpiricalOutputs:
+        return EmpiricalOutputs(self.lin, self.draws, self._error_of_mean, through=self.through)
 
-    def _taken(self, samples: Any) -> Float[Tensor, "k D"]:
-        given = super()._taken(samples)
-        return self.draws if given is None else given
-
-    def _error_of(self, samples: Any) -> ErrorOfMean:
-        """Draws that the user gives count as independent, as those of `sample` are."""
-        return self._error_of_mean if samples is None else super()._error_of(samples)
+    def _outputs_at(self, weights: Float[Tensor, "k D"]) -> EmpiricalOutputs:
+        # Draws that the user gives count as independent, as those of `sample` are.
+        return EmpiricalOutputs(self.lin, weights, through=self.through)
 
     def _error_of_mean(self, series: Float[Tensor, "k *N"]) -> Float[Tensor, "*N"]:
         spread = series.std(0) if len(series) > 1 and series.numel() else torch.full_like(series[0], torch.inf)
         return spread / effective_size(series.unflatten(0, (self.chains, -1))).sqrt().to(spread)
 
-    def _functions(self, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
-        if self.through == "network":
-            return network_outputs(self.lin, x, samples)
-        return super()._functions(x, samples)
 
-    def _moments(
-        self, x: Any, joint: bool, samples: Float[Tensor, "k D"] | None, rtol: float | None
+@dataclass(frozen=True, eq=False)
+class EmpiricalOutputs(DrawnOutputs):
+    """The outputs at draws of the weights, around their own mean."""
+
+    through: str = field(kw_only=True)
+
+    def functions(self, x: Any) -> Float[Tensor, "k N C"]:
+        return network_outputs(self.lin, x, self.weights) if self.through == "network" else super().functions(x)
+
+    def moments(
+        self, x: Any, joint: bool = False, rtol: float | None = None
     ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
-        outputs = self._functions(x, self.draws if samples is None else samples)
+        outputs = self.functions(x)
         mean = outputs.mean(0)
-        return mean, self._covariance_of(outputs - mean, joint)
+        return mean, self.covariance_of(outputs - mean, joint)
 
-    def _uncertainty_of_numbers(
-        self, x: Any, likelihood: Likelihood, samples: Float[Tensor, "k D"] | None, error: ErrorOfMean
-    ) -> Uncertainty:
-        drawn = self._functions(x, self.draws if samples is None else samples)
-        return uncertainty.of_drawn_numbers(likelihood, drawn, error)
+    def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
+        return decompose_drawn_numbers(likelihood, self.functions(x), self.error)
 
 
 def empirical(lin: Linearization, draws: Any, through: str = "network") -> EmpiricalPosterior:

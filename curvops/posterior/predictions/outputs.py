@@ -1,0 +1,202 @@
+"""The outputs of a network under a distribution of its weights: their moments and their draws.
+
+| weights                      | linearised outputs                                              | class            |
+|------------------------------|-----------------------------------------------------------------|------------------|
+| N(θ*, T P⁻¹)                 | normal, with the covariance T J P⁻¹ Jᵀ                          | `NormalOutputs`  |
+| draws θ_k of it              | normal, with the mean of J z_k (J z_k)ᵀ over z_k = θ_k − θ*      | `DrawnOutputs`   |
+
+`network_outputs` are those of the network itself: many draws in one pass where `vmap` allows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from linear_operator.operators import LinearOperator
+from torch import Tensor
+
+from curvops.linalg import Dense, LowRank
+from curvops.linalg.core.cache import recorded
+from curvops.network.data.inputs import Inputs, components, num_points, take
+from curvops.network.engines.autodiff import saved_bytes
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.operators import Linearization
+from curvops.operators.linearized.jacobian import Jacobian
+from curvops.posterior.predictions.covariance import JointCovariance, Kept, PointCovariance, SampledCovariance
+from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
+from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_numbers
+
+OUTPUT_DRAWS = 1000
+"""Draws of the outputs of each point, where averages over them are asked for and no samples are given."""
+DRAWN_NUMBERS = 2**23
+"""Numbers that these take at a time."""
+SHARE = 4
+"""The activations of one pass take at most one part in this many of the memory that is left."""
+LARGE = 2**18
+"""Bytes of activations a draw from which on a processor's passes gain nothing by being made together (convolutions
+with weights of their own for each draw take 2.5 times as long)."""
+
+
+class Outputs(ABC):
+    """The outputs of a linearised network at any inputs, under a distribution of the weights."""
+
+    lin: Linearization
+    error: ErrorOfMean
+    """The standard error of means over the draws of the outputs."""
+
+    @abstractmethod
+    def moments(
+        self, x: Any, joint: bool = False, rtol: float | None = None
+    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+        """Return the mean and the covariance, (N·C, N·C) where joint, else (N, C, C)."""
+
+    @abstractmethod
+    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
+        """Yield draws of the outputs, some points at a time."""
+
+    def uncertainty_of_numbers(self, x: Any, likelihood: Likelihood) -> Uncertainty:
+        """Return the uncertainty of numbers whose outputs are normal, in closed form."""
+        mean, covariance = self.moments(x)
+        return decompose_numbers(likelihood, mean, covariance.diagonal(dim1=-2, dim2=-1))
+
+    def by_position(self, outputs: Tensor) -> Float[Tensor, "N C"]:
+        """Return outputs with a row for each position of a sequence."""
+        return outputs.reshape(-1, self.lin.output_shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class NormalOutputs(Outputs):
+    """The normal outputs f* + J(θ − θ*) under θ ~ N(θ*, T P⁻¹)."""
+
+    lin: Linearization
+    inverse_for: Callable[[int, float | None], LinearOperator]
+    """A function of a number of vectors and a relative residual that returns P⁻¹ for their products."""
+    temperature: float
+    error: ErrorOfMean = error_of_mean
+
+    def moments(
+        self, x: Any, joint: bool = False, rtol: float | None = None
+    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+        """Return f* and T J P⁻¹ Jᵀ, which is solved for when it is first used."""
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        return self.by_position(jacobian.outputs()), self._covariance(jacobian, joint, rtol)
+
+    def _covariance(self, jacobian: Jacobian, joint: bool, rtol: float | None) -> LinearOperator:
+        rows, C = jacobian.shape[-2], self.lin.output_shape[-1]
+        if not rows:
+            return Dense(self.lin.theta.new_zeros((0, 0) if joint else (0, C, C)), psd=True)
+        inverse = self.inverse_for(rows, rtol)
+        if jacobian.is_recorded and recorded(inverse.representation()):
+            raise ValueError(
+                "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
+                "one in either, not in both. Detach one of them."
+            )
+        if joint:
+            weighted = inverse if self.temperature == 1 else inverse * self.temperature
+            return JointCovariance(jacobian, weighted, jacobian.mT)
+        return PointCovariance(jacobian, inverse, C, Kept(), self.temperature)
+
+    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
+        """Yield draws from each point's own covariance."""
+        means, covariance = self.moments(x)
+        covariances = covariance.to_dense()
+        step = max(1, DRAWN_NUMBERS // (OUTPUT_DRAWS * covariances.shape[-1]))
+        for mean, own in zip(means.split(step), covariances.split(step)):
+            yield gaussian_draws(mean, own, OUTPUT_DRAWS, generator)
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOutputs(Outputs):
+    """The outputs f* + J(θ_k − θ*) at draws θ_k of a Gaussian around θ*."""
+
+    lin: Linearization
+    weights: Float[Tensor, "k D"]
+    error: ErrorOfMean = error_of_mean
+
+    def moments(
+        self, x: Any, joint: bool = False, rtol: float | None = None
+    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+        """Return f* and the mean over draws of the outer products of J(θ_k − θ*)."""
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        return self.by_position(jacobian.outputs()), self.covariance_of(self._push(jacobian), joint)
+
+    def functions(self, x: Any) -> Float[Tensor, "k N C"]:
+        """Return f* + J(θ_k − θ*), jointly at all points."""
+        jacobian = self.lin.jacobian(x, differentiable=True)
+        return self.by_position(jacobian.outputs()) + self._push(jacobian)
+
+    def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
+        """Yield the functions at all points."""
+        yield self.functions(x)
+
+    def covariance_of(self, deviations: Float[Tensor, "k N C"], joint: bool) -> LinearOperator:
+        """Return the mean over draws of the outer products of the outputs' deviations."""
+        last = deviations.movedim(0, -1)
+        if not joint:
+            return SampledCovariance(last, self.lin.memory_budget)
+        root = last.flatten(0, 1)
+        return LowRank(root, root.new_full(root.shape[1:], 1 / root.shape[1]))
+
+    def _push(self, jacobian: Jacobian) -> Float[Tensor, "k N C"]:
+        """Return J(θ_k − θ*)."""
+        C, rows = self.lin.output_shape[-1], jacobian.shape[-2]
+        return jacobian._matmul((self.weights - self.lin.theta).mT).mT.unflatten(1, (rows // C, C))
+
+
+def gaussian_draws(
+    mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], k: int, generator: torch.Generator | None
+) -> Float[Tensor, "k N C"]:
+    """Draw k logits of each point, through the eigenvectors of its C × C covariance (which may be singular)."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    noise = torch.randn((k, *mean.shape), dtype=mean.dtype, device=mean.device, generator=generator)
+    return mean + torch.einsum("nij,knj->kni", root, noise)
+
+
+def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -> Float[Tensor, "k N C"]:
+    """Return f(x, θ_k), sequences position by position; inputs may require a gradient, at a pass for each draw."""
+    inputs = lin.admitted(x, differentiable=True)
+    found = None
+    if len(samples) > 1 and num_points(inputs) and not recorded([tensor for _, tensor in components(inputs)]):
+        found = _together(lin, inputs, samples)
+    if found is None:
+        found = torch.stack([lin.predict(x, weights) for weights in samples])
+    return found.reshape(len(samples), found[0].numel() // lin.output_shape[-1], lin.output_shape[-1])
+
+
+@torch.no_grad()
+def _together(lin: Linearization, inputs: Inputs, samples: Tensor) -> Tensor | None:
+    """Return the outputs by `vmap`, some draws and points at a time; None where that fails or is slower.
+
+    The outputs of the first draw at the first points are compared with the model's own.
+    """
+    count, points = num_points(inputs), max(lin.data.sizes)
+    first = take(inputs, slice(0, 2))
+    each = saved_bytes(lin.model, first) // num_points(first) * min(points, count) + samples[0].nbytes
+    if each > LARGE and samples.device.type == "cpu":
+        return None
+    draws = max(1, int(max(0, lin.memory.room()) // (SHARE * max(1, each))))
+    run, starts = torch.func.vmap(lin.model, (0, None)), range(0, count, points)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of operations that vmap runs one by one
+            mapped = run(_named(lin, samples[:1]), first)[0]
+            alone = lin.model(lin.unflatten_weights(samples[0]), first)
+            slack = lin.model.eps**0.5 * alone.abs().max()
+            if not bool(((mapped - alone).abs() <= slack).all()):
+                return None
+            named = [_named(lin, some) for some in samples.split(draws)]
+            parts = [[run(some, take(inputs, slice(i, i + points))) for i in starts] for some in named]
+    except (RuntimeError, TypeError, ValueError, Warning):  # no rule, control flow by values, randomness, memory
+        return None
+    return torch.cat([torch.cat(row, 1) for row in parts])
+
+
+def _named(lin: Linearization, samples: Float[Tensor, "k D"]) -> dict[str, Tensor]:
+    return torch.func.vmap(lin.unflatten_weights)(samples)
