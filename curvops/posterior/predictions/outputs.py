@@ -43,7 +43,7 @@ LARGE = 2**18
 with weights of their own for each draw take 2.5 times as long)."""
 
 
-class Outputs(ABC):
+class OutputDistribution(ABC):
     """The outputs of a linearised network at any inputs, under a distribution of the weights."""
 
     lin: Linearization
@@ -71,7 +71,7 @@ class Outputs(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class NormalOutputs(Outputs):
+class NormalOutputs(OutputDistribution):
     """The normal outputs f* + J(θ − θ*) under θ ~ N(θ*, T P⁻¹)."""
 
     lin: Linearization
@@ -112,7 +112,7 @@ class NormalOutputs(Outputs):
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnOutputs(Outputs):
+class DrawnOutputs(OutputDistribution):
     """The outputs f* + J(θ_k − θ*) at draws θ_k of a Gaussian around θ*."""
 
     lin: Linearization

@@ -21,7 +21,7 @@ from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.predictions import held_out, links
 from curvops.posterior.predictions.normals import MultitaskNormal, Normal, SampledNormal
-from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs, Outputs, network_outputs
+from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs, OutputDistribution, network_outputs
 from curvops.posterior.predictions.uncertainty import (
     LABELS,
     NUMBERS,
@@ -49,7 +49,7 @@ class Predictive(ABC):
         """Draw k weight vectors, as rows."""
 
     @abstractmethod
-    def _outputs(self) -> Outputs:
+    def _outputs(self) -> OutputDistribution:
         """Return the outputs under this distribution of the weights."""
 
     @abstractmethod
@@ -245,6 +245,6 @@ class Predictive(ABC):
         """Return the likelihood of one position's target."""
         return self.lin.likelihood.of_position
 
-    def _outputs_of(self, samples: Any) -> Outputs:
+    def _outputs_of(self, samples: Any) -> OutputDistribution:
         """Return the outputs at draws that a user gives, or under this distribution where there are none."""
         return self._outputs() if samples is None else self._outputs_at(checked_draws(samples, self.mean))
