@@ -51,6 +51,14 @@ class Partition:
             return torch.cat([parts[i] for i in self._by_start], dim=-1)
         return torch.cat(list(parts), dim=-1).index_select(-1, self._places)
 
+    def split_columns(self, block: Tensor) -> list[Tensor]:
+        """Return the parts of each column, (n, K) -> (p_i, K)."""
+        return [part.mT for part in self.split(block.mT)]
+
+    def join_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put parts of columns together again, the inverse of `split_columns`."""
+        return self.join([part.mT for part in parts]).mT
+
     @cached_property
     def _by_start(self) -> list[int] | None:
         """The order of the parts where all are ranges."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -48,6 +48,13 @@ class UnaryOperator(Operator):
     @property
     def psd(self) -> bool:
         return is_psd(self.base)
+
+    def _size(self) -> torch.Size:
+        return self.base.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        transposed = self.base.mT
+        return self if transposed is self.base else self.__class__(transposed, *self._args[1:], **self._kwargs)
 
 
 class Transposed(UnaryOperator):
@@ -212,17 +219,17 @@ class Sum(Operator):
         return self if all(a is b for a, b in zip(transposed, self.terms)) else Sum(*transposed)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return _add_up([term._matmul(rhs) for term in self.terms])
+        return reduce(torch.add, [term._matmul(rhs) for term in self.terms])
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return _add_up([term._t_matmul(rhs) for term in self.terms])
+        return reduce(torch.add, [term._t_matmul(rhs) for term in self.terms])
 
     def _diagonal(self) -> Tensor:
-        return _add_up([term._diagonal() for term in self.terms])
+        return reduce(torch.add, [term._diagonal() for term in self.terms])
 
     def _diagonal_error(self) -> Tensor:
         """Return the sum of the terms' errors, since a term may be larger than the sum."""
-        return _add_up([_diagonal_error(term) for term in self.terms])
+        return reduce(torch.add, map(_diagonal_error, self.terms))
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         """Add independent draws of each term."""
@@ -252,8 +259,7 @@ class ScaledForm(ClosedForm):
     @property
     def factor(self) -> Tensor:
         """The number c."""
-        factor: Tensor = self.base.factor
-        return factor
+        return cast(Scaled, self.base).factor
 
     def require_definite(self) -> None:
         self.inner.require_definite()
@@ -311,10 +317,6 @@ class Scaled(UnaryOperator):
     def _size(self) -> torch.Size:
         return torch.broadcast_shapes(self.base.shape, (*self.factor.shape, 1, 1))
 
-    def _transpose_nonbatch(self) -> LinearOperator:
-        transposed = self.base.mT
-        return self if transposed is self.base else Scaled(transposed, self.factor)
-
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._scale(self.base._matmul(rhs), rhs)
 
@@ -326,10 +328,15 @@ class Scaled(UnaryOperator):
         return result * factor
 
     def _diagonal(self) -> Tensor:
-        return self.base._diagonal() * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor)
+        return self.base._diagonal() * self._row_factor
 
     def _diagonal_error(self) -> Tensor:
-        return _diagonal_error(self.base) * (self.factor.unsqueeze(-1) if self.factor.ndim else self.factor).abs()
+        return _diagonal_error(self.base) * self._row_factor.abs()
+
+    @property
+    def _row_factor(self) -> Tensor:
+        """The factor against diagonals (..., n)."""
+        return self.factor.unsqueeze(-1) if self.factor.ndim else self.factor
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         if not self.psd or self.factor.ndim:
@@ -457,9 +464,6 @@ class Expanded(UnaryOperator):
     def _size(self) -> torch.Size:
         return torch.Size((*self._kwargs["batch"], *self.base.shape[-2:]))
 
-    def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else Expanded(self.base.mT, batch=self.batch_shape)
-
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self._broadcast(self.base._matmul(rhs))
 
@@ -491,13 +495,6 @@ class Expanded(UnaryOperator):
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         return draw_together(self.base, k, generator)
-
-
-def _add_up(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _take(result: Tensor, index: Tensor | None) -> Tensor:

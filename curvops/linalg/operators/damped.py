@@ -22,9 +22,10 @@ from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
-from curvops.linalg.operators.algebra import UnaryOperator
+from curvops.linalg.operators.algebra import Product, UnaryOperator
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
+from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
 from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
@@ -246,7 +247,8 @@ class Damped(UnaryOperator):
         if shift.ndim == 0:
             return self.base.detach(), float(shift), None
         scale = shift.rsqrt()
-        return WhitenedOperator(self.base.detach(), scale), 1.0, scale
+        S = Diagonal(scale)
+        return Product(S, self.base.detach(), S), 1.0, scale
 
     def shifted_form(self) -> ShiftedParts | None:
         """Return B, λ, an offset and a scale with log det P = log det(B + λ I) + offset; None unless d is positive."""
@@ -304,32 +306,6 @@ class Nearby(NamedTuple):
     condition: float
 
 
-class WhitenedOperator(Operator):
-    """The matrix S A S for S = diag(s): one product with A per column; as definite as A if no entry of s is zero."""
-
-    def __init__(self, base: LinearOperator, scale: Tensor) -> None:
-        super().__init__(base, scale)
-
-    @property
-    def symmetric(self) -> bool:
-        return is_symmetric(self._args[0])
-
-    @property
-    def psd(self) -> bool:
-        return is_psd(self._args[0])
-
-    def _size(self) -> torch.Size:
-        return self._args[0].matrix_shape
-
-    def _product(self, block: Tensor) -> Tensor:
-        base, scale = self._args[0], self._args[1].unsqueeze(-1)
-        return scale * base._matmul(scale * block)
-
-    def _transposed_product(self, block: Tensor) -> Tensor:
-        base, scale = self._args[0], self._args[1].unsqueeze(-1)
-        return scale * base._t_matmul(scale * block)
-
-
 class Inverse(UnaryOperator):
     """The inverse A⁻¹: one solve with A per column; entries as `A.inverse()` gives them."""
 
@@ -344,13 +320,6 @@ class Inverse(UnaryOperator):
     def sources(self) -> Sources | None:
         return None
 
-    def _size(self) -> torch.Size:
-        return self.base.shape
-
-    def _transpose_nonbatch(self) -> LinearOperator:
-        transposed = self.base.mT
-        return self if transposed is self.base else Inverse(transposed, rtol=self._kwargs["rtol"])
-
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base.solve_to(rhs, self._kwargs["rtol"])
 
@@ -363,25 +332,27 @@ class Inverse(UnaryOperator):
     def exact_solver(self) -> Callable[..., Tensor] | None:
         return lambda block, rtol=None: self.base._matmul(block)
 
+    @property
+    def _form_of_base(self) -> ClosedForm | None:
+        return self.base._exact_form() if isinstance(self.base, Operator) else None
+
     def _diagonal(self) -> Tensor:
-        form = self.base._exact_form() if isinstance(self.base, Operator) else None
+        form = self._form_of_base
         return super()._diagonal() if form is None else form.inverse_diagonal()
 
     def _diagonal_error(self) -> Tensor:
-        form = self.base._exact_form() if isinstance(self.base, Operator) else None
-        error = super()._diagonal_error()
+        form, error = self._form_of_base, super()._diagonal_error()
         return error if form is None else error + form.inverse_diagonal_error()
 
     @property
     def diagonal_matvecs(self) -> int:
-        form = self.base._exact_form() if isinstance(self.base, Operator) else None
-        return self.shape[-1] if form is None else 0
+        return self.shape[-1] if self._form_of_base is None else 0
 
     def logdet(self) -> Tensor:
         return -self.base.logdet()
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        form = self.base._exact_form() if isinstance(self.base, Operator) else None
+        form = self._form_of_base
         return super().zero_mean_mvn_samples(num_samples) if form is None else form.draw_inverse(num_samples, None).mT
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:

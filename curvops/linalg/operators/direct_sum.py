@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -35,13 +35,12 @@ class DirectSumForm(ClosedForm):
             form = closed_form(block.base, block.shift) if form is None else None
             near = block.shift if form is None else form.nearby_shift()
             shifts.append(near.expand(block.shape[-1]))
-        shift: Tensor = self.base.partition.join(shifts)
-        return shift
+        return self.partition.join(shifts)
 
     @cached_property
     def _damped_blocks(self) -> list[Any]:
         blocks = self.base.blocks
-        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.base.partition.split(self.shift)
+        shifts = [self.shift] * len(blocks) if self.shift.ndim == 0 else self.partition.split(self.shift)
         return [block.add_diagonal(shift) for block, shift in zip(blocks, shifts)]
 
     @cached_property
@@ -58,18 +57,19 @@ class DirectSumForm(ClosedForm):
         """The forms to compute with; a subclass prepares here all blocks at once where that is cheaper."""
         return self.forms
 
-    def _join(self, parts: list[Tensor]) -> Tensor:
-        return self.base.partition.join([part.mT for part in parts]).mT
-
-    def _split(self, block: Tensor) -> list[Tensor]:
-        return [part.mT for part in self.base.partition.split(block.mT)]
+    @property
+    def partition(self) -> Partition:
+        """The entries that each block acts on."""
+        return cast(DirectSum, self.base).partition
 
     def require_definite(self) -> None:
         for form in self.decomposed:
             form.require_definite()
 
     def solve(self, block: Tensor, rtol: float | None = None) -> Tensor:
-        return self._join([form.solve(part, rtol) for form, part in zip(self.decomposed, self._split(block))])
+        return self.partition.join_columns(
+            [form.solve(part, rtol) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
+        )
 
     def logdet(self) -> Tensor:
         return torch.stack([form.logdet() for form in self.decomposed]).sum()
@@ -78,21 +78,21 @@ class DirectSumForm(ClosedForm):
         return sum(form.logdet_error() for form in self.decomposed)
 
     def inverse_diagonal(self) -> Tensor:
-        diagonal: Tensor = self.base.partition.join([form.inverse_diagonal() for form in self.decomposed])
-        return diagonal
+        return self.partition.join([form.inverse_diagonal() for form in self.decomposed])
 
     def inverse_diagonal_error(self) -> Tensor:
-        error: Tensor = self.base.partition.join([form.inverse_diagonal_error() for form in self.decomposed])
-        return error
+        return self.partition.join([form.inverse_diagonal_error() for form in self.decomposed])
 
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self._join([form.draw(k, generator) for form in self.decomposed])
+        return self.partition.join_columns([form.draw(k, generator) for form in self.decomposed])
 
     def draw_inverse(self, k: int, generator: torch.Generator | None, rtol: float | None = None) -> Tensor:
-        return self._join([form.draw_inverse(k, generator, rtol) for form in self.decomposed])
+        return self.partition.join_columns([form.draw_inverse(k, generator, rtol) for form in self.decomposed])
 
     def inverse_root(self, block: Tensor) -> Tensor:
-        return self._join([form.inverse_root(part) for form, part in zip(self.decomposed, self._split(block))])
+        return self.partition.join_columns(
+            [form.inverse_root(part) for form, part in zip(self.decomposed, self.partition.split_columns(block))]
+        )
 
     def eigenbasis(self) -> Eigenbasis | None:
         found = [form.eigenbasis() for form in self.decomposed]
@@ -102,10 +102,11 @@ class DirectSumForm(ClosedForm):
         sizes = [len(basis.values) for basis in bases]  # eigenvectors stand block by block
 
         def rotate(block: Tensor) -> Tensor:
-            return self._join([basis.rotate(part) for basis, part in zip(bases, block.split(sizes))])
+            return self.partition.join_columns([basis.rotate(part) for basis, part in zip(bases, block.split(sizes))])
 
         def rotate_back(block: Tensor) -> Tensor:
-            return torch.cat([basis.rotate_back(part).mT for basis, part in zip(bases, self._split(block))], 1).mT
+            parts = self.partition.split_columns(block)
+            return torch.cat([basis.rotate_back(part).mT for basis, part in zip(bases, parts)], 1).mT
 
         return Eigenbasis(torch.cat([basis.values for basis in bases]), rotate, rotate_back)
 
@@ -175,18 +176,18 @@ class DirectSum(Operator):
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
     def _product(self, block: Tensor) -> Tensor:
-        parts = self.partition.split(block.mT)
-        return self.partition.join([b._matmul(part.mT).mT for b, part in zip(self.blocks, parts)]).mT
+        parts = self.partition.split_columns(block)
+        return self.partition.join_columns([own._matmul(part) for own, part in zip(self.blocks, parts)])
 
     def _transposed_product(self, block: Tensor) -> Tensor:
-        parts = self.partition.split(block.mT)
-        return self.partition.join([b._t_matmul(part.mT).mT for b, part in zip(self.blocks, parts)]).mT
+        parts = self.partition.split_columns(block)
+        return self.partition.join_columns([own._t_matmul(part) for own, part in zip(self.blocks, parts)])
 
     def _diagonal(self) -> Tensor:
         return self.partition.join([block._diagonal() for block in self.blocks])
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
-        return self.partition.join([draw(block, k, generator).mT for block in self.blocks]).mT
+        return self.partition.join_columns([draw(block, k, generator) for block in self.blocks])
 
     def _times(self, factor: Tensor) -> LinearOperator:
         blocks, sources = (block._mul_constant(factor) for block in self.blocks), scaled(self.sources, factor)

@@ -44,9 +44,6 @@ class Formed(UnaryOperator):
     def __init__(self, base: LinearOperator, cache: Cache | None = None) -> None:
         super().__init__(base, cache=Cache() if cache is None else cache)
 
-    def _size(self) -> torch.Size:
-        return self.base.shape
-
     def _product(self, block: Tensor) -> Tensor:
         product: Tensor = self.base._matmul(block)
         return product
