@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doors import data, likelihoods, linalg, models
+from tests.doors import data, likelihoods, linalg, models, operators
 from tests.doors.door import Door, Row
 
-FLOORS = {"linalg": linalg, "data": data, "models": models, "likelihoods": likelihoods}
+FLOORS = {"linalg": linalg, "data": data, "models": models, "likelihoods": likelihoods, "operators": operators}
 TABLE = {
     f"{floor}: {door.call}: {wrong}": (door, row)
     for floor, module in FLOORS.items()

@@ -117,3 +117,16 @@ def test_a_prior_by_layers_is_that_vector():
     )
     with pytest.raises(ValueError, match="no glob matches"):
         co.TangentKernel(lin, {"0.*": 2.0})
+
+
+def test_a_kernel_in_another_dtype_stays_symmetric():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    lin = co.linearize(model, (torch.randn(6, 3), torch.arange(6) % 2), "classification")
+    for kernel in (co.TangentKernel(lin), co.TangentKernel(lin, 2.0, x=torch.randn(3, 3), x2=torch.randn(2, 3))):
+        single = kernel.to(torch.float32)
+        assert single.psd == kernel.psd and single.symmetric == kernel.symmetric and single.dtype == torch.float32
+        torch.testing.assert_close(single.to_dense().double(), kernel.to_dense(), rtol=1e-4, atol=1e-4)
+    P = co.TangentKernel(lin).to(torch.float32).add_diagonal(1.0)
+    b = torch.ones(P.shape[-1])
+    torch.testing.assert_close(P @ P.solve(b), b, rtol=1e-4, atol=1e-4)

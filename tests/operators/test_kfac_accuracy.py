@@ -248,12 +248,6 @@ def named(lin: Any) -> dict[str, Tensor]:
     return lin.unflatten(lin.theta)
 
 
-@pytest.mark.parametrize("wrong", ["apart", "", "Separate", "expand"])
-def test_no_other_word_for_biases(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected 'joint'"):
-        co.KFAC(digits()[0], bias=wrong)
-
-
 def test_factors_are_decomposed_once_for_all_predictions_and_priors() -> None:
     single, _, x = digits()
     A = co.KFAC(single)

@@ -129,13 +129,6 @@ def test_mixed_dtypes_matter_among_the_selected_only() -> None:
     assert co.linearize(model, (X, Y), "classification", "head.*").num_parameters == 15
 
 
-def test_numbers_are_not_added_to_a_matrix() -> None:
-    G = co.GGN(co.linearize(net(), (X, Y), "classification"))
-    for add in (lambda: G + 0.5, lambda: 0.5 + G):
-        with pytest.raises(TypeError, match=r"every entry of the matrix; for the diagonal use add_diagonal\(0.5\)"):
-            add()
-
-
 def test_a_prior_precision_must_be_positive() -> None:
     with pytest.raises(ValueError, match="prior_precision must be positive and finite, got -1"):
         co.laplace(co.linearize(net(), (X, Y), "classification"), prior_precision=-1.0)

@@ -232,3 +232,17 @@ def test_what_carries_no_mark_combines_with_anything():
     for other in (torch.eye(D).double(), co.linalg.Diagonal(torch.ones(D).double())):
         expected = G.to_dense() + torch.eye(D)
         torch.testing.assert_close((G + other).to_dense(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_sums_over_different_data_need_the_same_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    first, second = ((torch.randn(6, 3).double(), torch.arange(6) % 2) for _ in range(2))
+    a, b = (co.linearize(model, data, "classification") for data in (first, second))
+    both = tuple(torch.cat(pair) for pair in zip(first, second))
+    whole = co.GGN(co.linearize(model, both, "classification"))
+    torch.testing.assert_close((co.GGN(a) + co.GGN(b)).to_dense(), whole.to_dense(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="different weights"):
+        co.GGN(a) + co.GGN(linearized(seed=1))
+    with pytest.raises(ValueError, match="different parameters"):
+        co.GGN(a) + co.GGN(linearize(network(), "last_layer"))

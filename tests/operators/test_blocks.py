@@ -1,0 +1,77 @@
+"""Blocks of layers: by name and by position, damped, and layers that have a diagonal instead."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import curvops as co
+
+
+def linearized(seed=0, parameters=None, outputs=2):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x = torch.randn(6, 3).double()
+    return co.linearize(model, (x, torch.arange(6) % outputs), "classification", parameters=parameters)
+
+
+def test_a_selection_that_splits_a_kronecker_block():
+    lin = linearized(parameters=torch.arange(0, 26, 2))
+    with pytest.raises(ValueError, match="cannot be split.*co.Subnetwork"):
+        co.KFAC(lin)
+    assert co.Subnetwork(co.KFAC(linearized()), torch.arange(0, 26, 2)).shape == (13, 13)
+
+
+def test_groups_of_blocks_by_name_and_by_position():
+    lin = linearized()
+    G = co.GGN(lin).to_dense()
+    named = co.BlockDiagonal(lin, blocks=[["*.weight"]])
+    kept = torch.cat([torch.arange(12), torch.arange(16, 24)])
+    torch.testing.assert_close(named.to_dense()[kept][:, kept], G[kept][:, kept], rtol=1e-10, atol=1e-12)
+    everything = co.BlockDiagonal(lin, blocks=[torch.arange(26)])
+    torch.testing.assert_close(everything.to_dense(), G, rtol=1e-10, atol=1e-12)
+
+
+def test_heuristic_damping_stays_kronecker_factored():
+    K = co.KFAC(linearized())
+    damped = K.heuristic_damping(0.3)
+    B, A = K.blocks[0].left[0], K.blocks[0].right[0]
+    pi = (A.diagonal().mean() / B.diagonal().mean()).sqrt()
+    shift = torch.tensor(0.3, dtype=torch.float64).sqrt()
+    expected = torch.kron(
+        B + shift / pi * torch.eye(len(B), dtype=B.dtype), A + shift * pi * torch.eye(len(A), dtype=A.dtype)
+    )
+    torch.testing.assert_close(damped.blocks[0].to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [co.KFAC, co.EKFAC])
+def test_layers_that_get_a_diagonal_for_want_of_factors_are_named(kind):
+    torch.manual_seed(0)
+    data = torch.randn(4, 40).double(), torch.arange(4) % 3
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    without = (lambda values, x: functional_call(model, values, (x,))), dict(model.named_parameters())
+    lin = co.linearize(without, data, "classification")
+    with pytest.warns(co.NoFactors, match=r"'0.weight', '0.bias'.*1,230.*co.GGN") as caught:
+        diagonal = kind(lin)
+    assert len(caught) == 1  # the last layer's block is exact
+    torch.testing.assert_close(diagonal.blocks[0].entries, co.DiagonalGGN(lin).entries[:1230], rtol=1e-10, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind(co.linearize(model, data, "classification"))
+
+
+def test_a_layer_without_a_rule_that_gets_a_diagonal_is_named():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 24, batch_first=True), nn.Linear(24, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    lin = co.linearize(Last().double(), (torch.randn(3, 4, 3), torch.arange(3) % 2), "classification")
+    with pytest.warns(co.NoFactors, match="rnn.*no layer rule.*co.GGN"):
+        co.KFAC(lin)
