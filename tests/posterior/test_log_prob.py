@@ -1,5 +1,8 @@
 """The log density of weights, against torch's normal distribution of the dense precision."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -45,6 +48,39 @@ def test_gaussians_with_a_covariance_of_their_own(form):
     P = torch.linalg.inv(sigma.to_dense())
     check(co.GaussianPosterior.of(LIN, sigma), (P + P.mT) / 2)
     check(co.GaussianPosterior.of(LIN, precision=co.linalg.Dense((P + P.mT) / 2, psd=True)), (P + P.mT) / 2)
+
+
+def logdet_of_fractions(matrix):
+    """log det of the numbers in a matrix, without rounding until the logarithm."""
+    rows = [[Fraction(entry) for entry in row] for row in matrix.double().tolist()]
+    logs = []
+    for i, row in enumerate(rows):
+        logs.append(math.log(row[i]))
+        for below in rows[i + 1 :]:
+            factor = below[i] / row[i]
+            below[i:] = [entry - factor * pivot for entry, pivot in zip(below[i:], row[i:])]
+    return math.fsum(logs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", ["covariance", "precision"])
+@pytest.mark.parametrize("condition", [1e1, 1e4])
+def test_a_determinant_of_a_matrix_states_its_rounding(condition, side, dtype):
+    data = torch.ones(3, 5, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    lin = co.linearize(torch.nn.Linear(5, 2).to(dtype), data, "classification")
+    g = torch.Generator().manual_seed(int(condition))
+    Q = torch.linalg.qr(torch.randn(12, 12, generator=g, dtype=torch.float64)).Q
+    matrix = (Q * torch.logspace(0, -math.log10(condition), 12, dtype=torch.float64)) @ Q.mT
+    matrix = ((matrix + matrix.mT) / 2).to(dtype)
+    post = co.GaussianPosterior.of(lin, **{side: co.linalg.Dense(matrix, psd=True)})
+    found = post.log_prob(post.mean, rtol=1e-9)
+    half = (0.5 if side == "precision" else -0.5) * logdet_of_fractions(matrix)
+    error = abs(float(found.value) - (half - 6 * math.log(2 * math.pi)))
+    bound = float(found.bias_bound)
+    assert error <= bound < 100 * condition * torch.finfo(dtype).eps
+    assert (found.reason is co.linalg.Reason.CONVERGED) == (dtype is torch.float64)
+    low, high = found.interval()
+    assert low < high
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)

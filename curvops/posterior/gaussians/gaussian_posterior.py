@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.estimators.dense_spectrum import definite_logdet
 from curvops.linalg.operators.draws import draw
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, check_operator, checked_count
@@ -74,12 +74,9 @@ class GaussianPosterior(GaussianWeights):
     def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
         """Return log det P, from the operator that is not the lazy inverse of the other."""
         known, sign = (self.precision, 1.0) if isinstance(self.covariance, Inverse) else (self.covariance, -1.0)
-        form = known._closed_form() if isinstance(known, Operator) else None
-        if form is not None:
-            return form.logdet_estimate(rtol) * sign
-        if len(self.mean) <= routes.WHOLE or isinstance(known, Dense):
-            return Estimate.exact(definite_logdet(known.to_dense().double())) * sign
-        return logdet(known, rtol=rtol, generator=generator) * sign
+        exact = len(self.mean) <= routes.WHOLE or isinstance(known, Dense)
+        estimate = known._logdet_estimate if isinstance(known, Operator) else partial(logdet, known)
+        return estimate(rtol=rtol, max_matvecs=len(self.mean) if exact else None, generator=generator) * sign
 
     def prior_for(
         self,

@@ -121,8 +121,8 @@ class GaussianWeights(Predictive):
         """Return log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
 
         It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where `log_evidence` has it exactly
-        (closed forms, and up to 1,024 weights), with a standard error of 0, and elsewhere estimated: one number for all
-        rows, so that differences between them are exact.
+        (closed forms, and up to 1,024 weights), with its rounding as the bias bound, and elsewhere estimated: it is one
+        number for all rows, so that differences between them are exact.
 
         Args:
             weights: by name, `dict(model.named_parameters())` (names outside the selection are ignored), a vector (D,),
