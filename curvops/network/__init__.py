@@ -1,7 +1,8 @@
 """The network itself: parameters, likelihoods, data, engines. What the floors above use of it stands here."""
 
 from curvops.network import likelihoods
-from curvops.network.data.batches import DataChanged
+from curvops.network.data.batches import Batch, DataChanged
+from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.bradley_terry import RewardPairs
@@ -13,10 +14,13 @@ from curvops.network.trained.network_record import record_of_network, recorded_n
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import Passes
+from curvops.network.walks.passes import BatchMap, Passes
+from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
 
 __all__ = [
     "LEAST_ROOM",
+    "Batch",
+    "BatchMap",
     "DataChanged",
     "Empirical",
     "EngineChoice",
@@ -33,8 +37,13 @@ __all__ = [
     "Sampled",
     "TrainedNetwork",
     "likelihoods",
+    "own_randomness",
     "read_precision",
     "read_vector",
     "record_of_network",
     "recorded_network",
+    "row_blocks",
+    "score_and_diagonal",
+    "second_moments",
+    "squared_columns",
 ]

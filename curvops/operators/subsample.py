@@ -7,8 +7,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from curvops.checks import check_generator, checked_whole
-from curvops.network.data.batches import as_batches
-from curvops.network.data.inputs import take
 from curvops.operators.curvatures.subnetwork import checked_indices
 from curvops.operators.linearized.linearization import Linearization
 
@@ -36,20 +34,7 @@ def subsample(
     if not isinstance(lin, Linearization):
         raise TypeError(f"subsample takes a linearisation, co.linearize(…), as its first argument, got {lin!r}.")
     chosen = _positions(m, lin.num_data, generator)
-    factor = lin.num_data / len(chosen)
-    data, start = [], 0
-    for batch in lin.data:
-        inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
-        start += batch.num_points
-        if len(inside):
-            index = inside.to(batch.targets.device)
-            known = batch.targets.new_ones(batch.num_points, dtype=lin.theta.dtype)
-            weights = (known if batch.weights is None else batch.weights)[index] * factor
-            data.append((take(batch.inputs, index), batch.targets[index], weights))
-    batches = as_batches(data, 1, lin.theta.device, lin.theta.dtype, weights=True)
-    return Linearization(
-        lin.model, batches, lin.likelihood, lin.output_shape, lin.engine, lin.memory, lin.passes.progress
-    )
+    return lin.restrict(chosen, lin.num_data / len(chosen))
 
 
 def _positions(m: int | Tensor, num_data: int, generator: torch.Generator | None) -> Int[Tensor, " m"]:

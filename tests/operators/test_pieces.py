@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import curvops as co
+from curvops.network.walks import row_squares
 from curvops.network.walks.passes import Passes
 from curvops.operators.layers import moments
 from tests.zoo import ZOO, dense_jacobian
@@ -24,7 +25,7 @@ DTYPE = torch.float64
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of a chunk, of a block of squares, and the least size of a symmetric product, far below any in use."""
     monkeypatch.setattr(Passes, "chunk_bytes", property(lambda self: request.param))
-    monkeypatch.setattr(moments, "CACHE_BYTES", 200)
+    monkeypatch.setattr(row_squares, "CACHE_BYTES", 200)
     monkeypatch.setattr(moments, "LEAST_SYMMETRIC", 4)
 
 

@@ -1,6 +1,6 @@
 """Every sum over data ends in `Passes.add_up`, once: where that gives twice the sum, operators are twice as large.
 
-Tests `curvature.py`, `output_fisher.py`, `row_squares.py`.
+Tests `curvature.py`, `output_fisher.py`, `row_squares.py`, `second_derivatives.py`.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import curvops as co
 from curvops.network.likelihoods.output_fisher import Exact
 from curvops.network.walks.passes import Passes
+from curvops.network.walks.row_squares import squared_columns
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.operators.curvatures.displaced_ggn import DisplacedGGN
-from curvops.operators.curvatures.row_squares import squared_columns
 from curvops.operators.kfac.kfac_factors import kfac_blocks
 
 N, C = 30, 2
@@ -70,7 +70,7 @@ SUMS: dict[str, Callable[[co.Linearization], Any]] = {
     "subnetwork by rows": lambda lin: co.Subnetwork(co.GGN(lin), torch.arange(9)).to_dense(),
     "block diagonal": lambda lin: co.BlockDiagonal(lin).to_dense(),
     "Jᵀ": lambda lin: lin.jacobian().mT @ torch.ones(N * C, 2).double(),
-    "diagonal of JᵀJ": lambda lin: squared_columns(lin.jacobian()),
+    "diagonal of JᵀJ": lambda lin: squared_columns(lin.jacobian().passes),
     "gradient": lambda lin: lin.gradient(),
     "gradients, transposed": lambda lin: lin.gradients().mT @ torch.ones(N, 2).double(),
     "root": lambda lin: CurvatureRoot.of(co.GGN(lin))._matmul(torch.ones(N * C, 2).double()),

@@ -82,6 +82,10 @@ class Gaussian(Independent):
             raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
 
     @property
+    def single_noise(self) -> Tensor | None:
+        return self.noise if self.noise.numel() == 1 else None
+
+    @property
     def hyperparameters(self) -> tuple[Tensor, ...]:
         return (self.noise,)
 

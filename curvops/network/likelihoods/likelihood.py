@@ -37,6 +37,11 @@ class Likelihood(ABC):
         """The likelihood of one position's target."""
         return self
 
+    @property
+    def single_noise(self) -> Tensor | None:
+        """The noise of a Gaussian likelihood, of points or of positions, where it is one number."""
+        return None
+
     @abstractmethod
     def log_prob(self, f: Outputs, y: Tensor, w: Weights = None) -> Float[Tensor, " n"]:
         """Return each point's log-likelihood in nats, with its normalising constant, times the point's weight."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint
 from curvops.network.data.batches import Batch
 from curvops.network.likelihoods.likelihood import Likelihood
 
@@ -39,6 +40,10 @@ class OutputFisher(ABC):
     ) -> Float[Tensor, "K n R"]:
         """Return Lᵀ u, the scalars s_rᵀ u: the adjoint of `root_product`."""
 
+    def resume(self, kept: Checkpoint, device: torch.device) -> None:
+        """Continue a run that was saved: where targets are drawn, with the draws and the generator's state of then."""
+        return
+
     def counted(self, batch: Batch) -> Bool[Tensor, "n *T"]:
         """Return a mask of the points that count, or of the positions for sequences."""
         return self.likelihood.counted(batch.targets, batch.weights)
@@ -52,21 +57,36 @@ class OutputFisher(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Exact(OutputFisher):
-    """The likelihood's output Fisher, R = C columns: the curvature of the GGN."""
+    """The likelihood's output Fisher, R = C columns: the curvature of the GGN.
+
+    With a `shift` (N, C) it is taken at the outputs f + shift, those of the linear model f + J δ.
+    """
 
     likelihood: Likelihood
+    shift: Tensor | None = None
 
     def num_columns(self, num_outputs: int) -> int:
         return self.likelihood.root_columns(num_outputs)
 
     def product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.hessian_product(f, u, batch.targets, batch.weights)
+        return self.likelihood.hessian_product(self._shifted(f, batch), u, batch.targets, batch.weights)
 
     def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_product(f, z, batch.targets, batch.weights)
+        return self.likelihood.root_product(self._shifted(f, batch), z, batch.targets, batch.weights)
 
     def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
-        return self.likelihood.root_transpose_product(f, u, batch.targets, batch.weights)
+        return self.likelihood.root_transpose_product(self._shifted(f, batch), u, batch.targets, batch.weights)
+
+    def residual(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, "n C"]:
+        """Return the gradient of each point's negative log-likelihood in its outputs."""
+        return self.likelihood.residual(self._shifted(f, batch), batch.targets, batch.weights)
+
+    def log_prob(self, f: Float[Tensor, "n C"], batch: Batch) -> Float[Tensor, " n"]:
+        """Return each point's log-likelihood in nats."""
+        return self.likelihood.log_prob(self._shifted(f, batch), batch.targets, batch.weights)
+
+    def _shifted(self, f: Tensor, batch: Batch) -> Tensor:
+        return f if self.shift is None else f + self.shift[batch.start : batch.start + len(f)]
 
 
 @dataclass(frozen=True, eq=False)

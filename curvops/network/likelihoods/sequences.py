@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from curvops.network.data.layout import misplaced
-from curvops.network.likelihoods.gaussian import Gaussian
 from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock
 
 SequenceWeights = Float[Tensor, " n"] | Float[Tensor, "n T"] | None
@@ -37,6 +36,10 @@ class Sequences(Likelihood):
     @property
     def of_position(self) -> Likelihood:
         return self.likelihood
+
+    @property
+    def single_noise(self) -> Tensor | None:
+        return self.likelihood.single_noise
 
     @property
     def output_shape(self) -> torch.Size:
@@ -129,9 +132,3 @@ class Sequences(Likelihood):
         if w is None:
             return None
         return (w.unsqueeze(-1).expand(-1, self.positions) if w.ndim == 1 else w).flatten()
-
-
-def single_noise(likelihood: Likelihood) -> Tensor | None:
-    """Return the noise of a Gaussian likelihood, of points or of positions, where it is one number; else None."""
-    each = likelihood.of_position
-    return each.noise if isinstance(each, Gaussian) and each.noise.numel() == 1 else None

@@ -58,6 +58,10 @@ class Selection(FlatLayout):
         """Return the number of entries in the named tensors."""
         return sum(shape.numel() for name, shape in zip(self.names, self.shapes) if name in names)
 
+    def matching(self, *globs: str) -> list[str]:
+        """Return the names that match any of the globs, in their order."""
+        return matching(self.names, *globs)
+
     def positions(self) -> Blocks:
         """Return, for each entry of the selected tensors, its position in the vector; −1 outside a subnetwork."""
         full = torch.arange(self.size)

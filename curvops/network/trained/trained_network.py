@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -21,15 +21,18 @@ from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state
-from curvops.network.likelihoods.output_fisher import Empirical, OutputFisher
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher
 from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
 from curvops.network.model.tangent_space import TangentSpace
+from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
 from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
 from curvops.network.walks.passes import BatchMap, Passes
+from curvops.network.walks.row_squares import sum_squares
+from curvops.network.walks.second_derivatives import hessian_product, require_symmetric
 from curvops.progress import Progress
 
 N = TypeVar("N", bound="TrainedNetwork")
@@ -222,17 +225,38 @@ class TrainedNetwork:
             at, known = self._log_likelihood
             if all(map(torch.equal, at, self.likelihood.hyperparameters)):  # they may change in place, as in training
                 return known.clone()
-        return self.sum_over_batches(
-            lambda batch, J: self.likelihood.log_prob(J.outputs, batch.targets, batch.weights).sum(), 0
-        )
+        exact = Exact(self.likelihood)
+        return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
     def gradient(self) -> Float[Tensor, " D"]:
         """Gradient of the negative log-likelihood (a sum over the data), Jᵀr. One gradient."""
+        exact = Exact(self.likelihood)
+        return self.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
 
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            return J.pull(self.likelihood.residual(J.outputs, batch.targets, batch.weights).unsqueeze(0))
+    def hessian_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+        """The Hessian of the negative log-likelihood times a block of vectors; see `hessian_product`."""
+        product = partial(hessian_product, self.model, self.likelihood, block)
+        return self.passes.add_up(product(inputs, batch) for inputs, batch in self.passes.batches())
 
-        return self.sum_over_batches(term, 1).squeeze(1)
+    def require_symmetric_hessian(self) -> None:
+        """Raise RuntimeError unless uᵀHv is vᵀHu at the first two points."""
+        inputs, batch = next(self.passes.batches())
+        require_symmetric(self.model, self.likelihood, take(inputs, slice(0, 2)), batch.labels(slice(0, 2)))
+
+    def output_fisher(self, kind: str, mc_samples: int, generator: torch.Generator | None) -> OutputFisher:
+        """The H that `fisher=` names; see `drawn_fisher.output_fisher`."""
+        return output_fisher(self.passes, self.num_data, self.likelihood, kind, mc_samples, generator)
+
+    def draw_residuals(self, mc_samples: int, generator: torch.Generator | None) -> Float[Tensor, "M N C"]:
+        """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
+        return DrawnFisher(self.passes, self.num_data, self.likelihood, mc_samples, generator).draw()
+
+    @torch.no_grad()
+    def curvature_diagonal(self, fisher: OutputFisher) -> Float[Tensor, " D"]:
+        """Σ_n Σ_r g[n, r]², elementwise, for rows g[n, r] of LᵀJ with H = L Lᵀ."""
+        chunk = self.passes.chunk_bytes
+        groups = (group for _, groups in self.root_pieces(fisher, chunk) for group in groups)
+        return sum_squares(self.passes, groups, chunk)
 
     def positions_apart(self, per_token: bool) -> int:
         """T where the tokens of a sequence are to count one by one, else 1."""
@@ -322,6 +346,21 @@ class TrainedNetwork:
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
         new._log_likelihood = None
         return new
+
+    def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:
+        """Return the network with some of its points, in ascending order, each with so many times its weight."""
+        data, theta, start = [], self.theta, 0
+        for batch in self.data:
+            inside = chosen[(chosen >= start) & (chosen < start + batch.num_points)] - start
+            start += batch.num_points
+            if len(inside):
+                index = inside.to(batch.targets.device)
+                known = batch.targets.new_ones(batch.num_points, dtype=theta.dtype)
+                weights = (known if batch.weights is None else batch.weights)[index] * factor
+                data.append((take(batch.inputs, index), batch.targets[index], weights))
+        batches = as_batches(data, 1, theta.device, theta.dtype, weights=True)
+        progress = self.passes.progress
+        return type(self)(self.model, batches, self.likelihood, self.output_shape, self.engine, self.memory, progress)
 
     def cast(self: N, dtype: torch.dtype | None = None, device: torch.device | None = None) -> N:
         """A copy with parameters, buffers and data converted. Costs two passes over the data."""

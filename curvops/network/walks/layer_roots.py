@@ -175,23 +175,23 @@ class Group:
             pushed.append((rows.reshape(*rows.shape[:2], -1) @ V.mT).movedim(2, 0))
         return torch.stack(pushed).sum(0) if len(pushed) > 1 else pushed[0]
 
+    @classmethod
+    def concatenate(cls, groups: Sequence[Group]) -> Group:
+        """The rows of points that follow upon one another as one group; all must be like the first."""
+        first = groups[0]
+        if len(groups) == 1:
+            return first
+        alike = zip(*(group.parts for group in groups))
+        parts = [Part(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
+        given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
+        return cls(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
+
     def pieces(self, most_bytes: int, first: int = 0) -> Iterator[Blocks]:
         """`rows` of some points at a time from the one named on, at most `most_bytes` where one point's fit."""
         size = sum(part.layer.size for part in self.parts[:1]) or sum(v[0, 0].numel() for v in self.given.values())
         step = max(1, most_bytes // max(1, size * self.num_columns * self._sample.element_size()))
         for start in range(first, self.num_points, step):
             yield self.rows(slice(start, start + step))
-
-
-def joined(groups: Sequence[Group]) -> Group:
-    """The rows of points that follow upon one another as one group; all must be like the first."""
-    first = groups[0]
-    if len(groups) == 1:
-        return first
-    alike = zip(*(group.parts for group in groups))
-    parts = [Part(p[0].layer, torch.cat([x.kept for x in p]), torch.cat([x.delta for x in p])) for p in alike]
-    given = {name: torch.cat([group.given[name] for group in groups]) for name in first.given}
-    return Group(first.names, tuple(parts), torch.cat([group.counted for group in groups]), first.first, given)
 
 
 def groups_of(features: Features, outputs: int) -> list[Group]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
@@ -207,6 +207,15 @@ class Passes(JacobianRows):
     def total(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
         """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors; with a root Lᵀ J."""
         return self.add_up(term(label, J) for label, J in self._each(columns, root))
+
+    def curvature_product(self, block: Float[Tensor, "D K"], fisher: OutputFisher) -> Float[Tensor, "D K"]:
+        """Σ over batches of Jᵀ H J V."""
+
+        def term(batch: Any, J: BatchMap) -> Tensor:
+            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
+            return J.pull(fisher.product(J.outputs, pushed, batch))
+
+        return self.total(term, block.shape[1])
 
     def rows(
         self, term: Callable[[Any, Any], Float[Tensor, "K n R"]], columns: int, root: OutputFisher | None = None
@@ -442,6 +451,15 @@ class Passes(JacobianRows):
                 if isinstance(engine, Layerwise) and (view := engine.at(points)) is not None:
                     walk._kept, walk._complete = {0: (None, view)}, True
                 yield walk, num_points(part)
+
+    def minibatches(self, size: int, generator: torch.Generator | None) -> Iterator[tuple[Int[Tensor, " n"], Passes]]:
+        """(positions of some points among all, a walk over them), all points once, shuffled within each batch."""
+        device = None if generator is None else generator.device
+        for inputs, batch in self._source:
+            order = torch.randperm(num_points(inputs), generator=generator, device=device)
+            for chosen in order.to(batch.targets.device).split(size):
+                part = [(take(inputs, chosen), batch.labels(chosen))]
+                yield chosen + batch.start, Passes(self.model, part, self._choice, self.memory, self.engines)
 
     def cast(self, dtype: torch.dtype | None, device: torch.device | None) -> Passes:
         """Return this walk, unlabelled, with the model and the inputs converted."""

@@ -7,12 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
-from curvops.network.data.batches import Batch
-from curvops.network.engines.plan import Plan
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import OutputFisher
-from curvops.network.walks.passes import BatchMap, Passes
-from curvops.operators.curvatures.row_squares import curvature_diagonal
+from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.reading import OfLinearization
@@ -38,7 +33,7 @@ class Curvature(OfLinearization, NetworkOperator):
         return True
 
     @property
-    def likelihood(self) -> Likelihood:
+    def likelihood(self) -> likelihoods.Likelihood:
         """The likelihood, at this operator's hyperparameters."""
         return self.lin.likelihood.with_hyperparameters(self._args[1:])
 
@@ -63,19 +58,13 @@ class Curvature(OfLinearization, NetworkOperator):
     def _product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
         if (rows := self.rows) is not None:
             return rows.total(lambda _, S: S.pull(S.push(block)), block.shape[1])
-        output = self.output
-
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            pushed = J.push(block)  # first: a streamed push finds the outputs on its way
-            return J.pull(output.product(J.outputs, pushed, batch))
-
-        return self.lin.sum_over_batches(term, block.shape[1])
+        return self.lin.passes.curvature_product(block, self.output)
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """From the rows of Lᵀ J; by products, which have gradients, where one for a hyperparameter is recorded."""
         if recorded(self._args[1:]):
             return super()._diagonal()
-        return curvature_diagonal(self.lin, self.output)
+        return self.lin.curvature_diagonal(self.output)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
         """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw. Equal seeds need equal batches."""

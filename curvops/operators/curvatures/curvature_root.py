@@ -13,9 +13,7 @@ from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.operators.base import Operator
-from curvops.network.data.inputs import num_points, take
-from curvops.network.likelihoods.output_fisher import OutputFisher, Sampled
-from curvops.network.walks.passes import Passes
+from curvops.network import OutputFisher, Passes, Sampled
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
 from curvops.progress import Progress
@@ -101,15 +99,9 @@ class CurvatureRoot(Operator):
         """
         if isinstance(self.output, Sampled):
             raise ValueError("minibatches of a Monte-Carlo GGN are not known: take co.GGN(lin), or method='cg'.")
-        lin = self.lin
-        for inputs, batch in lin.passes.batches():
-            device = None if generator is None else generator.device
-            order = torch.randperm(num_points(inputs), generator=generator, device=device)
-            for chosen in order.to(batch.targets.device).split(size):
-                part, label = take(inputs, chosen), batch.labels(chosen)
-                walk = Passes(lin.model, [(part, label)], lin.engine, lin.memory, lin.passes.engines)
-                piece = CurvatureRoot(lin.theta, lin=lin, walk=walk, output=self.output, points=len(chosen))
-                yield chosen + batch.start, piece
+        for chosen, walk in self.lin.passes.minibatches(size, generator):
+            lin, output = self.lin, self.output
+            yield chosen, CurvatureRoot(lin.theta, lin=lin, walk=walk, output=output, points=len(chosen))
 
 
 def root_of(operator: Any) -> CurvatureRoot | None:

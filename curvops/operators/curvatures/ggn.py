@@ -10,11 +10,8 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Diagonal
-from curvops.network.likelihoods.output_fisher import Exact, OutputFisher, Sampled
-from curvops.network.walks.passes import Passes
+from curvops.network import Exact, OutputFisher, Passes, Sampled
 from curvops.operators.curvatures.curvature import Curvature
-from curvops.operators.curvatures.fisher import output_fisher, sampled_residuals
-from curvops.operators.curvatures.row_squares import curvature_diagonal
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.reading import OfLinearization, made_of, require_no_gradient
 
@@ -52,7 +49,7 @@ class GGN(Curvature):
             super().__init__(lin.theta, *hyperparameters, lin=lin, draws=None, rows=None)
             return
         require_no_gradient(lin.likelihood, "GGN(lin, mc_samples=…)")
-        draws = sampled_residuals(lin, mc_samples, generator)
+        draws = lin.draw_residuals(mc_samples, generator)
         rows = lin.passes.reduced(Sampled(lin.likelihood, draws))
         fixed = (tensor.detach() for tensor in hyperparameters)  # the draws do not move with them
         super().__init__(lin.theta, *fixed, lin=lin, draws=draws, rows=rows)
@@ -105,5 +102,5 @@ class DiagonalGGN(OfLinearization, Diagonal):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        entries = curvature_diagonal(lin, output_fisher(lin, fisher, mc_samples, generator))
+        entries = lin.curvature_diagonal(lin.output_fisher(fisher, mc_samples, generator))
         super().__init__(entries, **made_of(lin))

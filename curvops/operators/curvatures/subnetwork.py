@@ -16,8 +16,7 @@ from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
-from curvops.network.likelihoods.output_fisher import Exact, OutputFisher
-from curvops.network.model.parameters import matching
+from curvops.network import Exact, OutputFisher
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.linearization import Linearization
@@ -224,7 +223,7 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
         if blocks != "layer":
             raise ValueError(f"blocks={blocks!r}; expected 'layer', or a list of groups of names or positions.")
         blocks = []
-    groups = [_group(group, of_name, lin.num_parameters) for group in blocks]
+    groups = [_group(lin, group, of_name) for group in blocks]
     taken = torch.cat(groups) if groups else torch.empty(0, dtype=torch.long)
     if len(taken.unique()) != len(taken):
         raise ValueError("the groups of blocks= overlap; each weight belongs to one block.")
@@ -237,13 +236,13 @@ def _partition(lin: Linearization, blocks: Any) -> list[Int[Tensor, " p"]]:
     return [group.to(lin.theta.device) for group in [*groups, *rest] if len(group)]
 
 
-def _group(group: Any, of_name: dict[str, Tensor], size: int) -> Int[Tensor, " p"]:
+def _group(lin: Linearization, group: Any, of_name: dict[str, Tensor]) -> Int[Tensor, " p"]:
     if isinstance(group, Sequence) and all(isinstance(glob, str) for glob in group):
-        names = matching(of_name, *([group] if isinstance(group, str) else group))
+        names = lin.model.selection.matching(*([group] if isinstance(group, str) else group))
         if not names:
             raise ValueError(f"blocks= names {group!r}, which matches no parameter among {list(of_name)}.")
         return torch.cat([of_name[name] for name in names])
-    return checked_indices(group, size).cpu()
+    return checked_indices(group, lin.num_parameters).cpu()
 
 
 def _require_room(lin: Linearization, positions: Sequence[Tensor]) -> None:

@@ -16,10 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
-from curvops.network.engines.layerwise import Layer
-from curvops.network.engines.plan import Plan
-from curvops.network.walks.layer_roots import Group, joined
-from curvops.network.walks.passes import Passes
+from curvops.network import Group, Layer, Passes, Plan
 from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.jacobian import Jacobian
 
@@ -95,7 +92,7 @@ def _joined(panel: list[Piece]) -> list[Piece]:
     found = []
     while runs:
         run = runs.pop()  # and its parts are freed
-        found.append((run[0][0], joined([group for _, group in run])))
+        found.append((run[0][0], Group.concatenate([group for _, group in run])))
     return found
 
 

@@ -12,7 +12,7 @@ would be more numbers than everything else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -30,13 +30,9 @@ from curvops.linalg.operators.diagonal_matrix import DiagonalForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
 from curvops.linalg.operators.low_rank import LowRankForm
-from curvops.network.engines.layerwise import Features
-from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group, JacobianRows
+from curvops.network import Group, JacobianRows, Layer, row_blocks
 from curvops.operators.kfac.kfac import LayerBlocks
 from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
-from curvops.operators.layers.moments import block_bytes, row_blocks
 from curvops.operators.linearized.jacobian import Jacobian
 
 LEAST_LEFT = {torch.float32: 1e-2, torch.float64: 1e-5}
@@ -62,8 +58,8 @@ class Metric(ABC):
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
-    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
-        """The last layer's blocks with what of its inputs (m, q) each takes; None where P has another structure."""
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
+        """The last layer's blocks with what of its inputs each takes; None where P has another structure."""
         return None
 
 
@@ -101,30 +97,30 @@ def point_covariances(
             return None
         if isinstance(form, LowRankForm):
             return _of_low_rank(walk, form, shape)
-        metric = _metric(walk.model, precision, form)
+        metric = _metric(walk, precision, form)
         return None if metric is None else _summed(walk, metric, shape)
 
 
-def _metric(model: Model, precision: Damped, form: Any) -> Metric | None:
+def _metric(walk: JacobianRows, precision: Damped, form: Any) -> Metric | None:
     if isinstance(form, DiagonalForm):
-        return Elementwise(model, form.inverse_diagonal())
+        return Elementwise(walk, form.inverse_diagonal())
     if isinstance(form, DirectSumForm) and isinstance(precision.base, LayerBlocks):
-        return InEigenbases(model, precision.base, form)
-    return InDenseBlocks(model, form) if isinstance(form, DirectSumForm) else None
+        return InEigenbases(walk, precision.base, form)
+    return InDenseBlocks(walk, form) if isinstance(form, DirectSumForm) else None
 
 
 def _summed(
     walk: JacobianRows,
     metric: Metric,
     shape: tuple[int, ...],
-    tangents: Blocks | None = None,
+    tangents: dict[str, Tensor] | None = None,
     pushed: Tensor | None = None,
 ) -> Target | None:
     """The sum over layers; with tangents V, (J V)ᵀ is added to `pushed` (K, N·C) from the same a and δ."""
     total, outputs = walk.model.theta.new_zeros(shape), shape[1]
-    last = walk.features()
-    each = last is not None and all(features.outputs_each == outputs for features in last)
-    if last is not None and each and _sum_of_last(total, last, metric):
+    last = walk.features() or []
+    each = bool(last) and all(features.outputs_each == outputs for features in last)
+    if each and _sum_of_last(total, ((features.layer, features.inputs()) for features in last), metric):
         if tangents is not None and pushed is not None:
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
@@ -139,17 +135,16 @@ def _summed(
     return total
 
 
-def _sum_of_last(total: Target, last: list[Features], metric: Metric) -> bool:
+def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], metric: Metric) -> bool:
     """Add what the last layer's inputs give, where P has a structure on its matrix."""
     start = 0
-    for features in last:
-        terms = metric.of_last(features)
-        if terms is None:
+    for layer, inputs in last:
+        terms = None if inputs is None else metric.of_last(layer, inputs)
+        if inputs is None or terms is None:
             return False
-        count = features.kept.flatten(0, -2).shape[0]
-        for layer, inputs in terms:
-            _add_last(total[start : start + count], layer, inputs)
-        start += count
+        for term in terms:
+            _add_last(total[start : start + len(inputs)], *term)
+        start += len(inputs)
     return True
 
 
@@ -179,7 +174,7 @@ def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Ta
 def _of_low_rank(walk: JacobianRows, form: LowRankForm, shape: tuple[int, ...]) -> Target | None:
     """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
     base, shift = form.base, form.shift
-    metric = Elementwise(walk.model, shift.reciprocal().expand(base.shape[-1]))
+    metric = Elementwise(walk, shift.reciprocal().expand(base.shape[-1]))
     if not bool((base.values > 0).any()):
         return _summed(walk, metric, shape)
     pushed = walk.model.theta.new_zeros(len(base.values), shape[0] * shape[1])
@@ -198,12 +193,12 @@ def _of_low_rank(walk: JacobianRows, form: LowRankForm, shape: tuple[int, ...]) 
 def _of_covariance(walk: JacobianRows, covariance: LinearOperator, shape: tuple[int, ...]) -> Target | None:
     """J Σ Jᵀ for a Σ that is itself a diagonal, or low rank plus a diagonal: a sum, in which nothing cancels."""
     if isinstance(covariance, Diagonal):
-        return _summed(walk, Elementwise(walk.model, covariance.entries), shape)
+        return _summed(walk, Elementwise(walk, covariance.entries), shape)
     if not isinstance(covariance, Damped) or not isinstance(covariance.base, LowRank):
         return None
     root = covariance.base.root
     pushed = walk.model.theta.new_zeros(root.shape[1], shape[0] * shape[1])
-    metric = Elementwise(walk.model, covariance.shift.expand(len(root)))
+    metric = Elementwise(walk, covariance.shift.expand(len(root)))
     total = _summed(walk, metric, shape, walk.model.selection.split(root), pushed)
     if total is None:
         return None
@@ -226,8 +221,8 @@ def _whitening(form: LowRankForm) -> Float[Tensor, "K r"]:
 class Elementwise(Metric):
     """A diagonal P⁻¹ = diag(w)."""
 
-    def __init__(self, model: Model, weights: Float[Tensor, " D"]) -> None:
-        self.weights: Blocks = model.selection.unflatten(weights)
+    def __init__(self, walk: JacobianRows, weights: Float[Tensor, " D"]) -> None:
+        self.weights = walk.model.selection.unflatten(weights)
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """Add as `Metric.add` does; entries outside a subnetwork have the weight zero."""
@@ -241,18 +236,17 @@ class Elementwise(Metric):
             _add_products(part, rows * weights, rows)
         return True
 
-    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
-        inputs = features.inputs()
-        return None if inputs is None else [(OfLayer(features.layer.to_matrix(self.weights)), inputs)]
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
+        return [(OfLayer(layer.to_matrix(self.weights)), inputs)]
 
 
 class InEigenbases(Metric):
     """KFAC or EKFAC plus a prior: by name, the form of each block."""
 
-    def __init__(self, model: Model, blocks: LayerBlocks, form: DirectSumForm) -> None:
+    def __init__(self, walk: JacobianRows, blocks: LayerBlocks, form: DirectSumForm) -> None:
         self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.decomposed))
         self.parts = dict(zip(blocks.names, blocks.partition.parts))
-        self.positions = model.selection.positions()
+        self.positions = walk.model.selection.positions()
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the layers were found otherwise when the curvature was built."""
@@ -277,10 +271,8 @@ class InEigenbases(Metric):
         weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
         return OfLayer(weights, base.left_vectors, base.right_vectors)
 
-    def of_last(self, features: Features) -> list[tuple[OfLayer, Tensor]] | None:
-        inputs, names = features.inputs(), features.layer.names
-        if inputs is None:
-            return None
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
+        names = layer.names
         whole = tuple(sorted(names.values()))
         if isinstance(self.forms.get(whole), EigenKroneckerForm):
             return [(self._of_layer(whole), inputs)]
@@ -295,8 +287,8 @@ class InEigenbases(Metric):
 class InDenseBlocks(Metric):
     """Blocks of whole layers plus a prior."""
 
-    def __init__(self, model: Model, form: DirectSumForm) -> None:
-        self.positions = model.selection.positions()
+    def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
+        self.positions = walk.model.selection.positions()
         parts = form.base.partition.parts
         self.forms = {
             int(part[0] if isinstance(part, range) else part.min()): (part, own)
@@ -341,7 +333,7 @@ def _add(target: Target, matrices: list[Sides], layer: OfLayer, most_bytes: int)
     if positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, layer.weights, most_bytes)
     else:
-        _add_rows(target, left, right, layer.weights.sqrt(), block_bytes(most_bytes, left))
+        _add_rows(target, left, right, layer.weights.sqrt(), most_bytes)
 
 
 def _along(tensors: list[Tensor], dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
-from curvops.network.model.weight_vectors import read_precision
+from curvops.network import read_precision
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization

@@ -18,8 +18,7 @@ from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import KroneckerForm, decompose
-from curvops.network.likelihoods.output_fisher import OutputFisher
-from curvops.operators.curvatures.fisher import output_fisher
+from curvops.network import OutputFisher
 from curvops.operators.kfac.kfac_factors import (
     KroneckerBlock,
     check_bias,
@@ -101,7 +100,7 @@ class OfFactors(OfLinearization, LayerBlocks):
     ) -> None:
         check_sharing(sharing)
         check_bias(bias)
-        output = output_fisher(lin, fisher, mc_samples, generator)  # all walks see the same draws
+        output = lin.output_fisher(fisher, mc_samples, generator)  # all walks see the same draws
         seed, problem = seed_of(getattr(output, "generator", None)), lin.problem
         begin(type(self).__name__, checkpoint, problem, lin.theta.device, parts=True, lin=None, generator=seed)
         blocks = kfac_blocks(lin, output, sharing, bias)

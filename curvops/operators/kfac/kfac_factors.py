@@ -15,13 +15,8 @@ from curvops.checkpoint import named_part
 from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
-from curvops.network.engines.layerwise import Layer
-from curvops.network.likelihoods.output_fisher import OutputFisher
-from curvops.network.model.parameters import Blocks
-from curvops.network.walks.layer_roots import Group
-from curvops.network.walks.passes import Passes
-from curvops.operators.curvatures.fisher import DrawnInPassing
-from curvops.operators.layers.moments import OuterSum, rounding_of_rows, second_moments
+from curvops.network import Group, Layer, OutputFisher, Passes, second_moments
+from curvops.operators.layers.moments import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 
@@ -141,9 +136,7 @@ class SummedWalk:
         self.kept = kept = named_part(name, lin.theta.device)
         state = kept.state or {"points": 0, "chunk": lin.passes.chunk_bytes, "sums": kept.outcome}
         self.points, self.chunk, self.sums = (state[name] for name in ("points", "chunk", "sums"))
-        if isinstance(fisher, DrawnInPassing):
-            fisher.generator = kept.source("generator", fisher.generator, lin.theta.device)
-            fisher.recall(kept.also("draws", fisher.state))
+        fisher.resume(kept, lin.theta.device)
 
     def groups(self, sums: Callable[[], Any], apart: bool = False) -> Iterator[Group]:
         """The groups that were not added up before; `sums` is what has been, whenever some points are done."""
@@ -205,7 +198,7 @@ def _token_counts(tokens: Int[Tensor, "n 1 t"], table: Any) -> Int[Tensor, " V"]
     return counts if table.padding_idx is None else counts.index_fill(0, tokens.new_tensor([table.padding_idx]), 0)
 
 
-def _add_exact(block: Block, group: Group, positions: Blocks, chunk_bytes: int) -> None:
+def _add_exact(block: Block, group: Group, positions: dict[str, Tensor], chunk_bytes: int) -> None:
     kept = kept_entries(positions, group.names)
     for rows in group.pieces(chunk_bytes):
         flat = torch.cat([rows[name].reshape(rows[name].shape[0] * rows[name].shape[1], -1) for name in group.names], 1)
@@ -291,7 +284,7 @@ def check_bias(bias: str) -> None:
         raise ValueError(f"bias={bias!r}; expected 'joint' (one block with the weight) or 'separate'.")
 
 
-def _positions(positions: Blocks, group: Group, kronecker: bool, partial: bool) -> Tensor:
+def _positions(positions: dict[str, Tensor], group: Group, kronecker: bool, partial: bool) -> Tensor:
     """Where a group's entries stand in the flat vector, in the order of its matrix or of its names.
 
     `partial` says that the selection may take some entries of a tensor and leave others.
@@ -309,12 +302,12 @@ def _positions(positions: Blocks, group: Group, kronecker: bool, partial: bool) 
     return found
 
 
-def kept_entries(positions: Blocks, names: tuple[str, ...]) -> Tensor:
+def kept_entries(positions: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
     """Which entries of these tensors, one after the other, are selected."""
     return torch.cat([positions[name].flatten() for name in names]) >= 0
 
 
-def _silent(lin: Linearization, positions: Blocks, blocks: dict[tuple[str, ...], Block]) -> list[Block]:
+def _silent(lin: Linearization, positions: dict[str, Tensor], blocks: dict[tuple[str, ...], Block]) -> list[Block]:
     """Zero blocks for the parameters that no output depends on."""
     seen = {name for names in blocks for name in names}
     found = []

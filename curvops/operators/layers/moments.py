@@ -1,24 +1,18 @@
-"""Rows of a curvature by layer, Σ_t left ⊗ right, as matrices of weight and bias: squares and outer products."""
+"""Second moments of the sides of a curvature's rows, Σ side ⊗ side, from which Kronecker factors are made."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
-from curvops.network.walks.passes import Passes
+from curvops.network import Passes
 
-# On a CPU rows are squared in blocks that stay in its cache: 3 times as fast as through its memory.
-CACHE_BYTES = 2**23
-FEW = 2**14
-"""Numbers whose squares are summed at once on a CPU, too."""
 # From this size on a wide symmetric product is made of blocks on and above its diagonal: six tenths of the time.
 LEAST_SYMMETRIC = 320
 MOST_EXACT = 512
@@ -37,87 +31,6 @@ ROWS_ROUNDING_UNITS = 4
 3.8 were seen (8 layers of 64)."""
 TILE = 256
 """Columns that are mirrored at a time."""
-
-
-def second_moments(
-    matrices: Sequence[tuple[Tensor, Tensor]], width: int, most_bytes: int
-) -> Float[Tensor, "g p {width}"]:
-    """Σ_n Σ_r (Σ_t left ⊗ right)², elementwise, of the sides in `Rule.left`, those of several calls added up first.
-
-    At one position (t = 1) the columns share one product, (Σ_r l²) ⊗ a². Elsewhere rows are formed and squared in
-    blocks of at most `most_bytes`, one point's R·q numbers at least. `width` is q, which indices do not tell.
-    """
-    left, right = matrices[0]
-    if len(matrices) == 1 and not right.is_floating_point():
-        return embedding_squares(left, right, width)
-    if len(matrices) == 1 and right.shape[2] == 1:
-        return torch.einsum("ngp,ngq->gpq", sum_of_squares(left)[:, :, 0], right.square()[:, :, 0])
-    pairs = [(a, b if b.is_floating_point() else F.one_hot(b, width).to(a.dtype)) for a, b in matrices]
-    return _squares_by_blocks(pairs, block_bytes(most_bytes, left))
-
-
-def sum_of_squares(left: Float[Tensor, "n r *out"]) -> Float[Tensor, "n *out"]:
-    """Σ_r left², on a CPU column by column: what is added to stays in its cache, and no squares are stored."""
-    if left.is_cuda or left.numel() <= FEW:
-        return left.square().sum(1)
-    total = left[:, 0].square()
-    for column in left.unbind(1)[1:]:
-        total.addcmul_(column, column)
-    return total
-
-
-def _squares_by_blocks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Tensor:
-    g, p, q = pairs[0][0].shape[2], pairs[0][0].shape[4], pairs[0][1].shape[-1]
-    total = pairs[0][0].new_zeros(g, p, q)
-    for _, lines, block in row_blocks(pairs, most_bytes):
-        total[:, lines] += block.square_().sum((0, 2))
-    return total
-
-
-def row_blocks(
-    pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int
-) -> Iterator[tuple[slice, slice, Float[Tensor, "n g r w q"]]]:
-    """The rows Σ_t left ⊗ right, summed over all calls, in blocks of at most `most_bytes`: (points, lines of p, block).
-
-    One point's and line's R·q numbers at least. Each block is written over by the next.
-    """
-    left, right = pairs[0]
-    (n, r, g, _, p), q = left.shape, right.shape[-1]
-    line = r * g * q * left.element_size()  # of one point and one of p
-    points, lines = max(1, most_bytes // (line * p)), min(p, max(1, most_bytes // line))
-    memory = left.new_empty(min(points, n) * lines * r * g * q)  # the same for all: new pages cost more than sums
-    for start in range(0, n, points):
-        for first in range(0, p, lines):
-            some, part = slice(start, start + points), slice(first, first + lines)
-            yield some, part, _block([(a[some, ..., part], b[some]) for a, b in pairs], memory)
-
-
-def _block(pairs: Sequence[tuple[Tensor, Tensor]], memory: Tensor) -> Float[Tensor, "n g r w q"]:
-    (n, r, g, _, w), q = pairs[0][0].shape, pairs[0][1].shape[-1]
-    block = memory[: n * g * r * w * q].view(n * g, r * w, q)
-    for i, (a, b) in enumerate(pairs):
-        t = a.shape[3]
-        sides = a.permute(0, 2, 1, 4, 3).reshape(n * g, r * w, t), b.reshape(n * g, t, q)
-        torch.baddbmm(block, *sides, beta=min(i, 1), out=block)
-    return block.view(n, g, r, w, q)
-
-
-def block_bytes(most_bytes: int, like: Tensor) -> int:
-    """Return the bytes that a block of rows may take: on a CPU at most its cache."""
-    return most_bytes if like.is_cuda else min(most_bytes, CACHE_BYTES)
-
-
-def embedding_squares(
-    left: Float[Tensor, "n r 1 t E"], indices: Tensor, num_embeddings: int
-) -> Float[Tensor, "1 E {num_embeddings}"]:
-    """Σ_n Σ_r (Σ_t δ[t] ⊗ onehot(index[t]))²: a token's positions within a point add up before they are squared."""
-    tokens = indices[:, 0]
-    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).to(left.dtype)  # (n, t, t)
-    summed = torch.einsum("nts,nrse->nrte", same, left[:, :, 0])
-    # Each of the k positions of a token holds the whole sum: k equal squares, of which 1/k each are counted.
-    squares = summed.square().sum(1) / same.sum(2, keepdim=True)
-    total = left.new_zeros(num_embeddings, left.shape[-1]).index_add_(0, tokens.flatten(), squares.flatten(0, 1))
-    return total.mT.unsqueeze(0)
 
 
 @dataclass(eq=False)

@@ -9,9 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.spaces import Spaces
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.output_fisher import Empirical
-from curvops.network.walks.passes import Passes
+from curvops.network import Empirical, Passes, likelihoods
 from curvops.operators.linearized.network_operator import NetworkOperator
 
 
@@ -51,9 +49,9 @@ class Gradients(NetworkOperator):
         return self._kwargs["lin"]
 
     @property
-    def likelihood(self) -> Likelihood:
+    def likelihood(self) -> likelihoods.Likelihood:
         """The likelihood, at this operator's hyperparameters."""
-        found: Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
+        found: likelihoods.Likelihood = self.lin.likelihood.with_hyperparameters(self._args[1:])
         return found
 
     @property

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import Memories
-from curvops.linalg.core.spaces import Spaces
-from curvops.network.model.tangent_space import TangentSpace
-from curvops.network.walks.passes import Passes
+from curvops.linalg.core.spaces import Space, Spaces
+from curvops.network import Passes
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.progress import Progress
 
@@ -56,7 +55,7 @@ class Jacobian(NetworkOperator):
         """The inputs of the Jacobian with their graph, where `is_recorded`."""
         return self._kwargs["graph"].at(self._args[1:])
 
-    def _tangent_space(self) -> TangentSpace:
+    def _tangent_space(self) -> Space:
         return self.passes.model.tangent_space
 
     @property

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.sources import Sources
-from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.core.spaces import Space, Spaces
 from curvops.linalg.operators.base import Operator, convert
-from curvops.network.model.tangent_space import TangentSpace
 from curvops.progress import Progress
 
 
@@ -33,8 +32,8 @@ class NetworkOperator(Operator):
         """The tangent space: of the linearisation, or without its weights once detached from them."""
         return self._kwargs.get("space") or self._tangent_space()
 
-    def _tangent_space(self) -> TangentSpace:
-        space: TangentSpace = self._kwargs["lin"].tangent_space
+    def _tangent_space(self) -> Space:
+        space: Space = self._kwargs["lin"].tangent_space
         return space
 
     @property

@@ -14,9 +14,7 @@ from torch import Tensor
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
-from curvops.network.likelihoods.gaussian import Gaussian
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.sequences import single_noise
+from curvops.network import likelihoods
 from curvops.operators.linearized.linearization import Linearization
 
 ASIDE = ("lin", "generator", "checkpoint")
@@ -117,9 +115,9 @@ class ScaledByNoise(OfLinearization, Scaled):
         self.asked = getattr(base, "asked", None)
 
     @property
-    def likelihood(self) -> Likelihood:
+    def likelihood(self) -> likelihoods.Likelihood:
         """The likelihood of one output, at this operator's noise."""
-        return Gaussian(self._args[1])
+        return likelihoods.Gaussian(self._args[1])
 
     @property
     def factor(self) -> Tensor:
@@ -150,7 +148,7 @@ def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> S
     lin = args[0] if args else kwargs.get("lin")
     if not isinstance(lin, Linearization):  # refused where arguments are read
         return None
-    noise = single_noise(lin.likelihood)
+    noise = lin.likelihood.single_noise
     if noise is None or not recorded((noise,)):
         return None
     fixed = lin.with_likelihood(lin.likelihood.with_hyperparameters([noise.detach().clone()]))
@@ -165,7 +163,7 @@ def made_of(lin: Linearization) -> dict[str, Any]:
     return {"space": lin.tangent_space, "sources": lin.sources}
 
 
-def require_no_gradient(likelihood: Likelihood, what: str) -> None:
+def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
     """Raise ValueError where a gradient is needed that `what` does not have: it would silently be zero."""
     if recorded(likelihood.hyperparameters):
         raise ValueError(

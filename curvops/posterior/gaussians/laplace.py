@@ -19,7 +19,6 @@ from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
-from curvops.network.likelihoods.sequences import single_noise
 from curvops.operators import GGN, Linearization
 from curvops.posterior.core.arguments import (
     check_accuracy,
@@ -124,7 +123,7 @@ class Laplace(GaussianWeights):
     @property
     def observation_noise(self) -> float:
         """The observation noise, the variance of a Gaussian likelihood; ValueError where there is not one number."""
-        noise = single_noise(self.lin.likelihood)
+        noise = self.lin.likelihood.single_noise
         if noise is None:
             raise ValueError(
                 f"{self.lin.likelihood!r} has no noise that is one number; co.likelihoods.Gaussian(noise=variance) "

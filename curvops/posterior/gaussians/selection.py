@@ -21,9 +21,8 @@ from curvops.checks import check_choice, check_generator, checked_whole
 from curvops.linalg import Diagonal, Estimate, Reason, diagonal, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.estimators.sampler import ROUNDING_UNITS
-from curvops.network.model.parameters import matching
+from curvops.network import squared_columns
 from curvops.operators import GGN, DiagonalGGN, Linearization
-from curvops.operators.curvatures.row_squares import squared_columns
 from curvops.operators.curvatures.subnetwork import checked_indices, principal_block
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.core.priors import read_prior
@@ -97,7 +96,7 @@ SCORES: dict[str, Callable[[Ingredients], Tensor]] = {
     "variance": lambda given: given.variance,
     "swag": _swag,
     "marginal": _marginal,
-    "predictive": lambda given: squared_columns(given.lin.jacobian(given.x)) * given.variance,
+    "predictive": lambda given: squared_columns(given.lin.jacobian(given.x).passes) * given.variance,
     "magnitude": lambda given: given.lin.theta.abs(),
     "obd": lambda given: 0.5 * given.lin.theta.square() * given.curvature,
     "random": _random,
@@ -173,9 +172,9 @@ def _within(lin: Linearization, modules: str | Sequence[str] | None) -> Int[Tens
         return torch.arange(lin.num_parameters, device=lin.theta.device)
     globs, places = [modules] if isinstance(modules, str) else list(modules), lin.model.selection.positions()
     for glob in globs:
-        if not isinstance(glob, str) or not matching(places, glob):
+        if not isinstance(glob, str) or not lin.model.selection.matching(glob):
             raise ValueError(f"modules={glob!r} matches none of the parameters {list(places)}.")
-    found = torch.cat([places[name].flatten() for name in matching(places, *globs)])
+    found = torch.cat([places[name].flatten() for name in lin.model.selection.matching(*globs)])
     return found[found >= 0].sort().values.to(lin.theta.device)
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
-from curvops.network.data.randomness import own_randomness
-from curvops.network.likelihoods.output_fisher import Empirical, Exact
+from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
 from curvops.operators.curvatures.curvature_root import root_of
-from curvops.operators.curvatures.row_squares import curvature_diagonal, score_and_diagonal
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
@@ -107,7 +105,7 @@ class ExtendedKalmanFilter(Transition):
             if found is not None:
                 return points.num_points, *found
         lin = target.linearize(theta, batch, engines)
-        curvature = curvature_diagonal(lin, fisher) if self.form == "diagonal" else lin
+        curvature = lin.curvature_diagonal(fisher) if self.form == "diagonal" else lin
         return lin.num_data, lin.log_likelihood(), lin.gradient(), curvature
 
     # Each form: the precision after the transition and this batch, and P⁻¹ times the gradient

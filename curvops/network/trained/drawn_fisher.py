@@ -1,0 +1,85 @@
+"""Output Fishers by their names, and the Monte-Carlo one, whose targets are drawn from the network."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.checkpoint import Checkpoint
+from curvops.checks import check_generator, checked_whole
+from curvops.network.data.batches import Batch
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods.output_fisher import Empirical, Exact, FromResiduals, OutputFisher, Sampled, check_kind
+from curvops.network.walks.passes import Passes
+
+
+class DrawnFisher(FromResiduals):
+    """`Sampled`, its targets drawn when first asked for: in the walk's own pass where that is of all points at once."""
+
+    def __init__(
+        self, passes: Passes, num_data: int, likelihood: Likelihood, mc_samples: int, generator: torch.Generator | None
+    ) -> None:
+        checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
+        check_generator(generator)
+        self.passes, self.num_data, self.likelihood = passes, num_data, likelihood
+        self.mc_samples, self.generator = mc_samples, generator
+        self.draws: Tensor | None = None
+
+    def resume(self, kept: Checkpoint, device: torch.device) -> None:
+        self.generator = kept.source("generator", self.generator, device)
+        known = kept.also("draws", lambda: self.draws)
+        self.draws = self.draws if known is None else known
+
+    def num_columns(self, num_outputs: int) -> int:
+        return self.mc_samples
+
+    def root_product(self, f: Tensor, z: Tensor, batch: Batch) -> Tensor:
+        return self._sampled(f, batch).root_product(f, z, batch)
+
+    def root_transpose_product(self, f: Tensor, u: Tensor, batch: Batch) -> Tensor:
+        return self._sampled(f, batch).root_transpose_product(f, u, batch)
+
+    def columns(self, f: Tensor, batch: Batch, start: int, stop: int) -> Tensor:
+        return self._sampled(f, batch).columns(f, batch, start, stop)
+
+    def _sampled(self, f: Tensor, batch: Batch) -> Sampled:
+        if self.draws is None:
+            whole = len(f) == self.num_data
+            self.draws = self._draw(f.detach(), batch.targets, batch.weights) if whole else self.draw()
+        return Sampled(self.likelihood, self.draws)
+
+    def draw(self) -> Float[Tensor, "M N C"]:
+        """Residuals at M targets a point drawn from the model, divided by √M. One forward pass."""
+        with torch.no_grad():
+            walked, line_up = [(batch, J.outputs) for batch, J in self.passes.each(0)], self.passes.line_up
+            f, y = line_up([f for _, f in walked]), line_up([batch.targets for batch, _ in walked])
+            weights = [batch.weights for batch, _ in walked if batch.weights is not None]
+            return self._draw(f, y, line_up(weights) if weights else None)
+
+    @torch.no_grad()
+    def _draw(self, f: Tensor, y: Tensor, w: Tensor | None) -> Float[Tensor, "M N C"]:
+        """Draw for all points at once: equal seeds draw alike however the data are batched."""
+        draws = [self.likelihood.mc_residual(f, y, w, self.generator) for _ in range(self.mc_samples)]
+        return torch.stack(draws) / self.mc_samples**0.5
+
+
+def output_fisher(
+    passes: Passes,
+    num_data: int,
+    likelihood: Likelihood,
+    kind: str,
+    mc_samples: int,
+    generator: torch.Generator | None,
+) -> OutputFisher:
+    """The H that `fisher=` names: "exact", "mc" with `mc_samples` targets a point, or "empirical".
+
+    Raises ValueError for another word, for `mc_samples` below 1, and above 1 where nothing is drawn.
+    """
+    check_kind(kind)
+    checked_whole("mc_samples", mc_samples, kind="a whole number of targets a point")
+    if kind != "mc" and mc_samples != 1:
+        raise ValueError(f"mc_samples={mc_samples} with fisher={kind!r}, which draws nothing; use fisher='mc'.")
+    if kind == "mc":
+        return DrawnFisher(passes, num_data, likelihood, mc_samples, generator)
+    return Exact(likelihood) if kind == "exact" else Empirical(likelihood)

@@ -1,0 +1,58 @@
+"""Products with the Hessian of the negative log-likelihood, by differentiating its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from curvops.network.data.batches import Batch
+from curvops.network.engines.routes import tolerance
+from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+
+
+def hessian_product(
+    model: Model, likelihood: Likelihood, block: Float[Tensor, "D K"], inputs: Any, batch: Batch
+) -> Float[Tensor, "D K"]:
+    """The Hessian of one batch's negative log-likelihood times a block of vectors."""
+    tangents, leaves = model.selection.split(block), model.leaves()
+
+    def products() -> Blocks:
+        loss = -likelihood.log_prob(model(leaves, inputs), batch.targets, batch.weights).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+        used = {name: g for name, g in zip(leaves, gradients) if g is not None and g.requires_grad}
+        rows = [_derivative(used, leaves, {name: tangents[name][k] for name in used}) for k in range(block.shape[1])]
+        return {name: torch.stack([row[name] for row in rows]) for name in leaves}
+
+    with model.lock, model.differentiating():
+        return model.selection.join(model.holding(leaves, products))
+
+
+def _derivative(of: Blocks, leaves: Blocks, along: Blocks) -> Blocks:
+    """The gradient of Σ ⟨of, along⟩, by the leaves' names."""
+    found: Any = [None] * len(leaves)
+    if of:
+        cotangents = [along[name].clone() for name in of]
+        found = torch.autograd.grad(
+            list(of.values()), list(leaves.values()), cotangents, retain_graph=True, allow_unused=True
+        )
+    return {n: torch.zeros_like(leaf) if g is None else g.detach() for (n, leaf), g in zip(leaves.items(), found)}
+
+
+def require_symmetric(model: Model, likelihood: Likelihood, inputs: Any, batch: Batch) -> None:
+    """Raise RuntimeError unless uᵀHv is vᵀHu for two random vectors and the Hessian H at these points."""
+    theta = model.theta
+    generator = torch.Generator(device=theta.device).manual_seed(0)
+    vectors = torch.randn(2, len(theta), dtype=theta.dtype, device=theta.device, generator=generator).mT
+    products = hessian_product(model, likelihood, vectors, inputs, batch)
+    form = vectors.mT @ products
+    scale = vectors.norm() * products.norm()
+    if not bool((form[0, 1] - form[1, 0]).abs() <= tolerance(theta.dtype) * scale):
+        raise RuntimeError(
+            "the model's second derivatives are not symmetric, so some operation's are wrong (torch's fused "
+            "weight_norm is one); write that operation out, or use co.GGN(lin), which needs first derivatives alone."
+        )
