@@ -18,8 +18,7 @@ from torch import Tensor
 
 from curvops.evidence.precision_groups import PrecisionGroups
 from curvops.linalg.core.summary import summary
-from curvops.network.data.batches import Batch
-from curvops.network.walks.passes import BatchMap
+from curvops.network import Batch, BatchMap
 from curvops.operators import EmpiricalFisher
 from curvops.operators.linearized.reading import OfLinearization
 from curvops.posterior.gaussians.laplace import Laplace

@@ -3,24 +3,28 @@
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged
 from curvops.network.data.randomness import own_randomness
+from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
 from curvops.network.engines.plan import EngineChoice, Plan
 from curvops.network.likelihoods.bradley_terry import RewardPairs
 from curvops.network.likelihoods.output_fisher import Empirical, Exact, OutputFisher, Sampled
 from curvops.network.model.model import Model
+from curvops.network.model.parameters import Blocks
+from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.model.weight_vectors import read_precision, read_vector
 from curvops.network.trained.first_points import NoCurvature
 from curvops.network.trained.network_record import record_of_network, recorded_network
 from curvops.network.trained.trained_network import TrainedNetwork
 from curvops.network.walks.budget import LEAST_ROOM
 from curvops.network.walks.layer_roots import Group, JacobianRows
-from curvops.network.walks.passes import BatchMap, Passes
+from curvops.network.walks.passes import BatchMap, Passes, accumulate
 from curvops.network.walks.row_squares import row_blocks, score_and_diagonal, second_moments, squared_columns
 
 __all__ = [
     "LEAST_ROOM",
     "Batch",
     "BatchMap",
+    "Blocks",
     "DataChanged",
     "Empirical",
     "EngineChoice",
@@ -35,7 +39,9 @@ __all__ = [
     "Plan",
     "RewardPairs",
     "Sampled",
+    "TangentSpace",
     "TrainedNetwork",
+    "accumulate",
     "likelihoods",
     "own_randomness",
     "read_precision",
@@ -43,6 +49,7 @@ __all__ = [
     "record_of_network",
     "recorded_network",
     "row_blocks",
+    "saved_bytes",
     "score_and_diagonal",
     "second_moments",
     "squared_columns",

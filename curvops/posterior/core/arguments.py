@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.checks import check_generator, checked_number, checked_whole
 from curvops.linalg.core.spaces import common, spaces_of
 from curvops.linalg.core.symmetry import is_symmetric
-from curvops.network.model.model import Model
+from curvops.network import Model
 from curvops.operators import Linearization
 
 

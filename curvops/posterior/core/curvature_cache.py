@@ -39,7 +39,7 @@ from curvops.linalg.core.memory import keep
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.operators.damped import ScaledPreconditioner
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Likelihood
 from curvops.operators import GGN, Linearization
 from curvops.operators.function_space.gram_matrix import gram_cost
 from curvops.operators.linearized.reading import require_no_gradient

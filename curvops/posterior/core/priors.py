@@ -13,8 +13,7 @@ from torch import Tensor
 from curvops.linalg import Damped, Estimate, Operator
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.symmetry import is_psd
-from curvops.network.model.model import Model
-from curvops.network.model.weight_vectors import read_precision, read_vector
+from curvops.network import Model, read_precision, read_vector
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
 from curvops.posterior.core.arguments import check_operator
 

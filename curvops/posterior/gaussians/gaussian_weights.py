@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvops import storage
 from curvops.linalg import Estimate
-from curvops.network.walks.passes import accumulate
+from curvops.network import accumulate
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_operator, checked_draws
 from curvops.posterior.draws.deviations import Deviations, trace

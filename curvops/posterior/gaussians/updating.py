@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from curvops.checks import check_flag
-from curvops.network.model.model import Model
+from curvops.network import Model
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_curvature
 from curvops.posterior.core.curvature_cache import CurvatureCache

@@ -13,8 +13,7 @@ from torch import Tensor
 from curvops.linalg import Estimate
 from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import as_inputs, num_points
-from curvops.network.likelihoods import Sequences
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Likelihood, Sequences
 from curvops.operators import Linearization
 
 COPIES = 10

@@ -11,8 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice
-from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Bernoulli, BradleyTerry, Categorical, Likelihood
 from curvops.posterior.predictions.uncertainty import LABELS
 
 LINKS = ("probit", "mc", "bridge", "bridge_norm", "network")

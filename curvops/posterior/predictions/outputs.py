@@ -23,9 +23,9 @@ from torch import Tensor
 
 from curvops.linalg import Dense, LowRank
 from curvops.linalg.core.cache import recorded
+from curvops.network import saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
-from curvops.network.engines.autodiff import saved_bytes
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.posterior.predictions.covariance import JointCovariance, Kept, PointCovariance, SampledCovariance

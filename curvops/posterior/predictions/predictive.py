@@ -15,8 +15,7 @@ from torch import Tensor
 
 from curvops.checks import check_flag, check_generator
 from curvops.linalg import Estimate
-from curvops.network.likelihoods import Gaussian
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Gaussian, Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, checked_count, checked_draws
 from curvops.posterior.predictions import held_out, links

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from curvops.posterior.metrics import divergences
 from curvops.posterior.predictions.held_out import ErrorOfMean, error_of_mean
 

@@ -24,8 +24,7 @@ from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
 from curvops.linalg.core.vectors import describe
 from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
-from curvops.network.data.batches import Batch
-from curvops.network.likelihoods.output_fisher import Exact
+from curvops.network import Batch, Exact
 from curvops.operators import GGN, Linearization
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
 from curvops.operators.curvatures.displaced_ggn import pushed

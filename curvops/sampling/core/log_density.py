@@ -14,13 +14,12 @@ from torch import Tensor
 
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
-from curvops.network.data.batches import Batch, as_batches, checked_batch, parts_of
+from curvops.network import Batch, Model
+from curvops.network.data.batches import as_batches, checked_batch, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.engines.engine import Engines
-from curvops.network.likelihoods import as_likelihood
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Likelihood, as_likelihood
 from curvops.network.likelihoods.torch_losses import reading_of
-from curvops.network.model.model import Model
 from curvops.network.trained.first_points import likelihood_at, output_shape
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization

@@ -17,7 +17,7 @@ from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
-from curvops.network.model.tangent_space import TangentSpace
+from curvops.network import TangentSpace
 from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.structure import Structure
 

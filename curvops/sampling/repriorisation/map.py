@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from curvops.network.model.parameters import Blocks
+from curvops.network import Blocks
 from curvops.sampling.repriorisation.conjugate import (
     Conjugate,
     DataSpace,

@@ -14,7 +14,7 @@ from torch.func import grad, jacrev, vmap
 
 from curvops.linalg import Estimate, NotConverged, Operator, eigsh, logdet, minres
 from curvops.linalg.core.results import Reason
-from curvops.network.model.parameters import Blocks
+from curvops.network import Blocks
 from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
 from curvops.sampling.repriorisation.map import MappedWeights
 from curvops.sampling.repriorisation.reprior_problem import RepriorProblem

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from curvops.network import Blocks, Model
 from curvops.network.data.inputs import Inputs
 from curvops.network.model.last_layer import layer_of_outputs
-from curvops.network.model.model import Model, places
-from curvops.network.model.parameters import Blocks
+from curvops.network.model.model import places
 
 REMEDY = "let the network end with an nn.Linear whose output it returns, or sample all weights alike with form='ntk'"
 

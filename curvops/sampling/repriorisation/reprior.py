@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 
 from curvops.checks import check_choice, check_generator, checked_number
 from curvops.linalg import Estimate
-from curvops.network.likelihoods import Categorical, Gaussian
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.model.parameters import Blocks
+from curvops.network import Blocks
+from curvops.network.likelihoods import Categorical, Gaussian, Likelihood
 from curvops.operators import Linearization, linearize
 from curvops.posterior.core.arguments import checked_count
 from curvops.posterior.core.priors import Prior, read_prior

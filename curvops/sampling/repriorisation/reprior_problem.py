@@ -10,12 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.network import Blocks, Model
 from curvops.network.data.batches import parts_of
 from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
-from curvops.network.likelihoods import Categorical
-from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.model.model import Model
-from curvops.network.model.parameters import Blocks
+from curvops.network.likelihoods import Categorical, Likelihood
 from curvops.operators import Linearization
 from curvops.sampling.core.structure import long_dot
 

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice
-from curvops.network.likelihoods.likelihood import Likelihood
+from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
 from curvops.posterior.predictions.outputs import DrawnOutputs, network_outputs
