@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doors import data, likelihoods, linalg, models, operators
+from tests.doors import data, likelihoods, linalg, models, operators, posterior
 from tests.doors.door import Door, Row
 
-FLOORS = {"linalg": linalg, "data": data, "models": models, "likelihoods": likelihoods, "operators": operators}
+FLOORS = {
+    "linalg": linalg,
+    "data": data,
+    "models": models,
+    "likelihoods": likelihoods,
+    "operators": operators,
+    "posterior": posterior,
+}
 TABLE = {
     f"{floor}: {door.call}: {wrong}": (door, row)
     for floor, module in FLOORS.items()

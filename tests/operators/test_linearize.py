@@ -129,11 +129,6 @@ def test_mixed_dtypes_matter_among_the_selected_only() -> None:
     assert co.linearize(model, (X, Y), "classification", "head.*").num_parameters == 15
 
 
-def test_a_prior_precision_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="prior_precision must be positive and finite, got -1"):
-        co.laplace(co.linearize(net(), (X, Y), "classification"), prior_precision=-1.0)
-
-
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_a_model_trained_further_changes_nothing(budget: int) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 3)).eval()

@@ -109,21 +109,3 @@ def test_it_is_the_prior_of_further_data_and_never_of_its_own() -> None:
     assert torch.equal(after.prior_mean, post.mean)
     with pytest.raises(ValueError, match="count twice"):
         co.laplace(lin, prior_precision=post)
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_what_it_has_not_is_refused_by_name() -> None:
-    model, lin, _ = setting()
-    good = forms(51)["diagonal"]
-    for call, error, words in [
-        (lambda: co.GaussianPosterior.of(lin), ValueError, "covariance or its precision"),
-        (lambda: co.GaussianPosterior.of(model, good), TypeError, "linearised network"),
-        (lambda: co.GaussianPosterior.of(lin, forms(48)["diagonal"]), ValueError, r"shape \(51, 51\)"),
-        (lambda: co.GaussianPosterior.of(lin, good.to(torch.float32)), ValueError, "float32"),
-        (lambda: co.GaussianPosterior.of(lin, good).sample(0), ValueError, "at least 1"),
-        (lambda: co.GaussianPosterior.of(lin, good).sample(1.5), TypeError, "whole number"),
-        (lambda: co.GaussianPosterior.of(lin, good).trace(torch.eye(51)), TypeError, "M must be an operator"),
-        (lambda: co.evidence.maximize(co.GaussianPosterior.of(lin, good)), TypeError, "GaussianPosterior"),
-    ]:
-        with pytest.raises(error, match=words):
-            call()

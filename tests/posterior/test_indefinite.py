@@ -71,13 +71,6 @@ def test_a_curvature_known_to_be_semidefinite_costs_nothing_at_the_door(lin, mon
         co.laplace(lin, curvature, prior_precision=1.0, check_mode=False).with_prior(2.0)
 
 
-def test_a_curvature_that_is_not_known_to_be_symmetric_is_refused(lin):
-    D = lin.num_parameters
-    skewed = co.linalg.Dense(torch.eye(D, dtype=torch.float64) + torch.ones(D, D, dtype=torch.float64).triu(1))
-    with pytest.raises(ValueError, match="symmetric"):
-        co.laplace(lin, skewed, prior_precision=1.0, check_mode=False)
-
-
 class Untrue(co.linalg.Operator):
     """A matrix of one's own that is said to be symmetric, and is not."""
 

@@ -1,8 +1,11 @@
 """The linearised Laplace posterior against its dense definition."""
 
+import copy
+import pickle
 import warnings
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,24 +153,6 @@ def test_outputs_that_are_nan_at_some_points_are_no_mode():
         assert co.laplace(lin, prior_precision=1.0).mode_gap == 0  # weights of zero are a mode here
 
 
-@pytest.mark.parametrize("prior", [-1.0, 0.0, float("nan"), float("inf"), torch.ones(3), torch.zeros(51)])
-def test_an_improper_prior_is_an_error(classification, prior):
-    with pytest.raises(ValueError, match="prior_precision"):
-        co.laplace(classification[0], prior_precision=prior)
-
-
-def test_bad_options_are_errors_that_name_the_choices(classification):
-    lin, post, x, _ = classification
-    with pytest.raises(ValueError, match="probit"):
-        post.probabilities(x, link="logit")
-    with pytest.raises(ValueError, match=r"\(k, 51\)"):
-        post.predict(x, samples=torch.zeros(2, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="curvature"):
-        co.laplace(lin, curvature=co.GGN(lin)[:3, :3])
-    with pytest.raises(ValueError, match="positive finite numbers"):
-        co.evidence.grid(post, [])
-
-
 def test_regression_matches_gaussian_process_algebra():
     """For a Gaussian likelihood the predictive variance is the GP posterior's with kernel J Jᵀ/α (Woodbury)."""
     model, x, y = problem("regression", outputs=2)
@@ -207,3 +192,34 @@ def test_huge_and_tiny_priors_give_finite_answers(classification):
     for value in (1e10, 1e-10):
         variance = post.with_prior(value).predict(x[:2]).variance
         assert variance.isfinite().all() and (variance > 0).all()
+
+
+def test_arrays_of_numpy_are_inputs_and_targets(classification):
+    _, post, x, y = classification
+    torch.testing.assert_close(post.predict(x.numpy()).variance, post.predict(x).variance, rtol=0, atol=0)
+    given = ((x.numpy(), y.numpy()), (x.float().numpy(), y.int().numpy()), (x.float(), y))
+    found = [post.log_likelihood(*each, generator=torch.Generator().manual_seed(0)).value for each in given]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], found[2], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("annotations_unchecked")
+def test_numbers_of_numpy_are_numbers(classification):
+    post = co.laplace(classification[0], prior_precision=np.float32(1.0), check_mode=False)
+    assert post.sample(np.int64(2)).shape == (2, 51)
+    assert post.log_evidence(rtol=np.float32(0.01)).value.isfinite()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda post: pickle.loads(pickle.dumps(post))])
+@pytest.mark.parametrize("curvature", [co.GGN, co.KFAC])
+def test_a_posterior_can_be_copied_and_pickled_before_and_after_its_use(classification, curvature, copied):
+    lin, _, x, _ = classification
+    for used in (False, True):
+        post = co.laplace(lin, curvature, check_mode=False)
+        if used:
+            post.log_evidence(), post.sample(1), post.predict(x).variance, post.mode_gap
+        other = copied(post)
+        for quantity in (lambda p: p.log_evidence().value, lambda p: p.predict(x).variance, lambda p: p.mean):
+            torch.testing.assert_close(quantity(other), quantity(post), rtol=1e-10, atol=1e-12)
+        seeds = (torch.Generator().manual_seed(0) for _ in range(2))
+        torch.testing.assert_close(*(p.sample(2, seed) for p, seed in zip((post, other), seeds)), rtol=1e-8, atol=1e-8)

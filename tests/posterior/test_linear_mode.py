@@ -83,15 +83,3 @@ def test_single_precision_steps_on_where_the_loss_is_lost_in_rounding(annotation
     found = single.linear_mode(rtol=1e-4)
     assert found.reason is co.linalg.Reason.CONVERGED and found.gradient <= 1e-4 and found.steps <= 12
     assert exact.linear_mode(x0=found.theta.double(), rtol=2e-4).steps == 0
-
-
-def test_what_it_cannot_do_is_refused_by_name():
-    model, x, y = problem()
-    lin = co.linearize(model, (x, y), "classification")
-    post = co.laplace(lin)
-    with pytest.raises(ValueError, match="counts data 2 times"):
-        co.laplace(lin, co.GGN(lin) + co.GGN(lin), check_mode=False).linear_mode()
-    with pytest.raises(ValueError, match="x0 must be"):
-        post.linear_mode(x0=torch.zeros(3, dtype=DOUBLE))
-    with pytest.raises(ValueError, match="rtol"):
-        post.linear_mode(rtol=0.0)

@@ -105,18 +105,3 @@ def test_an_estimated_determinant_gives_its_error_bar_to_every_row(monkeypatch):
     torch.testing.assert_close(found.value, exact.value + 0.15, **TIGHT)
     assert bool((found.stderr == 0.2).all()) and found.stderr.shape == (4,) and found.bias_bound == 0.01
     assert (found.samples, found.matvecs, found.reason) == (7, 90, estimated.reason)
-
-
-WRONG = {
-    "a module": (MODEL, TypeError, "named_parameters"),
-    "a missing name": ({"0.weight": torch.zeros(6, 4).double()}, ValueError, "0.bias"),
-    "another length": (torch.zeros(2, 3).double(), ValueError, r"vector \(51,\) or rows \(k, 51\), got shape \(2, 3\)"),
-    "another dtype": (ROWS.float(), ValueError, "float32"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_weights_are_refused_by_name(case):
-    given, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        co.laplace(LIN, check_mode=False).log_prob(given)

@@ -10,7 +10,6 @@ import torch
 import curvops as co
 from curvops.linalg.core import solve_routes as routes
 from tests.linalg.solvers.test_solve import TABLE
-from tests.posterior.trained import problem
 
 DOUBLE = torch.float64
 METHODS = {"dense": "cg", "cg with a sketch": "cg", "formed matrix": "closed form", "formed kernel": "dual"}
@@ -144,13 +143,3 @@ def test_systems_of_operators(name, seen):
     seen.clear()
     co.linalg.solve(A, torch.ones(A.shape[-2], 2, dtype=A.dtype))
     assert seen == ran(method)
-
-
-def test_columns_that_are_no_number(annotations_unchecked):
-    model, x, y = problem()
-    post = co.laplace(co.linearize(model, (x, y), "classification"), check_mode=False)
-    for plan in (post.plan, post.precision.plan):
-        with pytest.raises(ValueError, match="columns must be at least 1"):
-            plan(0)
-        with pytest.raises(TypeError, match="columns must be a whole number"):
-            plan(2.5)

@@ -372,35 +372,3 @@ def test_covariances_beyond_the_budget_are_refused_and_variances_are_not():
     assert post.uncertainty(points, samples=draws).total.shape == (430,)
     with pytest.raises(ValueError, match=r"joint covariance of 2,100 outputs takes 35,280,000 bytes.*functions"):
         post.predict(points[:30], joint=True).covariance_matrix  # noqa: B018
-
-
-WRONG = {
-    "another shape": (lambda post: post.predict(torch.zeros(2, 7)), ValueError, r"failed on inputs \(2, 7\)"),
-    "integers": (lambda post: post.predict(torch.zeros(2, 4).long()), ValueError, "integer dtype|floating"),
-    "text": (lambda post: post.predict(np.array([["a"]])), TypeError, "cannot become a tensor"),
-    "one target too many": (lambda post: post.log_likelihood(X, torch.zeros(6).long()), ValueError, "5 inputs.*6"),
-    "a class too high": (lambda post: post.log_likelihood(X, torch.full((5,), 3)), ValueError, "3"),
-    "targets in a list": (lambda post: post.log_likelihood(X, [0] * 5), TypeError, "y must be a tensor"),
-    "real targets": (
-        lambda post: post.log_likelihood(X, torch.zeros(5, dtype=DOUBLE)),
-        (TypeError, ValueError),
-        "targets",
-    ),
-    "one point together": (lambda post: post.log_likelihood(X[:1], torch.zeros(1).long(), True), ValueError, "pairs"),
-    "joint by a number": (lambda post: post.log_likelihood(X, torch.zeros(5).long(), 1), TypeError, "joint"),
-    "another link": (lambda post: post.probabilities(X, "logit"), ValueError, "'bridge_norm', 'network'"),
-    "noise of classes": (lambda post: post.predict(X, noise=True), ValueError, "Gaussian likelihood.*Categorical"),
-    "noise in numbers": (lambda post: post.predict(X, noise=0.1), TypeError, "noise"),
-    "no functions": (lambda post: post.functions(X, 0), ValueError, "at least 1"),
-    "functions by position": (lambda post: post.functions(3, X), TypeError, "number of draws"),
-    "a seed": (lambda post: post.uncertainty(X, generator=0), TypeError, "manual_seed"),
-    "wrong draws": (lambda post: post.uncertainty(X, torch.zeros(2, 3)), ValueError, "samples must be"),
-    "NaN in x": (lambda post: post.uncertainty(X * math.nan), ValueError, "NaN"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_calls_are_refused_by_name(classes, case):
-    call, error, match = WRONG[case]
-    with pytest.raises(error, match=match):
-        call(classes)

@@ -104,21 +104,3 @@ def test_mappings_soft_preferences_and_files(tmp_path):
     posterior(co.KFAC).save(tmp_path / "post")
     back = co.load(tmp_path / "post", co.RewardPairs(reward()))
     torch.testing.assert_close(back.probabilities(NEW), posterior(co.KFAC).probabilities(NEW), **TIGHT)
-
-
-WRONG = {
-    "one item": (lambda: posterior(pairs=PAIRS[:, 0]), r"two items a point.*torch.stack"),
-    "two outputs an item": (lambda: posterior(model=nn.Linear(3, 2).double()), "one output per item"),
-    "a bare reward model": (
-        lambda: co.linearize(reward(), (PAIRS[:, 0], CHOSEN), co.likelihoods.BradleyTerry()),
-        r"two rewards.*co.RewardPairs\(model\)",
-    ),
-    "a third item": (lambda: posterior(targets=CHOSEN + 1), "must lie in 0 .. 1"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_pairs_are_refused_by_name(case):
-    call, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        call()

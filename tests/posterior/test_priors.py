@@ -189,39 +189,6 @@ def test_gradients_in_the_prior_mean_and_the_precisions_of_layers(lin):
     assert torch.autograd.gradcheck(evidence, (values, mean))
 
 
-WRONG = {
-    "a leftover": (lambda lin: {"prior_precision": {"0.*": 1.0}}, ValueError, "2.weight.*2.bias"),
-    "an overlap": (lambda lin: {"prior_precision": {"*": 1.0, "2.bias": 1.0}}, ValueError, "2.bias.*both"),
-    "an unknown glob": (lambda lin: {"prior_precision": {"*": 1.0, "fc": 1.0}}, ValueError, "'fc' matches none"),
-    "a negative one": (lambda lin: {"prior_precision": {"0.*": 1.0, "2.*": -1.0}}, ValueError, "positive"),
-    "a key": (lambda lin: {"prior_precision": {0: 1.0}}, TypeError, "glob over parameter names"),
-    "a list": (lambda lin: {"prior_precision": {"*": [1.0]}}, TypeError, "must be a number"),
-    "an empty mapping": (lambda lin: {"prior_precision": {}}, ValueError, "no glob matches"),
-    "zero": (lambda lin: {"prior_precision": 0.0}, ValueError, "positive"),
-    "infinite": (lambda lin: {"prior_precision": float("inf")}, ValueError, "positive and finite"),
-    "a matrix": (lambda lin: {"prior_precision": torch.eye(51)}, ValueError, "co.linalg.Dense"),
-    "not psd": (lambda lin: {"prior_precision": co.linalg.Dense(torch.eye(51).double())}, ValueError, "psd=True"),
-    "a small operator": (lambda lin: {"prior_precision": co.linalg.Diagonal(torch.ones(3))}, ValueError, "51, 51"),
-    "single precision": (lambda lin: {"prior_precision": co.linalg.Diagonal(torch.ones(51))}, ValueError, "convert"),
-    "a mean's length": (lambda lin: {"prior_mean": torch.ones(3)}, ValueError, "51 entries.*lin.flatten"),
-    "a mean's shape": (lambda lin: {"prior_mean": {"*": torch.ones(2)}}, ValueError, "2.*0.weight"),
-    "a mean of NaN": (lambda lin: {"prior_mean": float("nan")}, ValueError, "NaN"),
-    "check_mode by position": (lambda lin: {"prior_mean": False}, TypeError, "prior_mean must be a number"),
-    "cold": (lambda lin: {"temperature": 0.0}, ValueError, "temperature must be positive"),
-    "a word": (lambda lin: {"temperature": "cold"}, TypeError, "temperature"),
-    "a class": (lambda lin: {"prior_precision": co.GGN}, TypeError, "operator or an earlier posterior"),
-    "two means": (lambda lin: {"prior_precision": co.laplace(lin), "prior_mean": 1.0}, ValueError, "its own mean"),
-    "the same data": (lambda lin: {"prior_precision": co.laplace(lin)}, ValueError, "count twice"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_prior_is_refused_by_name(lin, case):
-    given, error, match = WRONG[case]
-    with pytest.raises(error, match=match):
-        co.laplace(lin, **given(lin), check_mode=False)
-
-
 def test_an_operator_at_other_weights_is_refused_until_it_is_detached(lin):
     other = co.GGN(co.linearize(*_other(), "classification")).add_diagonal(1.0)
     with pytest.raises(ValueError, match="detached_from_weights"):

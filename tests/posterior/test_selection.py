@@ -183,30 +183,3 @@ def test_predictive_covariance_grows_with_the_selection_up_to_the_full_one(lin, 
         assert float(torch.linalg.eigvalsh(covariance - before).min()) > -1e-9
         before = covariance
     torch.testing.assert_close(before, post.predict(X, joint=True).covariance_matrix, rtol=1e-7, atol=1e-9)
-
-
-WRONG = {
-    "a share": (lambda lin, post: co.select(lin, 0.1), TypeError, "int\\(share \\* D\\)"),
-    "none": (lambda lin, post: co.select(lin, 0), ValueError, "between 1 and the 51"),
-    "too many": (lambda lin, post: co.select(lin, 52), ValueError, "between 1 and the 51"),
-    "too many of a module": (lambda lin, post: co.select(lin, 22, modules="2.*"), ValueError, "the 21"),
-    "a score": (lambda lin, post: co.select(lin, 3, "hessian"), ValueError, "'obd'"),
-    "a posterior": (lambda lin, post: co.select(post, 3), TypeError, "linearised network"),
-    "no snapshots": (lambda lin, post: co.select(lin, 3, "swag"), ValueError, "snapshots="),
-    "one snapshot": (lambda lin, post: co.select(lin, 3, "swag", snapshots=SNAPSHOTS[:1]), ValueError, "gave 1"),
-    "read once": (lambda lin, post: [co.select(lin, 3, "swag", snapshots=g) for g in [iter([])]], ValueError, "once"),
-    "short snapshots": (lambda lin, post: co.select(lin, 3, "swag", snapshots=SNAPSHOTS[:, :3]), ValueError, "51"),
-    "a module": (lambda lin, post: co.select(lin, 3, modules="fc"), ValueError, "'fc' matches none"),
-    "an operator": (lambda lin, post: co.select(lin, 3, prior_precision=co.GGN(lin)), ValueError, "operator"),
-    "a linearisation": (lambda lin, post: co.wasserstein(lin, [1]), TypeError, "wasserstein takes a posterior"),
-    "out of range": (lambda lin, post: co.wasserstein(post, [51]), ValueError, "out of range"),
-    "twice": (lambda lin, post: co.wasserstein(post, [1, 1]), ValueError, "twice"),
-    "a method": (lambda lin, post: co.wasserstein(post, [1], "full"), ValueError, "one of 'exact', 'diagonal'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_calls_are_refused_by_name(lin, post, case):
-    call, error, match = WRONG[case]
-    with pytest.raises(error, match=match):
-        call(lin, post)
