@@ -281,7 +281,7 @@ class Model:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
-        _ = self.tangent_space  # before rounding
+        _ = dict(self.tangent_space.held)  # before rounding
         other = object.__new__(Model)
         other.__dict__.update(self.__dict__)
         other._flat, other._admitted = convert(self._flat), set()

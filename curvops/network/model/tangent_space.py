@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,38 @@ from torch import Tensor
 
 from curvops.network.data.fingerprints import fingerprint, in_single
 from curvops.network.model.parameters import Selection
+
+
+class Fingerprints(Mapping[str, int]):
+    """The fingerprints of tensors by name, taken when they are first compared; until then the tensors are kept.
+
+    They are of values in float32, so that a network and its copy in float64 are at the same place.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        self._taken: dict[str, int] = {}
+
+    def take(self) -> dict[str, int]:
+        """Return them as a dict. The first time is one pass over the tensors."""
+        if self._tensors:
+            tensors = self._tensors
+            found = torch.stack([fingerprint([in_single(tensor)]) for tensor in tensors.values()]).tolist()
+            self._taken = dict(zip(tensors, found))
+            self._tensors = {}  # afterwards: another thread may be here, too
+        return self._taken
+
+    def __getitem__(self, name: str) -> int:
+        return self.take()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.take())
+
+    def __len__(self) -> int:
+        return len(self.take())
+
+    def __reduce__(self) -> tuple[type[dict[str, int]], tuple[dict[str, int]]]:
+        return dict, (self.take(),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +80,7 @@ class TangentSpace:
 
     def is_at(self, other: TangentSpace) -> bool:
         """Whether both have the same parameters, and hold the same tensors at the same values."""
-        return self.held == other.held and self.difference(other) is None
+        return self is other or (self.held == other.held and self.difference(other) is None)
 
     def join(self, other: TangentSpace) -> TangentSpace:
         """Combine the fingerprints of two spaces that do not differ."""
@@ -80,14 +112,9 @@ class TangentSpace:
 
 
 def tangent_space(selection: Selection, values: Mapping[str, Tensor]) -> TangentSpace:
-    """Return the tangent space of a selection in a model that holds these values. One pass over them.
-
-    Fingerprints are taken in float32, so that a network and its copy in float64 are at the same place.
-    """
-    filled = {name: value for name, value in values.items() if value.numel()}
-    found = torch.stack([fingerprint([in_single(value)]) for value in filled.values()]).tolist()
+    """Return the tangent space of a selection in a model that holds these values."""
     index = None if selection.index is None else _unless_all(selection.index, selection.size)
-    return TangentSpace(selection.names, selection.shapes, dict(zip(filled, found)), index)
+    return TangentSpace(selection.names, selection.shapes, Fingerprints(values), index)
 
 
 def _unless_all(index: Tensor, size: int) -> Tensor | None:

@@ -84,7 +84,7 @@ class TrainedNetwork:
         self._theta = model.theta
         self.token = uuid4().hex if token is None else token  # of a likelihood that cannot be fingerprinted
         self._gradient_rows: dict[bool, tuple[list[Tensor], Passes]] = {}
-        self._log_likelihood: tuple[list[Tensor], Tensor] | None = None  # at these hyperparameters
+        self._known: tuple[list[Tensor] | None, dict[str, Any]] = None, {}  # at these hyperparameters
 
     @classmethod
     def read(
@@ -133,7 +133,12 @@ class TrainedNetwork:
     @property
     def source(self) -> Source:
         """Which data and likelihood, at its present hyperparameters, by fingerprints."""
-        return Source(self.data.num_data, self.data.fingerprint, likelihood_state(self.likelihood, self.token))
+        known = self._known_now()
+        if "source" not in known:
+            likelihood = likelihood_state(self.likelihood, self.token)
+            known["source"] = Source(self.data.num_data, self.data.fingerprint, likelihood)
+        found: Source = known["source"]
+        return found
 
     def name_of(self, value: Any) -> str | None:
         """Return "source" or "space" for a value that equals the network's own, by which records refer to it."""
@@ -221,10 +226,9 @@ class TrainedNetwork:
 
         (A likelihood that is a function may hold tensors of its own that want a gradient.)
         """
-        if self._log_likelihood is not None and not torch.is_grad_enabled():
-            at, known = self._log_likelihood
-            if all(map(torch.equal, at, self.likelihood.hyperparameters)):  # they may change in place, as in training
-                return known.clone()
+        if not torch.is_grad_enabled() and (known := self._known_now().get("log likelihood")) is not None:
+            found: Tensor = known.clone()
+            return found
         exact = Exact(self.likelihood)
         return self.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).sum(), 0)
 
@@ -279,6 +283,14 @@ class TrainedNetwork:
                 held = self._gradient_rows[per_token] = values, self.passes.reduced(fisher)
             return held[1]
 
+    def _known_now(self) -> dict[str, Any]:
+        """The values known at the present hyperparameters, which may change in place, as in training."""
+        present, (at, known) = self.likelihood.hyperparameters, self._known
+        if at is None or not all(map(torch.equal, at, present)):
+            known = {}
+            self._known = [tensor.detach().clone() for tensor in present], known
+        return known
+
     def sum_over_batches(self, term: Callable[[Batch, BatchMap], Tensor], columns: int) -> Tensor:
         """Σ over batches of `term(batch, J of the batch)`, for a product with `columns` vectors."""
         return self.passes.total(term, columns)
@@ -287,7 +299,7 @@ class TrainedNetwork:
         self, fisher: OutputFisher, chunk: int, apart: bool = False, first: int = 0
     ) -> Iterator[tuple[int, Iterator[Group]]]:
         """Yield the root pieces of `passes`; a walk over all data also computes the log-likelihood."""
-        at, found, count = [tensor.detach().clone() for tensor in self.likelihood.hyperparameters], [], 0
+        known, found, count = self._known_now(), [], 0
 
         @torch.no_grad()
         def score(f: Tensor, batch: Batch) -> None:
@@ -297,7 +309,7 @@ class TrainedNetwork:
 
         yield from self.passes.root_pieces(fisher, chunk, apart, first, score)
         if count == self.num_data:
-            self._log_likelihood = at, self.passes.add_up(found)
+            known["log likelihood"] = self.passes.add_up(found)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " D"]:
         """Named tensors as one vector, in the order of the selection."""
@@ -344,7 +356,7 @@ class TrainedNetwork:
         """Return a copy with another likelihood of the same targets, unchecked; it shares engines for J."""
         new = copy_object(self)
         new.likelihood, new._gradient_rows = likelihood.snapshot(), {}
-        new._log_likelihood = None
+        new._known = None, {}
         return new
 
     def restrict(self: N, chosen: Int[Tensor, " m"], factor: float) -> N:

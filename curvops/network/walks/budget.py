@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -107,7 +106,7 @@ def default_budget(device: torch.device) -> int:
 
 def _machine_bytes() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in _text("/proc/meminfo").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
@@ -120,8 +119,11 @@ def _machine_bytes() -> int:
 def _group_bytes() -> int:
     """Return the bytes that a control group (a container) leaves, or no limit."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return int(limit) - int(used)
+        return int(_text("/sys/fs/cgroup/memory.max")) - int(_text("/sys/fs/cgroup/memory.current"))
     except (OSError, ValueError):
         return 2**63 - 1
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
