@@ -28,7 +28,7 @@ class FlatLayout:
 
     def parts(self, vector: Shaped[Tensor, "*k d"]) -> list[Tensor]:
         """The tensors (*k, *shape) in their order, views of the vector."""
-        parts = vector.split([shape.numel() for shape in self.shapes], -1)
+        parts = torch.split_with_sizes(vector, [shape.numel() for shape in self.shapes], -1)
         return [part.view(part.shape[:-1] + shape) for shape, part in zip(self.shapes, parts)]
 
     def named(self, vector: Shaped[Tensor, "*k d"]) -> Blocks:
