@@ -38,7 +38,7 @@ from curvops import storage
 from curvops.progress import in_force
 from curvops.records import from_record, record_of
 
-KIND, VERSION = "checkpoint", 2
+KIND, VERSION = "checkpoint", 3
 PAUSE = 30.0
 """Seconds between two saves, at least."""
 SHARE = 0.02

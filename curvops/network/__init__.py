@@ -2,6 +2,7 @@
 
 from curvops.network import likelihoods
 from curvops.network.data.batches import Batch, DataChanged
+from curvops.network.data.point_normals import PointNormals
 from curvops.network.data.randomness import own_randomness
 from curvops.network.engines.autodiff import saved_bytes
 from curvops.network.engines.layerwise import Layer
@@ -37,6 +38,7 @@ __all__ = [
     "OutputFisher",
     "Passes",
     "Plan",
+    "PointNormals",
     "RewardPairs",
     "Sampled",
     "TangentSpace",

@@ -12,14 +12,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from curvops.network.data.point_normals import LARGEST_SEED, PointNormals
+
 Sample = Callable[[int, torch.Generator], Tensor]
 """k draws as columns, (n, k), of a generator: the one given, or torch's own."""
 
 
 class Normals:
-    """While entered, what `torch.randn` and `Tensor.normal_` take from one generator is noted, by draws.
+    """While entered, numbers that `randn`, `normal_` and `PointNormals` take from one generator are noted, by draws.
 
-    Draws are the first dimension or the last. `rows` has one row a draw, `filled` the numbers as they were asked for.
+    Draws are the first dimension or the last. `rows` has one row a draw, `filled` the numbers as they were asked for,
+    or the seed that those of points come from.
 
     With `units` numbers a draw, draw i is given the unit vector i in their place.
     """
@@ -27,8 +30,9 @@ class Normals:
     def __init__(self, draws: int, generator: torch.Generator, units: int = 0) -> None:
         self.draws, self.generator, self.units = draws, generator, units
         self.rows: list[Tensor] = []
-        self.filled: list[Tensor] = []
-        self._randn, self._fill = torch.randn, torch.Tensor.normal_
+        self.filled: list[Tensor | int] = []
+        self._randn, self._fill, self._block = torch.randn, torch.Tensor.normal_, PointNormals.block
+        self._places: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Normals:
         def fill(
@@ -41,7 +45,21 @@ class Normals:
             found = self._randn(*size, generator=generator, **options)
             return self._noted(found) if self._counts(generator) else found
 
-        self._patches = [patch.object(torch, "randn", randn), patch.object(torch.Tensor, "normal_", fill)]
+        def block(normals: PointNormals, draws: range, points: slice, outputs: int, like: Tensor) -> Tensor:
+            if normals.seed not in (seed for seed, _ in self._places):
+                self.filled.append(normals.seed)
+            places = {(normals.seed, point) for point in range(points.start, points.stop)}
+            assert draws == range(self.draws) and not places & self._places, "numbers of a point that are drawn twice"
+            self._places |= places
+            found = self._block(normals, draws, points, outputs, like)
+            self._note(found.flatten(1))
+            return found
+
+        self._patches = [
+            patch.object(torch, "randn", randn),
+            patch.object(torch.Tensor, "normal_", fill),
+            patch.object(PointNormals, "block", block),
+        ]
         for each in self._patches:
             each.start()
         return self
@@ -55,13 +73,15 @@ class Normals:
 
     def _noted(self, numbers: Tensor) -> Tensor:
         assert self.draws in (numbers.shape[0], numbers.shape[-1]), "numbers that belong to no draw"
-        rows = numbers.view(self.draws, -1) if len(numbers) == self.draws else numbers.view(-1, self.draws).mT
         self.filled.append(numbers.clone())
+        self._note(numbers.view(self.draws, -1) if len(numbers) == self.draws else numbers.view(-1, self.draws).mT)
+        return numbers
+
+    def _note(self, rows: Tensor) -> None:
         if self.units:
             start = sum(row.shape[1] for row in self.rows)
-            rows.copy_(torch.eye(self.units, dtype=numbers.dtype)[:, start : start + rows.shape[1]])
+            rows.copy_(torch.eye(self.units, dtype=rows.dtype)[:, start : start + rows.shape[1]])
         self.rows.append(rows.clone())
-        return numbers
 
 
 def assert_covariance(
@@ -75,7 +95,10 @@ def assert_covariance(
     z, used = torch.cat(normals.rows, 1), generator.get_state()
     generator.manual_seed(11)
     for numbers in normals.filled:  # its own numbers in their order: nothing was seeded anew
-        assert numbers.equal(torch.randn(numbers.shape, dtype=numbers.dtype, generator=generator))
+        if isinstance(numbers, int):
+            assert numbers == torch.randint(LARGEST_SEED, (), generator=generator)
+        else:
+            assert numbers.equal(torch.randn(numbers.shape, dtype=numbers.dtype, generator=generator))
     assert generator.get_state().equal(used)
     with Normals(z.shape[1], generator, units=z.shape[1]) as normals:
         R = sample(z.shape[1], generator)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
+from curvops.network.data.point_normals import PointNormals
 from curvops.network.likelihoods.output_fisher import Sampled
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.log_evidence.determinants import log_ratio
@@ -141,8 +142,8 @@ def matrix_of(prior):
 
 def matrix_of_draws(post, method, monkeypatch):
     """M (D, m) for the m standard normal numbers that a draw is made of, times an orthogonal matrix."""
-    streams, places, seeds = {}, {}, []
-    made, normal, randn = Noise._generator, Tensor.normal_, torch.randn
+    streams, places, seeds, of_points = {}, {}, [], {}
+    made, normal, randn, drawn = Noise._generator, Tensor.normal_, torch.randn, PointNormals.drawn
 
     def generator(self, column, part, device):
         found = made(self, column, part, device)
@@ -156,18 +157,36 @@ def matrix_of_draws(post, method, monkeypatch):
         if id(generator) not in streams:
             return normal(block, *args, generator=generator, **options)
         _, column, stream, position = known = streams[id(generator)]
-        n = block.shape[-1] if block.ndim < 3 else block.shape[1:].numel()
-        known[3] += n
-        first = places.setdefault((stream, position, n), sum(size for *_, size in places))
         rows = block.unsqueeze(0) if block.ndim == 1 else block
-        values = (torch.zeros if len(design) else torch.ones)(n, len(rows), dtype=DOUBLE)  # ones while they are counted
-        taken = design[first : first + n, column : column + len(rows)]
-        values[: taken.shape[0], : taken.shape[1]] = taken
-        block.copy_(values.mT.reshape(block.shape))
+        n = rows.shape[1:].numel()
+        known[3] += n
+        rows.copy_(columns_of((stream, position, n), column, len(rows)).view(rows.shape))
         return block
+
+    def columns_of(place, column, count):
+        first, n = places.setdefault(place, sum(size for *_, size in places)), place[-1]
+        values = (torch.zeros if len(design) else torch.ones)(count, n, dtype=DOUBLE)  # ones while they are counted
+        taken = design[first : first + n, column : column + count].mT
+        values[: taken.shape[0], : taken.shape[1]] = taken
+        return values
+
+    def normals(generator):
+        found = drawn(generator)
+        _, column, stream, position = known = streams[id(generator)]
+        known[3] += 1
+        of_points[found.seed] = (stream, position), column
+        return found
+
+    def block(self, draws, points, outputs, like):
+        stream, column = of_points.get(self.seed, ("points of the noise", 0))
+        seeds.extend((self.seed, draw, points.start) for draw in draws)
+        place = (stream, points.start * outputs, (points.stop - points.start) * outputs)
+        return columns_of(place, column + draws.start, len(draws)).unflatten(1, (-1, outputs))
 
     monkeypatch.setattr(Noise, "_generator", generator)
     monkeypatch.setattr(Tensor, "normal_", numbers)
+    monkeypatch.setattr(PointNormals, "drawn", normals)
+    monkeypatch.setattr(PointNormals, "block", block)
 
     def filled(*size, generator=None, **options):
         return torch.empty(*size, **options).normal_(generator=generator)

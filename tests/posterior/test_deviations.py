@@ -35,7 +35,7 @@ def dense_deviations(post, noise, k):
     """P⁻¹(Aθ⁰ + Sε) with S from each point's J and H by autograd, the noise's numbers taken as they come."""
     root = CurvatureRoot.of(post.curvature)
     right = noise.of_prior(post.prior, range(k), post.mean)
-    right = right + root.to_dense() @ noise.of_data(root.shape[-1], range(k), post.mean)
+    right = right + root.to_dense() @ noise.of_data(root.columns_a_point, range(k), post.mean)
     return torch.linalg.solve(post.precision.to_dense(), right).mT
 
 
@@ -83,7 +83,7 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
     z, noise = found.draws.mT, found.noise
     of_prior = noise.of_prior(post.prior, range(k), post.mean)
-    points = noise.of_data(root.shape[-1], range(k), post.mean)
+    points = noise.of_data(root.columns_a_point, range(k), post.mean)
     right = of_prior + root @ points
     S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
     M = S @ S.mT

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
-from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, likelihoods
+from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, PointNormals, likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.reading import OfLinearization
@@ -67,13 +67,15 @@ class Curvature(OfLinearization, NetworkOperator):
         return self.lin.curvature_diagonal(self.output)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Float[Tensor, "D k"]:
-        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ. One pull of J a draw. Equal seeds need equal batches."""
-        output, rows = self.output, self.rows
+        """k exact draws of N(0, A): Jᵀ L z with H = L Lᵀ, at one pull of J a draw.
+
+        Equal seeds draw alike, however the data are batched.
+        """
+        output, rows, normals = self.output, self.rows, PointNormals.drawn(generator)
+        columns = output.num_columns(self.lin.num_outputs)
 
         def term(batch: Batch, J: BatchMap) -> Tensor:
-            f = J.outputs
-            shape = (k, f.shape[0], output.num_columns(f.shape[1]))
-            z = torch.randn(shape, dtype=f.dtype, device=f.device, generator=generator)
-            return J.pull(output.root_product(f, z, batch) if rows is None else z)
+            z = normals.block(range(k), J.points, columns, self.theta)
+            return J.pull(output.root_product(J.outputs, z, batch) if rows is None else z)
 
         return (rows or self.lin.passes).total(term, k)

@@ -108,7 +108,7 @@ class Systems:
 
     def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
         """ε."""
-        return self.noise.of_data(root.shape[-1], self.columns, self.like)
+        return self.noise.of_data(root.columns_a_point, self.columns, self.like)
 
     def of_data(self) -> Float[Tensor, "D k"]:
         """Sε ~ N(0, G)."""

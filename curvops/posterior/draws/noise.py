@@ -13,10 +13,10 @@ from torch import Tensor
 from curvops.linalg import draw
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
+from curvops.network import PointNormals
 from curvops.operators import Linearization
 from curvops.posterior.core.priors import Prior
 
-LARGEST_SEED = 2**62
 DRAWN_TOGETHER = 8
 """Draws that are made together of a matrix that has no square root, whatever memory has room for."""
 STREAMS = OF_CURVATURE, OF_PRIOR, FURTHER = range(3)
@@ -41,9 +41,7 @@ class Noise:
     @classmethod
     def drawn(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
         """New noise for the posteriors of a linearisation."""
-        device = None if generator is None else generator.device
-        seed = int(torch.randint(LARGEST_SEED, (), generator=generator, device=device))
-        return cls(seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
+        return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
 
     def require_of(self, lin: Linearization, k: int) -> None:
         """Raise ValueError for noise of another problem, or of fewer draws."""
@@ -56,9 +54,10 @@ class Noise:
         if k > self.count:
             raise ValueError(f"k={k}, but the noise is of {self.count} draws; pass k={self.count} or fewer.")
 
-    def of_data(self, size: int, columns: range, like: Tensor) -> Float[Tensor, "{size} k"]:
-        """Standard normal columns, for the square root of the curvature."""
-        return self._columns(OF_CURVATURE, size, columns, like)
+    def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
+        """Standard normal columns, for the square root of the curvature with so many columns a point."""
+        numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
+        return numbers.flatten(1).mT
 
     def of_curvature(self, curvature: LinearOperator, columns: range) -> Float[Tensor, "D k"]:
         """Draws of N(0, G) for a curvature that has no square root by points."""
@@ -70,8 +69,10 @@ class Noise:
             assert isinstance(prior.precision, LinearOperator)
             return self._drawn(OF_PRIOR, prior.precision, columns)
         scale = prior.diagonal.sqrt()
-        normal = self._columns(OF_PRIOR, self.num_parameters, columns, like)
-        return normal * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
+        rows = torch.empty(len(columns), self.num_parameters, dtype=like.dtype, device=like.device)
+        for column, row in zip(columns, rows):
+            row.normal_(generator=self._generator(column, OF_PRIOR, like.device))
+        return rows.mT * (scale if scale.ndim == 0 else scale.unsqueeze(-1))
 
     def generator(self, device: Any) -> torch.Generator:
         """Return a generator of further numbers."""
@@ -85,12 +86,6 @@ class Noise:
             drawn = draw(operator, DRAWN_TOGETHER, self._generator(start, part, operator.device))
             blocks.append(drawn[:, max(0, columns.start - start) : columns.stop - start])
         return join(*blocks)
-
-    def _columns(self, part: int, size: int, columns: range, like: Tensor) -> Tensor:
-        rows = torch.empty(len(columns), size, dtype=like.dtype, device=like.device)
-        for column, row in zip(columns, rows):
-            row.normal_(generator=self._generator(column, part, like.device))
-        return rows.mT
 
     def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
         return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + part)
