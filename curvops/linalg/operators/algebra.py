@@ -119,9 +119,9 @@ class SumForm(ClosedForm):
         return self.shift if form is None else form.nearby_shift()
 
     @cached_property
-    def inner(self) -> ClosedForm:
-        """The closed form of A + diag(d)."""
-        form: ClosedForm = self.rest.add_diagonal(self.shift)._closed_form()
+    def inner(self) -> Any:
+        """The closed form of A + diag(d), None where there is none."""
+        form: Any = self.rest.add_diagonal(self.shift)._closed_form()
         return form
 
     @property
@@ -251,8 +251,8 @@ class ScaledForm(ClosedForm):
         return self.shift if self.inner is None else self.inner.nearby_shift() * self.factor
 
     @cached_property
-    def inner(self) -> ClosedForm:
-        """The closed form of A + diag(d / c)."""
+    def inner(self) -> Any:
+        """The closed form of A + diag(d / c), None where there is none."""
         form: Any = closed_form(self.base.base, self.shift / self.factor)
         return form
 
