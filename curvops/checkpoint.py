@@ -92,7 +92,9 @@ class Checkpoint:
         self._took, self._told = 0.0, False
         self._count, self._numbered, self._name = 0, list[Path](), ""
         self.held: dict[str, Any] = {}
-        """States that objects keep in parts of the checkpoint, by name."""
+        """Objects that parts of the whole run hold, by name."""
+        self.whole = self
+        """The run that this one is a step of, however far inside."""
         if self.folder is None:
             return
         self._about = {"algorithm": what, **problem()}
@@ -280,16 +282,13 @@ def begin(
         OSError, ValueError, TypeError: as `Checkpoint` does.
     """
     if path is None:
-        kept = Checkpoint(current().numbered(what), what, device=device)
+        run = current()
+        kept = Checkpoint(run.numbered(what), what, device=device)
+        kept.whole = run.whole if run else kept
     else:
         kept = Checkpoint(path, what, lambda: {**problem(), **_arguments(instead)}, device)
     in_force.set(kept if kept and parts else None)
     return kept
-
-
-def keep_no_steps() -> None:
-    """Let the steps that follow in the `resumable` function at work keep nothing."""
-    in_force.set(None)
 
 
 def current() -> Checkpoint:
@@ -300,6 +299,11 @@ def current() -> Checkpoint:
 def named_part(name: str, device: torch.device) -> Checkpoint:
     """The checkpoint of a step inside the run in force that the whole run has need of, without steps of its own."""
     return Checkpoint(current().part(name), name, device=device)
+
+
+def part_of_whole(name: str, device: torch.device) -> Checkpoint:
+    """The checkpoint of what several steps of the whole run in force have need of, however far inside it is found."""
+    return Checkpoint(current().whole.part(name), name, device=device)
 
 
 def _arguments(instead: Mapping[str, Any]) -> dict[str, Any]:

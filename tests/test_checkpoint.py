@@ -12,7 +12,7 @@ import torch
 
 import curvops as co
 from curvops import storage
-from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, keep_no_steps, named_part, resumable
+from curvops.checkpoint import KIND, Checkpoint, NotSaved, begin, current, named_part, resumable
 from curvops.progress import aside
 from tests.linalg.interrupted import Killed
 
@@ -199,8 +199,7 @@ def test_what_is_done_aside_keeps_nothing(tmp_path):
     def outer(work, checkpoint):
         begin("outer", checkpoint, dict, CPU, parts=True)
         found = [aside(work.half)(1), aside(lambda: bool(named_part("x", CPU)))()]
-        keep_no_steps()
-        return [*found, work.half(2)]
+        return [*found, aside(work.half)(2)]
 
     assert outer(Work(), checkpoint=tmp_path) == [2, False, 3] and folders(tmp_path) == [] and not current()
 

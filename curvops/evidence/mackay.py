@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import Checkpoint, Place, begin, digest, keep_no_steps, resumable, seeded_as
+from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seeded_as
 from curvops.checks import check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
@@ -24,7 +24,6 @@ from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior
 from curvops.posterior.log_evidence.tuning import Ending, Tuning, TuningStep
-from curvops.posterior.solves.precision import formed_kernel
 from curvops.records import restore, state_of
 
 PRIORS = {"iso": "scalar", "g": "scalar", "layer": "layers", "tensor": "tensors"}
@@ -89,8 +88,8 @@ def mackay(
         rtol: relative residual of the draws.
         xtol: relative accuracy where γ is exact.
         generator: source of the noise.
-        checkpoint: a folder for the steps done, every half minute at most: a run that was killed goes on with the step
-            that it was at, the noise included, and ends with the same bits; the folder keeps the result.
+        checkpoint: a folder for what is reached, every half minute at most: a run that was killed goes on within the
+            step that it was at, the noise included, and ends with the same bits; the folder keeps the result.
 
     Returns:
         A new posterior; its `tuning` has the steps, with γ, its standard error and the products of each, why it ended,
@@ -139,17 +138,13 @@ def mackay(
         source = kept.source("generator", generator, post.mean.device)
         if kept:  # the same whatever was asked of this posterior before
             sketches = seeded_as(generator, post.mean.device)  # None: each from a seed of its own
-            sketches = sketches and kept.source("sketches", sketches, post.mean.device)
             post = replace(post, cache=CurvatureCache(post.lin, post.curvature, sketches))
+            kept.held["cache"] = post.cache
             for lin in post.cache.known_data("the log evidence"):
                 lin.memory.expect_many()
         base = DiagonalGGN(post.lin).entries.clamp_min(LEAST_CURVATURE) if prior == "g" else None
         groups = precision_groups(post.lin, PRIORS[prior], base)
         start = Hyperparameters(post, groups, groups.start(present), post.observation_noise if tune_noise else None)
-        if kept and not kept.done:
-            first = start.posterior
-            formed_kernel(first.cache, first.prior)
-        keep_no_steps()  # what one sketches serves the next: they are made again as a whole
         run = _FixedPoint(start, count, update, noise, method, float(rtol), float(xtol), source, kept)
         return run.result() if kept.done else run.run(int(steps))
 

@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from curvops.checkpoint import NOTHING, Checkpoint, begin, resumable
 from curvops.checks import checked_whole
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square, product
 from curvops.linalg.estimators.brackets import SpectralQuadrature, log_ratio, positive
-from curvops.linalg.estimators.dense_spectrum import known_spectrum
+from curvops.linalg.estimators.dense_spectrum import KnownSpectrum, known_spectrum
 from curvops.linalg.estimators.sampler import FIRST_PROBES, Sampler, Sketch
+from curvops.linalg.preconditioners.nystrom import Nystrom
 from curvops.progress import Progress, at_work
+from curvops.records import from_record
 
 __all__ = ["SpectralQuadrature", "spectral_quadrature"]
 
@@ -22,6 +25,7 @@ LEAST_VECTORS = 12
 """Vectors that one probe of a few steps takes."""
 
 
+@resumable
 def spectral_quadrature(
     G: Matrix,
     *,
@@ -59,14 +63,19 @@ def spectral_quadrature(
     limits.check(LEAST)
     if probes is not None:
         checked_whole("probes", probes)
-    if probes is None and rank is None and facts.rows <= min(EXACT_SIZE, limits.products) and memory_budget is None:
+    exact = probes is None and rank is None and facts.rows <= min(EXACT_SIZE, limits.products) and memory_budget is None
+    kept = begin("spectral_quadrature", None, dict, facts.device)
+    source = kept.source("generator", generator, facts.device)
+    if kept.done:
+        return kept.result(KnownSpectrum if exact else SpectralQuadrature)
+    if exact:
         with torch.no_grad(), at_work("spectral_quadrature", facts.rows, progress, G):
-            return known_spectrum(product(G), facts, rtol)
+            return kept.finish(known_spectrum(product(G), facts, rtol))
     with (
         at_work("spectral_quadrature", max_matvecs, progress, G),
-        probing(G, generator, limits, LEAST_VECTORS) as probed,
+        probing(G, source, limits, LEAST_VECTORS) as probed,
     ):
-        return run(probed, [mu], probes, rank)
+        return kept.finish(run(probed, [mu], probes, rank, kept=kept))
 
 
 def run(
@@ -75,18 +84,32 @@ def run(
     probes: int | None = None,
     rank: int | None = None,
     of_shift: Callable[[float], ScalarFunction] = log_ratio,
+    kept: Checkpoint = NOTHING,
 ) -> SpectralQuadrature:
-    """Add probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth."""
+    """Add probes until tr f(G) is known to rtol for the f of each shift; the smallest shift decides the depth.
+
+    A checkpoint is written after each group of probes.
+    """
     functions, budget = [of_shift(mu) for mu in sorted(shifts)], probed.limits.products
     half = probed.with_half_memory()  # a sketch is made with half, and stays beside the probes
-    sketch = Sketch(half)
-    if rank:
+    sketch, known = Sketch(half), kept.state
+    if known is not None and known["sketch"] is not None:
+        sketch.made = from_record(Nystrom, known["sketch"])
+    elif rank:
         sketch.make(min(rank, budget // 2))
     with torch.no_grad():
         sampler = Sampler((probed if rank == 0 else half).after(sketch.matvecs), min(shifts), functions=functions)
-        sampler.first(min(probes or FIRST_PROBES, budget // 2))
-        if rank is None and probes is None and (worth := sampler.sketch_rank()):
-            sketch.make(worth)
-            sampler.budget -= sketch.matvecs
-        sampler.add(probes, sketch)
+
+        def save() -> None:
+            kept.save(lambda: {"sampler": sampler.state(), "sketch": sketch.made})
+
+        if known is not None:
+            sampler.recall(known["sampler"])
+        else:
+            sampler.first(min(probes or FIRST_PROBES, budget // 2))
+            if rank is None and probes is None and (worth := sampler.sketch_rank()):
+                sketch.make(worth)
+                sampler.budget -= sketch.matvecs
+            save()
+        sampler.add(probes, sketch, save)
         return sampler.quadrature(sketch, probes is None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from curvops.linalg.core.vectors import ScalarFunction, Vectors, gram
 from curvops.linalg.estimators.brackets import Rules, SpectralQuadrature, log_ratio, rules
 from curvops.linalg.preconditioners.nystrom import Nystrom, grow
 from curvops.linalg.spectra.lanczos import LockStep, depth_within, first_capacity
+from curvops.records import restore, state_of
 
 FIRST_PROBES = 3
 TRUSTED_PROBES = 8
 FIRST_DEPTH = 6
 # Eigenvalues are known to this many units of rounding of the largest: the products' own errors.
 ROUNDING_UNITS = 2.0
+STATE = ("rules", "signs", "matvecs", "depth", "capped", "budget")
 
 
 class Sketch:
@@ -76,6 +79,15 @@ class Sampler:
         self.signs: list[Vectors] = []
         self.matvecs, self.depth, self.capped = 0, 0, False
 
+    def state(self) -> dict[str, Any]:
+        """All that further probes depend on, between two groups of them; a run that keeps its solves has more."""
+        return state_of(self, STATE)
+
+    def recall(self, state: dict[str, Any]) -> None:
+        """Go on from this state."""
+        restore(self, STATE, state)
+        self.rules = [Rules(*each) for each in self.rules]
+
     def goal(self, values: Tensor) -> float:
         return self.rtol * abs(self.known + float(values.mean()))
 
@@ -121,7 +133,7 @@ class Sampler:
         upper = torch.stack([(r.gauss_weights * self.f(r.gauss)).sum() for r in self.rules])
         return upper, torch.stack([(r.radau_weights * self.f(r.radau)).sum() for r in self.rules])
 
-    def add(self, probes: int | None, sketch: Sketch | None) -> None:
+    def add(self, probes: int | None, sketch: Sketch | None, save: Callable[[], None] = lambda: None) -> None:
         """Add probes of the same depth until there are ``probes``, or the error is rtol, or the budget ends."""
         most = len(self.rules) + max(0, (self.budget - self.matvecs) // self.depth)
         while len(self.rules) < most:
@@ -135,6 +147,7 @@ class Sampler:
             self.matvecs += run.matvecs
             self.rules += self.make_rules(run)
             self.keep_solves(run)
+            save()
 
     def probes_needed(self, sketch: Sketch | None) -> int:
         """Return how many probes the tolerance needs, by the spread of the present ones."""

@@ -33,6 +33,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checkpoint import Checkpoint, current
 from curvops.linalg import SpectralQuadrature
 from curvops.linalg.core.cache import recorded
 from curvops.linalg.core.memory import keep
@@ -168,18 +169,24 @@ class CurvatureCache:
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
     def state(self) -> dict[str, Any]:
-        """Return what tuning reuses at the next prior, for checkpoints: sketches and a quadrature."""
-        sketches = {}
+        """Return what tuning reuses at the next prior, for checkpoints: sketches, their source, and a quadrature."""
+        sketches, source = {}, self.generator
         for space in SKETCHES:
             if (known := self.known(space)) is not None:
                 of, columns, made = known
                 scale, inner = (made.scale, made.inner) if isinstance(made, ScaledPreconditioner) else (None, made)
                 sketches[space] = {"of": of, "columns": columns, "scale": scale, "inner": inner}
         quadrature = self.known("quadrature")
-        return {"sketches": sketches, "quadrature": None if quadrature is None else list(quadrature)}
+        return {
+            "sketches": sketches,
+            "generator": None if source is None else source.get_state(),
+            "quadrature": None if quadrature is None else list(quadrature),
+        }
 
     def recall(self, state: Mapping[str, Any]) -> None:
         """Take what was drawn for the same curvature."""
+        if self.generator is not None:
+            self.generator.set_state(state["generator"].cpu())
         for space, each in state["sketches"].items():
             inner: Any = from_record(LowRankPreconditioner, each["inner"])
             keep(self.curvature, inner, inner.U.nbytes)
@@ -188,6 +195,18 @@ class CurvatureCache:
         if state["quadrature"] is not None:
             smallest, rtol, record = state["quadrature"]
             self.put("quadrature", (smallest, rtol, from_record(SpectralQuadrature, record)))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is part of the state of the run in force, which made it."""
+        return current().whole.held.get("cache") is self
+
+    def keep_in(self, kept: Checkpoint) -> None:
+        """Save it beside this step of the run that it is part of; where the step has ended, recall what it left."""
+        if self.is_kept:
+            known = kept.also("known", self.state)
+            if kept.done:
+                self.recall(known)
 
     def _present(self) -> list[Tensor]:
         """The values of all that a learned likelihood may change under a posterior that is kept."""

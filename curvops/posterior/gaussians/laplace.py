@@ -193,6 +193,7 @@ class Laplace(GaussianWeights):
 
         kept = begin("deviations", checkpoint, problem, self.mean.device, parts=True)
         noise = Noise.drawn(self.lin, k, generator) if noise is None else noise
+        self.cache.keep_in(kept)
         if kept.done:
             return kept.result(Deviations)
         known = kept.also("noise", lambda: noise)
@@ -240,6 +241,7 @@ class Laplace(GaussianWeights):
         kept = begin(
             "linear_mode", checkpoint, partial(problem_of_mode, self.cache, self.prior), self.mean.device, parts=True
         )
+        self.cache.keep_in(kept)
         if kept.done:
             return kept.result(LinearMode)
         return kept.finish(find_mode(self.cache, self.prior, start, float(rtol), most))

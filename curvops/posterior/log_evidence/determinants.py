@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.checkpoint import part_of_whole
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import recorded
@@ -254,8 +255,11 @@ def decomposed(cache: CurvatureCache) -> DenseSpectrum:
     A, formed = cache.curvature, cache.known("formed")
 
     def compute() -> DenseSpectrum:
+        kept = part_of_whole("spectrum", A.device)
+        if kept.done:
+            return kept.result(DenseSpectrum)
         known = formed.formed() if formed is not None and formed.base is A else None
-        return dense_spectrum(product(A) if known is None else lambda _: known, describe_square(A), 0.0)
+        return kept.finish(dense_spectrum(product(A) if known is None else lambda _: known, describe_square(A), 0.0))
 
     return cache.get("spectrum", compute, nbytes=8 * len(cache.lin.theta) ** 2)
 

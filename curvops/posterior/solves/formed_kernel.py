@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.checkpoint import NOTHING, Checkpoint, current, named_part
+from curvops.checkpoint import NOTHING, Checkpoint, current, part_of_whole
 from curvops.linalg import Estimate
 from curvops.linalg.core.memory import PRODUCT_VECTORS, holding, keep, vector_bytes
 from curvops.linalg.core.solve_routes import KERNEL_COPIES, RESOLVED
@@ -54,11 +54,11 @@ class FormedKernel:
 
     def keep(self) -> None:
         """Take K from the checkpoint in force, or form it and keep it there as it grows."""
-        run = current()
+        run = current().whole
         if not run or run.held.get("kernel") is self:
             return
         run.held["kernel"] = self
-        kept, known = named_part("kernel", self.lin.theta.device), self.of_data.get(NAME)
+        kept, known = part_of_whole("kernel", self.lin.theta.device), self.of_data.get(NAME)
         if not kept.done:
             kept.finish((self._formed(kept) if known is None else known).to(self.lin.theta))
         elif known is None or not torch.equal(known.to(kept.outcome), kept.outcome):

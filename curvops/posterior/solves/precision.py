@@ -185,14 +185,16 @@ def preconditioner(
     A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to a
     third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With the prior `dual`, P is
     I + SᵀA⁻¹S of function space, whose sketches are kept apart, or which is inverted where it is formed. In a run with
-    a checkpoint it is the one of that, whatever was sketched before. A new one is drawn from `generator`.
+    a checkpoint it is the one of that, whatever was sketched before it. A new one is drawn from `generator`.
     """
     generator = generator or cache.generator
     if dual is not None:
         kernel = solving_kernel(cache, dual, system_of(cache, dual, columns, "dual"))
         if kernel is not None:
             return kernel.inverse(float(dual.precision)), 0
-    fresh = current() or not isinstance(precision, Damped) or recorded(precision.representation())
+    fresh = (
+        (current() and not cache.is_kept) or not isinstance(precision, Damped) or recorded(precision.representation())
+    )
     if fresh or precision.shift.ndim > 1:
         return _with_products(precision.preconditioner(columns, generator))
     space = "weights" if dual is None else "functions"
