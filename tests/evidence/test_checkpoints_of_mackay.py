@@ -65,7 +65,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, after, tmp_path, s
 
 
 def test_a_step_shares_what_was_sketched_before_it_and_forgets_nothing(tmp_path, monkeypatch, saved_at_each_step):
-    """Sketches, all eigenvalues and J Jᵀ are parts of the whole run, in whichever of its steps they are first needed."""
+    """J Jᵀ and all eigenvalues are parts of the whole run; sketches serve later steps, wherever they were made."""
     made, plain = [], storage.save
     monkeypatch.setattr(storage, "save", lambda path, *rest: made.append(path) or plain(path, *rest))
     tuned(tmp_path / "decomposed", samples=None, prior="iso", steps=1)
