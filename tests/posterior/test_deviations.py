@@ -9,6 +9,7 @@ from torch import nn
 
 import curvops as co
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
+from curvops.posterior.draws.noise import Systems
 from curvops.posterior.draws.stochastic_descent import _Problem
 from tests.posterior.trained import problem
 
@@ -82,26 +83,14 @@ def test_gradient_noise_of_both_losses_follows_the_formula(prior):
     root = CurvatureRoot.of(post.curvature)
     found = post.deviations(k, rtol=1e-8, method="cg", generator=seeded())
     z, noise = found.draws.mT, found.noise
-    of_prior = noise.of_prior(post.prior, range(k), post.mean)
-    points = noise.of_data(root.columns_a_point, range(k), post.mean)
-    right = of_prior + root @ points
+    systems = Systems(post.cache, post.prior, noise, range(k), "sgd", post.precision)
     S = root.to_dense().unflatten(1, (n, -1)).permute(1, 0, 2)
     M = S @ S.mT
     in_posterior = (M @ torch.linalg.inv(post.precision.to_dense()) @ M).diagonal(dim1=1, dim2=2).sum()
     expected = {"standard": M.diagonal(dim1=1, dim2=2).sum() - in_posterior, "low_variance": in_posterior}
     for loss, value in expected.items():
-        run = _Problem(
-            co.StochasticDescent(loss, batch_size=1),
-            post.precision,
-            root,
-            post.prior,
-            post.prior.diagonal,
-            of_prior,
-            right,
-            points,
-            seeded(),
-        )
-        offset = of_prior if loss == "standard" else right
+        run = _Problem(co.StochasticDescent(loss, batch_size=1), systems, seeded())
+        offset = systems.of_prior() if loss == "standard" else systems.right_sides()
         total = 0.0
         for chosen, piece in root.minibatches(1, seeded()):
             term = (run.gradient(z, chosen, piece) - prior * z + offset) / n
@@ -219,7 +208,7 @@ def test_draws_in_groups_are_those_together(monkeypatch):
     for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
         post = setting(curvature=curvature)
         whole = post.deviations(11, method="cg", rtol=1e-10, generator=seeded())
-        monkeypatch.setattr("curvops.posterior.draws.deviations.solved_at_a_time", lambda *_: (3, 0))
+        monkeypatch.setattr("curvops.posterior.draws.noise.solved_at_a_time", lambda *_: (3, 0))
         parts = post.deviations(11, whole.noise, method="cg", rtol=1e-10, x0=whole.draws)
         monkeypatch.undo()
         torch.testing.assert_close(parts.draws, whole.draws, rtol=1e-8, atol=1e-9)

@@ -20,17 +20,15 @@ from curvops.checkpoint import current
 from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import recorded
-from curvops.linalg.core.memory import Memories, hold, solved_at_a_time
+from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
-from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
-from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
-from curvops.posterior.draws.noise import Noise
+from curvops.posterior.draws.noise import Noise, Systems
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
 from curvops.posterior.solves.linear_mode import REMEDIES
 from curvops.posterior.solves.precision import for_columns, preconditioner, route_of
@@ -63,70 +61,6 @@ class Deviations(Summarised, Reasoned):
     def converged(self) -> bool:
         """Whether every draw was solved for to the tolerance, or to what the dtype allows."""
         return self.accepted
-
-
-@dataclass(frozen=True, eq=False)
-class Systems:
-    """P = G + A with the right-hand sides of some draws, from which every method starts."""
-
-    cache: CurvatureCache
-    prior: Prior
-    noise: Noise
-    columns: range
-    """The positions of these draws in the noise."""
-    route: str
-    precision: Any
-
-    @property
-    def curvature(self) -> LinearOperator:
-        """G."""
-        return self.cache.curvature
-
-    @property
-    def count(self) -> int:
-        """k."""
-        return len(self.columns)
-
-    @property
-    def memories(self) -> Memories:
-        """The memory budgets that the draws are taken from; a structured P does not know them."""
-        return frozenset((self.cache.lin.memory,))
-
-    @property
-    def at_a_time(self) -> tuple[int, int]:
-        """The number of draws that memory has room for together, and the bytes to hold beside their solves."""
-        return solved_at_a_time(self.precision, self.count, self.memories)
-
-    @property
-    def root(self) -> CurvatureRoot | None:
-        """S, where the curvature has one by points."""
-        return root_of(self.curvature)
-
-    def of_prior(self) -> Float[Tensor, "D k"]:
-        """Aθ⁰ ~ N(0, A)."""
-        return self.noise.of_prior(self.prior, self.columns, self.like)
-
-    def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
-        """ε."""
-        return self.noise.of_data(root.columns_a_point, self.columns, self.like)
-
-    def of_data(self) -> Float[Tensor, "D k"]:
-        """Sε ~ N(0, G)."""
-        root = self.root
-        if root is None:
-            return self.noise.of_curvature(self.curvature, self.columns)
-        return root._matmul(self.of_points(root))
-
-    def right_sides(self) -> Float[Tensor, "D k"]:
-        """Aθ⁰ + Sε ~ N(0, P); draws of N(0, P) itself for an indefinite curvature, and where P is not G + A in full."""
-        if not is_psd(self.curvature) or self.prior.error_of_sum(self.curvature) is not None:
-            return self.noise.of_curvature(self.precision, self.columns)
-        return self.of_prior() + self.of_data()
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor of the weights' dtype and device."""
-        return self.curvature.representation()[0]
 
 
 def draw_deviations(
@@ -205,11 +139,7 @@ def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> 
     with torch.no_grad():
         if chosen == "dual":
             return _deviations(systems, "dual", _in_function_space(systems, x0, rtol))
-        root = systems.root
-        assert root is not None and isinstance(chosen, StochasticDescent)
-        prior, points = systems.of_prior(), systems.of_points(root)
-        found = chosen.solve(systems.precision, root, systems.prior, prior, points, x0, rtol, systems.noise)
-        return _deviations(systems, "sgd", found)
+        return _deviations(systems, "sgd", chosen.solve(systems, x0, rtol))
 
 
 def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:

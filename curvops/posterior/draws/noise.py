@@ -1,4 +1,4 @@
-"""The noise of a posterior's draws, kept as a seed: the same for every method, prior precision and tolerance."""
+"""The noise of a posterior's draws, kept as a seed for every method and prior precision, and the systems it makes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import draw
+from curvops.linalg.core.memory import Memories, solved_at_a_time
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
 from curvops.operators import Linearization
+from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
+from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
 
 DRAWN_TOGETHER = 8
@@ -89,3 +92,58 @@ class Noise:
 
     def _generator(self, column: int, part: int, device: Any) -> torch.Generator:
         return torch.Generator(device=device).manual_seed(self.seed + len(STREAMS) * column + part)
+
+
+@dataclass(frozen=True, eq=False)
+class Systems:
+    """P = G + A with the right-hand sides of some draws, from which every method starts."""
+
+    cache: CurvatureCache
+    prior: Prior
+    noise: Noise
+    columns: range
+    """The positions of these draws in the noise."""
+    route: str
+    precision: Any
+
+    @property
+    def count(self) -> int:
+        """k."""
+        return len(self.columns)
+
+    @property
+    def memories(self) -> Memories:
+        """The memory budgets that the draws are taken from; a structured P does not know them."""
+        return frozenset((self.cache.lin.memory,))
+
+    @property
+    def at_a_time(self) -> tuple[int, int]:
+        """The number of draws that memory has room for together, and the bytes to hold beside their solves."""
+        return solved_at_a_time(self.precision, self.count, self.memories)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the weights' dtype and device."""
+        return self.cache.curvature.representation()[0]
+
+    @property
+    def root(self) -> CurvatureRoot | None:
+        """S, where the curvature has one by points."""
+        return root_of(self.cache.curvature)
+
+    def of_prior(self) -> Float[Tensor, "D k"]:
+        """Return Aθ⁰ ~ N(0, A)."""
+        return self.noise.of_prior(self.prior, self.columns, self.like)
+
+    def of_points(self, root: CurvatureRoot) -> Float[Tensor, "NR k"]:
+        """Return ε."""
+        return self.noise.of_data(root.columns_a_point, self.columns, self.like)
+
+    def right_sides(self) -> Float[Tensor, "D k"]:
+        """Return Aθ⁰ + Sε ~ N(0, P); of an indefinite G, and where P is not G + A in full, draws of N(0, P) itself."""
+        curvature, root = self.cache.curvature, self.root
+        if not is_psd(curvature) or self.prior.error_of_sum(curvature) is not None:
+            return self.noise.of_curvature(self.precision, self.columns)
+        if root is None:
+            return self.of_prior() + self.noise.of_curvature(curvature, self.columns)
+        return self.of_prior() + root._matmul(self.of_points(root))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -23,8 +23,7 @@ from curvops.linalg import Reason, Solution
 from curvops.linalg.core.solve_routes import EPOCHS
 from curvops.linalg.core.vectors import norm
 from curvops.operators.curvatures.curvature_root import CurvatureRoot
-from curvops.posterior.core.priors import Prior
-from curvops.posterior.draws.noise import Noise
+from curvops.posterior.draws.noise import Systems
 from curvops.progress import as_step, at_work, remark
 
 Loss = Literal["low_variance", "standard"]
@@ -75,36 +74,23 @@ class StochasticDescent:
             if name != "step_size" or self.step_size is not None:
                 checked_number(name, getattr(self, name), interval)
 
-    def solve(
-        self,
-        precision: Any,
-        root: CurvatureRoot,
-        prior: Prior,
-        of_prior: Float[Tensor, "D k"],
-        points: Float[Tensor, "NR k"],
-        x0: Float[Tensor, "D k"] | None,
-        rtol: float,
-        noise: Noise,
-    ) -> Solution:
-        """Find the minimiser for each column: `of_prior` is Aθ⁰, `points` ε. A checkpoint is written after epochs."""
-        kept = named_part("descent", of_prior.device)
+    def solve(self, systems: Systems, x0: Float[Tensor, "D k"] | None, rtol: float) -> Solution:
+        """Find the minimiser for each column. A checkpoint is written after epochs."""
+        kept = named_part("descent", systems.like.device)
         if kept.done:
             return kept.result(Solution)
-        right = of_prior + root._matmul(points)
-        generator = kept.source("generator", noise.generator("cpu"), torch.device("cpu"))
+        generator = kept.source("generator", systems.noise.generator("cpu"), torch.device("cpu"))
         assert generator is not None
-        scale = prior.diagonal.detach() if prior.diagonal is not None else right.new_ones(())
-        scale = scale if scale.ndim == 0 else scale.unsqueeze(-1)
-        problem = _Problem(self, precision, root, prior, scale, of_prior, right, points, generator)
+        problem = _Problem(self, systems, generator)
         known = None if kept.state is None else _AfterEpoch(**kept.state)
         if known is not None:
             problem.passes, longest, halvings = known.passes, known.longest, known.halvings
         else:
             longest, halvings = problem.step() if self.step_size is None else float(self.step_size), 0
         step = longest / 2**halvings
-        with at_work("stochastic gradient descent", None, None, precision):
+        with at_work("stochastic gradient descent", None, None, systems.precision):
             while halvings < MOST_HALVINGS:
-                start = known or _AfterEpoch.before(right, x0, longest, halvings)
+                start = known or _AfterEpoch.before(problem.right, x0, longest, halvings)
                 try:
                     found = problem.descend(start, rtol, kept)
                 except Diverged:
@@ -121,7 +107,7 @@ class StochasticDescent:
 
 @dataclass(eq=False)
 class _AfterEpoch:
-    """The state of a descent after an epoch."""
+    """The state of a descent after an epoch, which the next one changes in place."""
 
     longest: float
     """The first step size, before halvings."""
@@ -141,20 +127,17 @@ class _AfterEpoch:
         return cls(longest, halvings, z, torch.zeros_like(z), z.clone(), [])
 
 
-@dataclass(eq=False)
 class _Problem:
     """The systems of one run, with the passes that it has taken."""
 
-    options: StochasticDescent
-    precision: Any
-    root: CurvatureRoot
-    prior: Prior
-    scale: Tensor
-    of_prior: Float[Tensor, "D k"]
-    right: Float[Tensor, "D k"]
-    points: Float[Tensor, "NR k"]
-    generator: torch.Generator
-    passes: float = 0.0
+    def __init__(self, options: StochasticDescent, systems: Systems, generator: torch.Generator) -> None:
+        root, A = systems.root, systems.prior.diagonal
+        assert root is not None
+        self.options, self.generator, self.passes = options, generator, 0.0
+        self.root, self.prior, self.precision = root, systems.prior, systems.precision
+        self.of_prior, self.points = systems.of_prior(), systems.of_points(root)
+        self.right = self.of_prior + root._matmul(self.points)
+        self.scale = torch.ones_like(self.right[:1, :1]) if A is None else torch.atleast_1d(A.detach()).unsqueeze(-1)
 
     def gradient(self, z: Tensor, chosen: Tensor, piece: CurvatureRoot) -> Tensor:
         """Return an unbiased gradient of the loss at z from some points."""
@@ -196,48 +179,46 @@ class _Problem:
     def descend(self, at: _AfterEpoch, rtol: float, kept: Checkpoint) -> Solution:
         """Run the epochs that are left, or as many as reach rtol."""
         options, step = self.options, at.longest / 2**at.halvings
-        z, velocity, average, history, count = at.z, at.velocity, at.average, at.history, at.count
         size = _length(self.right / self.scale)
-        batches = sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
-        total = options.epochs * batches
-        for epoch in range(at.epoch + 1, options.epochs + 1):
+        total = options.epochs * sum(math.ceil(n / options.batch_size) for n in self.root.lin.data.sizes)
+        while at.epoch < options.epochs:
             for chosen, piece in self.root.minibatches(options.batch_size, self.generator):
-                ahead = z + options.momentum * velocity
-                gradient = self.gradient(ahead, chosen, piece) / self.scale
+                gradient = self.gradient(at.z + options.momentum * at.velocity, chosen, piece) / self.scale
                 lengths = _length(gradient) / size
                 if not float(lengths.max()) < GROWN * max(1.0, math.sqrt(self.root.lin.num_data / len(chosen))):
                     raise Diverged
                 gradient = gradient / (lengths / options.clip).clamp_min(1.0)
-                rate = step * (1 - (1 - options.final) * count / total)
-                velocity = options.momentum * velocity - rate * gradient
-                z = z + velocity
-                count += 1
-                average += max(options.averaging, 1 / count) * (z - average)
+                rate = step * (1 - (1 - options.final) * at.count / total)
+                at.velocity = options.momentum * at.velocity - rate * gradient
+                at.z = at.z + at.velocity
+                at.count += 1
+                at.average += max(options.averaging, 1 / at.count) * (at.z - at.average)
+            at.epoch += 1
             self.passes += 1
             as_step(self.right.shape[1], lambda: None)
-            if epoch % CHECK_EVERY == 0 or epoch == options.epochs:
-                residuals = self.residuals(average)
-                history.append(residuals.double().cpu())
+            if at.epoch % CHECK_EVERY == 0 or at.epoch == options.epochs:
+                residuals = self.residuals(at.average)
+                at.history.append(residuals.double().cpu())
                 worst = float(residuals.max())
                 remark(lambda worst=worst: f"residual {worst:.1e}")  # type: ignore[misc]
                 if worst <= rtol:
                     break
-            reached = _AfterEpoch(at.longest, at.halvings, z, velocity, average, history, epoch, count, self.passes)
-            kept.save(partial(vars, reached))
-        return self._solution(average, history, rtol, count)
+            at.passes = self.passes
+            kept.save(partial(vars, at))
+        return self._solution(at, rtol)
 
-    def _solution(self, z: Tensor, history: list[Tensor], rtol: float, steps: int) -> Solution:
-        final = history[-1]
+    def _solution(self, at: _AfterEpoch, rtol: float) -> Solution:
+        final = at.history[-1]
         reasons = tuple(Reason.CONVERGED if r <= rtol else Reason.ITERATION_LIMIT for r in final.tolist())
         return Solution(
-            z,
+            at.average,
             reasons,
             final <= rtol,
             final,
             torch.full_like(final, math.nan),
-            steps,
-            round(self.passes * z.shape[1]),
-            torch.stack(history),
+            at.count,
+            round(self.passes * len(final)),
+            torch.stack(at.history),
         )
 
 
