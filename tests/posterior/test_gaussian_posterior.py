@@ -1,6 +1,6 @@
 """A Gaussian with a covariance of its own predicts as Laplace's posterior of that precision, and is saved.
 
-Tests `gaussian_weights.py`, `posterior_record.py`.
+Tests `posterior_record.py`.
 """
 
 from __future__ import annotations

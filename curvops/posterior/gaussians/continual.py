@@ -39,7 +39,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
     return found.reshape(gap.shape[:-1])
 
 
-def flat(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
+def flatten_weights(lin: Linearization, params: Any, rows: bool = False) -> Float[Tensor, "*k D"]:
     """Return weights by name, a vector (D,) or, where allowed, rows of vectors as a tensor that keeps its graph."""
     if isinstance(params, Mapping):
         params = lin.flatten(params)
@@ -69,7 +69,9 @@ def require_new_data(lin: Linearization, precision: LinearOperator) -> None:
         )
 
 
-def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None) -> LinearOperator:
+def remake_curvature(
+    curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None
+) -> LinearOperator:
     """Make the curvature of `lin` by the class and options of an earlier one; ValueError where these are not known."""
     found = curvature.of(lin, generator) if isinstance(curvature, OfLinearization) else None
     if found is None:
@@ -80,7 +82,7 @@ def made_alike(curvature: LinearOperator, lin: Linearization, generator: torch.G
     return found
 
 
-def check_form(form: Any, rank: Any) -> str | None:
+def checked_form(form: Any, rank: Any) -> str | None:
     """Return the form in which an earlier posterior is to be kept, "low_rank" where only a rank is given."""
     if form is not None:
         check_choice("form", form, FORMS)
@@ -91,7 +93,7 @@ def check_form(form: Any, rank: Any) -> str | None:
     return "low_rank" if form is None and rank is not None else form
 
 
-def kept_as(
+def compress_precision(
     form: str | None, precision: LinearOperator, rank: int | None, generator: torch.Generator | None
 ) -> tuple[LinearOperator, Estimate | None]:
     """Return P in the form asked for (None: as it is), and the error ‖C − Ĉ‖_F / ‖C‖_F of its curvature."""

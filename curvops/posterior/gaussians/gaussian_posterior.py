@@ -1,8 +1,12 @@
-"""A Gaussian over the weights that does not come from Laplace's approximation."""
+"""Gaussians over the weights: the base of all posteriors, and one that does not come from Laplace's approximation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +15,187 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops import storage
 from curvops.linalg import Dense, Estimate, Inverse, Operator, logdet
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.operators.draws import draw
+from curvops.network import accumulate
 from curvops.operators import Linearization
-from curvops.posterior.core.arguments import check_accuracy, check_linearization, check_operator, checked_count
-from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
-from curvops.posterior.gaussians.posterior_record import OF_GAUSSIANS, record_of_gaussian
+from curvops.posterior.core.arguments import (
+    check_accuracy,
+    check_linearization,
+    check_operator,
+    checked_count,
+    checked_draws,
+)
+from curvops.posterior.draws.deviations import Deviations, trace
+from curvops.posterior.gaussians import continual
+from curvops.posterior.gaussians.posterior_record import KIND, OF_GAUSSIANS, record_of_gaussian
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
+from curvops.posterior.predictions.predictive import Predictive
+
+
+class GaussianWeights(Predictive):
+    """A Gaussian N(θ*, T P⁻¹) at the weights θ* of a linearisation, the base of all posteriors."""
+
+    temperature: float
+    precision: Any
+    """P, (D, D), whatever the temperature."""
+
+    @property
+    def mean(self) -> Float[Tensor, " D"]:
+        """θ*, the weights of the linearisation."""
+        return self.lin.theta
+
+    @abstractmethod
+    def _deviations(self, k: int, generator: torch.Generator | None, rtol: float) -> Float[Tensor, "k D"]:
+        """Draw from N(0, T P⁻¹), as rows, after checking the arguments."""
+
+    @abstractmethod
+    def _logdet(self, rtol: float, generator: torch.Generator | None) -> Estimate:
+        """Return log det P in nats."""
+
+    @abstractmethod
+    def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
+        """Return the posterior as plain values and tensors, and the version of the schema."""
+
+    def sample(self, k: int, generator: torch.Generator | None = None, rtol: float = 1e-3) -> Float[Tensor, "k D"]:
+        """Draw k weight vectors from the posterior: the mean plus `deviations`.
+
+        Args:
+            k: the number of draws, at least 1.
+            generator: source of the draws.
+            rtol: relative residual of each solve, far below the sampling error of k draws.
+
+        Returns:
+            The draws as rows, mean included. `lin.unflatten_weights(draw)` gives the tensors of one by name; weights
+            outside a subnetwork keep their values.
+
+        Raises:
+            NotConverged: rtol was not reached.
+            TypeError: k is not a whole number.
+            ValueError: k is less than 1, or rtol not a positive number.
+        """
+        return accumulate(self._deviations(k, generator, rtol), self.mean)
+
+    def trace(
+        self,
+        M: LinearOperator,
+        samples: int | Float[Tensor, "k D"] | Deviations = 64,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """Estimate tr(T P⁻¹ M) for a symmetric operator M (D, D) as the mean of zᵀM z over draws of the posterior.
+
+        Args:
+            M: the operator. tr(P⁻¹G) of a Laplace posterior's own curvature is `effective_parameters`.
+            samples: how many draws; or draws (k, D) as `sample` gives them, or `deviations`, to be used again.
+            generator: source of new draws.
+
+        Raises:
+            TypeError, ValueError: M is no operator (D, D) on these weights, or there are fewer than two draws.
+
+        Cost: a product with M a draw, and what new draws cost. Values are right to the draws' own tolerance.
+        """
+        if not isinstance(M, LinearOperator):
+            raise TypeError(f"M must be an operator (D, D), such as co.linalg.Dense(matrix), got {type(M).__name__}.")
+        check_operator("M", M, self.lin.model)
+        if isinstance(samples, Deviations):
+            return trace(M, checked_draws(samples.draws, self.mean))
+        if isinstance(samples, Tensor):
+            return trace(M, checked_draws(samples, self.mean) - self.mean)
+        return trace(M, self._deviations(samples, generator, 1e-3))
+
+    def penalty(self, params: Mapping[str, Tensor] | Float[Tensor, " D"]) -> Float[Tensor, ""]:
+        """Return ½ (θ − θ*)ᵀP(θ − θ*) / T, the negative log density of weights but for its constant, with its gradient.
+
+        Added to the summed loss of the next task, it keeps that task's training from forgetting this one.
+
+        Args:
+            params: the weights by name, `dict(model.named_parameters())` (names outside the selection are ignored), or
+                a vector (D,). Gradients flow into them.
+
+        Cost: a product with P, forward and backward together.
+
+        Raises:
+            TypeError, ValueError: another kind of argument, a missing name or another shape.
+        """
+        gap = continual.flatten_weights(self.lin, params) - self.mean
+        return continual.quadratic(self.precision, gap).to(gap.dtype) / self.temperature
+
+    def log_prob(
+        self,
+        weights: Mapping[str, Tensor] | Float[Tensor, "*k D"],
+        rtol: float = 0.01,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """Return log N(θ; θ*, T P⁻¹), the log density of weights θ under this Gaussian, in nats.
+
+        It is ½ log det P − D/2 log 2πT − `penalty(θ)`. The log-determinant is exact where `log_evidence` has it exactly
+        (closed forms, and up to 1,024 weights), with its rounding as the bias bound, and elsewhere estimated: it is one
+        number for all rows, so that differences between them are exact.
+
+        Args:
+            weights: by name, `dict(model.named_parameters())` (names outside the selection are ignored), a vector (D,),
+                or rows (k, D) as `sample` gives them.
+            rtol: relative accuracy of an estimated log-determinant.
+            generator: source of the probes.
+
+        Returns:
+            An Estimate of shape () or (k,), in float64. Its value has the gradient −P(θ − θ*) / T in the weights, and
+            that in the prior precision and in hyperparameters as `log_evidence` has it.
+
+        Cost: a product with P for each row, and the log-determinant, which is kept as that of `log_evidence` is.
+
+        Raises:
+            TypeError, ValueError: weights of another kind or shape, a missing name, or a gradient asked for that the
+                log-determinant does not have.
+        """
+        check_accuracy(rtol, generator)
+        gap = continual.flatten_weights(self.lin, weights, rows=True) - self.mean
+        constant = gap.shape[-1] * math.log(2 * math.pi * self.temperature) / 2
+        half = self._logdet(rtol, generator) * 0.5
+        value = half.value.double() - constant - continual.quadratic(self.precision, gap) / self.temperature
+        return replace(half, value=value, stderr=half.stderr.to(value).expand_as(value))
+
+    def save(self, path: str | os.PathLike[str], inputs: Any = None) -> None:
+        """Write the posterior into a folder, from which `co.load(path, model)` reads it again.
+
+        Curvature, prior and covariance are kept by structure: Kronecker factors and their eigenbases, low rank,
+        diagonals, dense blocks, and sums of these. A GGN, a Fisher or a Hessian is kept by reference to its data, which
+        `co.load` then takes. The model itself is not saved, nor the data: of the model the selected weights, and
+        fingerprints of all; of the data a fingerprint and the inputs of two points, at which `co.load` compares the
+        model's outputs. An earlier posterior in the folder is replaced in one step: after a crash, or on a full disk,
+        it is as it was.
+
+        Args:
+            path: the folder, made with those above it.
+            inputs: of one or two points, to be kept in place of the first two training inputs.
+
+        Raises:
+            OSError: the folder could not be written (a full disk); nothing is lost.
+            FileExistsError: the path is a file, or holds something else than a posterior.
+            ValueError: an operator that cannot be saved: a class of one's own, or a GGN of other data (of an earlier
+                task: `post.update(lin_new, rank=...)` keeps it by structure).
+            TypeError: path is no path.
+
+        Gradients of the prior precision and of hyperparameters are not kept, nor is `tuning`. Cost: the files, of as
+        many numbers as the factors have; of Laplace a pass over the data where the log-likelihood was not known.
+        """
+        version, record = self._record(inputs)
+        storage.save(path, KIND, version, record)
+
+    def prior_for(
+        self,
+        lin: Linearization | None,
+        form: str | None = None,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[LinearOperator, Estimate | None]:
+        """Return P / T as the precision of a prior for other data, where these are known, and the error of its form."""
+        if lin is not None:
+            continual.require_new_data(lin, self.precision)
+        kept, error = continual.compress_precision(form, self.precision.detached_from_weights(), rank, generator)
+        return (kept if self.temperature == 1 else kept * (1 / self.temperature)), error
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +257,12 @@ class GaussianPosterior(GaussianWeights):
 
     def prior_for(
         self,
-        lin: Linearization,
+        lin: Linearization | None,
         form: str | None = None,
         rank: int | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[LinearOperator, Estimate | None]:
-        if lin.source == self.lin.source:
+        if lin is not None and lin.source == self.lin.source:
             raise ValueError(
                 "the earlier posterior is of the data of this linearisation, which would count twice: linearise at the "
                 "new data alone."

@@ -32,15 +32,15 @@ from curvops.posterior.core.priors import Prior
 from curvops.posterior.draws.deviations import Deviations, draw_deviations
 from curvops.posterior.draws.noise import Noise
 from curvops.posterior.draws.stochastic_descent import StochasticDescent
-from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
+from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.gaussians.posterior_record import OF_LAPLACE, record_of_posterior
 from curvops.posterior.gaussians.updating import (
-    after_data,
+    add_data,
     as_prior,
     checked_posterior,
     mode_gap,
-    under_noise,
-    under_prior,
+    replace_noise,
+    replace_prior,
 )
 from curvops.posterior.log_evidence.determinants import log_determinant
 from curvops.posterior.log_evidence.evidence_parts import Evidence, count_of, find_evidence
@@ -104,7 +104,7 @@ class Laplace(GaussianWeights):
             prior_precision: as `co.laplace` takes it.
             prior_mean: likewise; None keeps the present mean (an earlier posterior brings its own).
         """
-        return under_prior(self, prior_precision, prior_mean)
+        return replace_prior(self, prior_precision, prior_mean)
 
     def with_noise(self, noise: float, generator: torch.Generator | None = None) -> Laplace:
         """Return the posterior under another observation noise (variance of a Gaussian likelihood); the prior stays.
@@ -118,7 +118,7 @@ class Laplace(GaussianWeights):
                 not say how it was made of its linearisation.
         """
         _ = self.observation_noise
-        return under_noise(self, noise, generator)
+        return replace_noise(self, noise, generator)
 
     @property
     def observation_noise(self) -> float:
@@ -274,10 +274,7 @@ class Laplace(GaussianWeights):
         return log_determinant(self.cache, self.prior, rtol, generator)
 
     def _record(self, inputs: Any) -> tuple[int, dict[str, Any]]:
-        record = record_of_posterior(
-            self.lin, self.curvature, self.prior, self.cache, self.temperature, self.prior_error, inputs
-        )
-        return OF_LAPLACE, record
+        return OF_LAPLACE, record_of_posterior(self, inputs)
 
     def log_evidence(
         self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"
@@ -377,7 +374,7 @@ class Laplace(GaussianWeights):
             ValueError: data that this posterior has seen, other parameters selected, a curvature that does not say how
                 it was made and none given, another form, or one that this posterior does not have.
         """
-        return checked_posterior(after_data(self, lin, curvature, rank, generator, form), check_mode)
+        return checked_posterior(add_data(self, lin, curvature, rank, generator, form), check_mode)
 
 
 def laplace(

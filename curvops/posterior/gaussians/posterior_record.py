@@ -10,7 +10,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Estimate, Inverse
+from curvops.linalg import Inverse
 from curvops.network import record_of_network
 from curvops.operators import Linearization
 from curvops.operators.operator_record import record_of_operator, record_of_value, recorded_operator, recorded_value
@@ -27,16 +27,9 @@ PRIORS = {kind.__name__: kind for kind in (KroneckerPrior, Prior)}
 
 
 @torch.no_grad()
-def record_of_posterior(
-    lin: Linearization,
-    curvature: LinearOperator,
-    prior: Prior,
-    cache: CurvatureCache,
-    temperature: float,
-    prior_error: Estimate | None,
-    inputs: Any = None,
-) -> dict[str, Any]:
+def record_of_posterior(post: Any, inputs: Any = None) -> dict[str, Any]:
     """Return the record of a Laplace posterior; ValueError for an operator that cannot be saved."""
+    lin, prior, cache = post.lin, post.prior, post.cache
     likelihood = cache.known("log likelihood")
     if likelihood is None and not isinstance(cache.data, str):
         # A file without it is better than none, where the data cannot be read any more.
@@ -44,14 +37,14 @@ def record_of_posterior(
             likelihood = cache.log_likelihood().detach()
     return {
         "linearization": record_of_network(lin, inputs),
-        "curvature": record_of_operator(curvature, lin),
+        "curvature": record_of_operator(post.curvature, lin),
         "prior": {
             "class": type(prior).__name__,
             "precision": record_of_value(prior.precision, lin, "the prior precision"),
             "mean": prior.mean.detach(),
         },
-        "prior_error": record_of_value(prior_error, lin),
-        "temperature": temperature,
+        "prior_error": record_of_value(post.prior_error, lin),
+        "temperature": post.temperature,
         "log_likelihood": likelihood,
         "gradient": cache.known("gradient"),
     }

@@ -16,7 +16,7 @@ from curvops.posterior.core.arguments import check_accuracy, check_linearization
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import KroneckerPrior, Prior, read_prior
 from curvops.posterior.gaussians import continual
-from curvops.posterior.gaussians.gaussian_weights import GaussianWeights
+from curvops.posterior.gaussians.gaussian_posterior import GaussianWeights
 from curvops.posterior.solves.precision import require_usable
 
 MODE_TOLERANCE = 0.1
@@ -43,11 +43,10 @@ def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Lineari
             "prior_precision is an earlier posterior, which brings its own mean: leave prior_mean out, or pass "
             "prior_precision=post.precision.detached_from_weights()."
         )
-    kept = prior_precision.detached_precision if lin is None else prior_precision.prior_for(lin)[0]
-    return read_prior(kept, prior_precision.mean, network, posterior=True)
+    return read_prior(prior_precision.prior_for(lin)[0], prior_precision.mean, network, posterior=True)
 
 
-def under_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
+def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
     """The posterior under another prior, with the same cache."""
     prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin.model, post.lin)
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
@@ -56,17 +55,17 @@ def under_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated
     return replace(post, prior=prior, prior_error=None, tuning=None)
 
 
-def under_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
+def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
     """The posterior under another observation noise, its curvature made again."""
     check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
     (tensor,) = likelihood.hyperparameters
     lin = post.lin.with_likelihood(likelihood.with_hyperparameters([torch.full_like(tensor.detach(), float(noise))]))
-    curvature = continual.made_alike(post.curvature, lin, generator)
+    curvature = continual.remake_curvature(post.curvature, lin, generator)
     return replace(post, lin=lin, curvature=curvature, cache=CurvatureCache(lin, curvature), tuning=None)
 
 
-def after_data(
+def add_data(
     post: Updated,
     lin: Linearization,
     curvature: Any,
@@ -76,21 +75,15 @@ def after_data(
 ) -> Updated:
     """The posterior after further data with this one as its prior, kept in this form."""
     check_linearization(lin)
-    form = continual.check_form(form, rank)
-    chosen = continual.made_alike(post.curvature, lin, generator) if curvature is None else curvature
+    form = continual.checked_form(form, rank)
+    chosen = continual.remake_curvature(post.curvature, lin, generator) if curvature is None else curvature
     kept, error = post.prior_for(lin, form, rank, generator)
     prior = read_prior(kept, post.mean, lin.model, posterior=True)
     if form == "kronecker":
         prior = KroneckerPrior(prior.precision, prior.mean)
     operator = checked_curvature(chosen, lin)
-    new = {
-        "lin": lin,
-        "curvature": operator,
-        "prior": prior,
-        "cache": CurvatureCache(lin, operator),
-        "prior_error": error,
-    }
-    return replace(post, **new, temperature=1.0, tuning=None)
+    changed = replace(post, lin=lin, curvature=operator, prior=prior, cache=CurvatureCache(lin, operator))
+    return replace(changed, prior_error=error, temperature=1.0, tuning=None)
 
 
 def mode_gap(cache: CurvatureCache, prior: Prior) -> float:

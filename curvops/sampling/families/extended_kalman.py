@@ -149,7 +149,7 @@ class ExtendedKalmanFilter(Transition):
             return {"diagonal": diagonal, "root": W}, move
         seed = int(noise.each(lambda g: torch.randint(2**62, (), generator=g, device=g.device)))
         generator = torch.Generator(W.device).manual_seed(seed)
-        kept: Any = continual.kept_as("low_rank_diagonal", precision, self.rank, generator)[0]
+        kept: Any = continual.compress_precision("low_rank_diagonal", precision, self.rank, generator)[0]
         return {"diagonal": kept.shift, "root": kept.base.root}, move
 
     def _curvature(self, lin: Linearization) -> GGN | EmpiricalFisher:
