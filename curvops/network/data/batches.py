@@ -28,7 +28,6 @@ from torch.utils.data import (
 
 from curvops.checks import checked_whole
 from curvops.network.data.fingerprints import fingerprint
-from curvops.network.data.given import tensor_of
 from curvops.network.data.inputs import (
     Inputs,
     components,
@@ -39,6 +38,7 @@ from curvops.network.data.inputs import (
     num_points,
     require_finite,
     take,
+    tensor_of,
 )
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items

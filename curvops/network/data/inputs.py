@@ -1,19 +1,24 @@
-"""The inputs of a network: one tensor, a tuple of tensors (positional arguments) or a dict of them (keyword arguments).
+"""Inputs of a network: a tensor, a tuple (positional arguments) or a dict (keyword arguments); other tensors given.
 
-All have the same leading dimension n, the number of points. NumPy arrays become tensors.
+All inputs have the same leading dimension n, the number of points. NumPy arrays become tensors.
+
+A linearisation, a posterior and a sampler keep copies of the small tensors that they are given (noise, class weights,
+prior precision and mean, positions): a later change in place has no effect. A tensor that requires a gradient is kept
+itself, so that results and gradients belong to its present value. Data are not copied but compared by fingerprints
+(`network.data.batches`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
-
-from curvops.network.data.given import tensor_of
+from torch.utils.hooks import unserializable_hook
 
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -127,3 +132,46 @@ def _kind(x: object) -> str:
     if isinstance(x, Mapping):
         return "a mapping of " + ", ".join(f"{name!r}: {type(part).__name__}" for name, part in x.items())
     return f"a {type(x).__name__}"
+
+
+def tensor_of(x: Any) -> Any:
+    """Convert a NumPy array to a tensor, sharing its memory where torch can; return anything else unchanged.
+
+    Raises TypeError for an array that holds no numbers.
+    """
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.dtype.kind == "u" and x.dtype.itemsize > 1:
+        x = x.astype(np.int64)  # torch has hardly any operations for unsigned integers
+    try:
+        return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy())
+    except TypeError as error:
+        raise TypeError(
+            f"an array of {x.dtype} cannot become a tensor: {error} Convert it with x.astype(float)."
+        ) from None
+
+
+def own(given: Tensor, used: Tensor, what: str) -> Tensor:
+    """Copy `used`, the tensor made from `given`, or return `given` itself where it requires a gradient.
+
+    Where `given` requires a gradient and `used` is a conversion of it (another dtype, an entry of a mapping), the
+    conversion keeps the value at the call, and a backward pass through it after a change raises ValueError.
+    """
+    if not used.requires_grad:
+        return used.clone()
+    if used is given:
+        return used
+    value = given.detach().clone()
+
+    def require_unchanged(gradient: Tensor) -> None:
+        if not bool((given.detach() == value).all()):
+            raise ValueError(
+                f"{what} changed after it was given. It had been converted (another dtype or device, an entry of a "
+                "mapping), so that this gradient does not belong to its present value. Build the linearisation or the "
+                "posterior again after each change, or give a tensor with the weights' dtype and device, whose changes "
+                "take effect."
+            )
+
+    used = used.view_as(used)
+    used.register_hook(unserializable_hook(require_unchanged))
+    return used

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from curvops.network.data.inputs import components, normalise, num_points, take
-from curvops.network.engines.extents import Held, extent
-from curvops.network.engines.replay import Recorder, Replay
+from curvops.network.engines.replay import Held, Recorder, Replay, extent
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 

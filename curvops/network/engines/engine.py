@@ -16,10 +16,9 @@ from curvops.network.engines.autodiff import Recorded, Streamed, record_replay
 from curvops.network.engines.layerwise import Call, Layerwise, Owners, never_ran, owners_of, record
 from curvops.network.engines.plan import EngineChoice, EngineKind, Plan
 from curvops.network.engines.proofs import Proof, forget, key_of, proof_of
-from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import Routes, find_routes, proves_itself, with_kept
 from curvops.network.engines.self_check import mismatches, random_root, wrong_layers
-from curvops.network.likelihoods.output_fisher import IDENTITY, Root
+from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
@@ -115,7 +114,7 @@ class Engines:
         if kind == "layerwise":
             return self._proven(inputs, room, root)
         engine = self._autodiff(kind, inputs, room)
-        return Reduced(engine, root) if root is not IDENTITY else engine
+        return RootJacobian(engine, root) if root is not IDENTITY else engine
 
     def _autodiff(self, kind: EngineKind, inputs: Any, room: int) -> Streamed | Recorded:
         if kind == "recorded":
@@ -143,11 +142,11 @@ class Engines:
         while self.plan.layers and not self._proof.checked & ({WHOLE} if whole else {WHOLE, COLUMNS}):
             owners, others = self._owners(self.plan.others), tuple(self.plan.others)
             rest = Streamed(self.model, few, others, self._routes_of(others).pushes) if others else None
-            reference: Streamed | Reduced = Streamed(self.model, few, names, self._routes_of(names).pushes)
+            reference: Streamed | RootJacobian = Streamed(self.model, few, names, self._routes_of(names).pushes)
             root = IDENTITY
             if not whole:
                 root = random_root(num_points(few), self._num_outputs, self.model.theta)
-                reference = Reduced(reference, root)
+                reference = RootJacobian(reference, root)
             layers = Layerwise(self.model, few, owners, rest, LEAST_CHUNK, root)
             if layers.misfits:
                 self._reject(layers.misfits, NO_LAYER)

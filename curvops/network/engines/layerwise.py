@@ -28,10 +28,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from curvops.network.data.inputs import num_points
 from curvops.network.engines.attention import Projections, owns_projection
 from curvops.network.engines.autodiff import Recorded, Streamed
-from curvops.network.engines.layers import Local, Rule, rule_for, rule_of
-from curvops.network.engines.reduced import Reduced
+from curvops.network.engines.rules import Local, Rule, rule_for, rule_of
 from curvops.network.engines.rules.linear import LinearRule
-from curvops.network.likelihoods.output_fisher import IDENTITY, Root
+from curvops.network.likelihoods.output_fisher import IDENTITY, Root, RootJacobian
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks, FlatLayout
 
@@ -250,7 +249,7 @@ class Layerwise:
         root: Root = IDENTITY,
     ) -> None:
         self.model = model
-        self.rest = rest if rest is None or root is IDENTITY else Reduced(rest, root)
+        self.rest = rest if rest is None or root is IDENTITY else RootJacobian(rest, root)
         outputs, calls, self.misfits = record(model, inputs, owners)
         self.outputs = outputs.detach()
         self.num_columns = root.num_columns(outputs.shape[1])

@@ -8,6 +8,7 @@ pass itself, where `torch.func.linearize` takes some milliseconds for every oper
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvops.network.engines.extents import Held, extent
 from curvops.network.model.parameters import Blocks
 
 _ADD, _EXPAND = torch.ops.aten.add.Tensor, torch.ops.aten.expand.default
@@ -236,3 +236,22 @@ def _slots(values: Any) -> list[_Slot]:
 def _stored(tensor: Tensor) -> bool:
     """Whether a tensor has memory: the implicit zeros of forward mode have none."""
     return not tensor._is_zerotensor()
+
+
+class Held:
+    """The memory of some tensors; another tensor is in it where its storage lies within one of theirs."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._extents = sorted(extent(tensor) for tensor in tensors)
+        self._starts = [start for start, _ in self._extents]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        start, end = extent(tensor)
+        i = bisect_right(self._starts, start) - 1
+        return i >= 0 and end <= self._extents[i][1]
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor's storage starts and ends."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

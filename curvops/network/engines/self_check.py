@@ -10,15 +10,14 @@ from torch import Tensor
 from curvops.network.data.batches import Batch
 from curvops.network.engines.autodiff import Streamed
 from curvops.network.engines.layerwise import Layerwise, Owners, record, sensitivities
-from curvops.network.engines.reduced import Reduced
 from curvops.network.engines.routes import allowance, rounding, tolerance
 from curvops.network.likelihoods.gaussian import Gaussian
-from curvops.network.likelihoods.output_fisher import Root, Sampled
+from curvops.network.likelihoods.output_fisher import Root, RootJacobian, Sampled
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 
 
-def mismatches(engine: Layerwise, reference: Streamed | Reduced) -> set[str]:
+def mismatches(engine: Layerwise, reference: Streamed | RootJacobian) -> set[str]:
     """Names of parameters for which this batch's Jᵀu differs from autograd's, or J from the adjoint of Jᵀ."""
     generator = torch.Generator(device=engine.outputs.device).manual_seed(0)
     shape = 1, len(engine.outputs), engine.num_columns
@@ -64,7 +63,7 @@ def wrong_layers(model: Model, inputs: Any, owners: Owners, reference: Streamed)
     return misfits | _differing(ours, u, reference, generator)
 
 
-def _differing(ours: Blocks, u: Tensor, reference: Streamed | Reduced, generator: torch.Generator) -> set[str]:
+def _differing(ours: Blocks, u: Tensor, reference: Streamed | RootJacobian, generator: torch.Generator) -> set[str]:
     """Names of the gradients Jᵀu that differ from autograd's by more than the model's own rounding allows."""
     expected = {name: value for name, value in reference.pull(u).items() if name in ours}
     scale = torch.stack([value.norm() for value in expected.values()]).norm()

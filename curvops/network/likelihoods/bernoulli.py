@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from curvops.network.likelihoods.independent import Independent, check_rows, weighted
-from curvops.network.likelihoods.likelihood import Outputs, Weights, within
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weighted, within
 
 
 class Bernoulli(Independent):

@@ -10,8 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.independent import Independent, check_rows, normal_like, weighted
-from curvops.network.likelihoods.likelihood import Outputs, Weights, within
+from curvops.network.likelihoods.likelihood import (
+    Independent,
+    Outputs,
+    Weights,
+    check_rows,
+    normal_like,
+    weighted,
+    within,
+)
 
 
 class Gaussian(Independent):

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.independent import Independent, normal_like, weighted
-from curvops.network.likelihoods.likelihood import Outputs, Weights, within
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, normal_like, weighted, within
 
 
 class HeteroscedasticGaussian(Independent):

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.independent import Independent, check_rows, weighted
-from curvops.network.likelihoods.likelihood import Outputs, Weights
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, check_rows, weighted
 
 
 class Poisson(Independent):

@@ -1,4 +1,4 @@
-"""How inputs become the arguments of a model: one argument for each entry, or all entries as a single argument.
+"""How a model is called: inputs become its arguments, and its errors are explained.
 
 The signature decides. Entries that `forward` takes by name (for a tuple, by position) are passed as separate arguments,
 as in Hugging Face's models; otherwise the mapping or tuple is the only argument, as in `forward(self, batch)`.
@@ -6,11 +6,16 @@ as in Hugging Face's models; otherwise the mapping or tuple is the only argument
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Hashable, Mapping
+import re
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+
+from curvops.network.data.inputs import Inputs, components
 
 
 class Calls:
@@ -90,3 +95,62 @@ def _refusal(signature: inspect.Signature, inputs: Any, whole: bool) -> TypeErro
     except TypeError as error:
         return error
     return None
+
+
+# Patterns of torch's messages and the remedy for each; the first that matches counts.
+REMEDIES: tuple[tuple[str, str], ...] = (
+    (
+        r"same device|different device|device type",
+        "Inputs are moved to the parameters' device. A tensor that is neither parameter nor buffer stays where it was "
+        "made: register it with register_buffer.",
+    ),
+    (
+        r"scalar type|same dtype|dtype|indices.*FloatTensor",
+        "Floating inputs are cast to the parameters' dtype, others keep theirs: give indices in an integer dtype, real "
+        "numbers in a floating one, and cast inside the model where its parts have several dtypes.",
+    ),
+    (
+        r"index out of range|out of bounds|device-side assert",
+        "An index is beyond a table, such as a token beyond its embedding: compare the largest with num_embeddings.",
+    ),
+    (
+        r"unexpected keyword|missing \d+ required|positional argument|multiple values",
+        "Tensors and tuples are positional arguments, mappings keyword arguments (or, where forward names none of "
+        "them, its only one): name them as forward does.",
+    ),
+    (
+        r"shape|size|dimension|channels|rank",
+        "Inputs must have the shape that the model takes, with the points along the first dimension.",
+    ),
+)
+OTHERWISE = "Call the model itself on these points: it should return the outputs (N, C)."
+MISSING = "forward looks up an entry that the inputs do not have: name the mapping's entries as it does."
+
+
+@contextlib.contextmanager
+def explain(inputs: Inputs) -> Iterator[None]:
+    """Add to an error of the model the inputs that it was run on and a remedy; the error itself becomes the cause.
+
+    Raises TypeError for a TypeError, else ValueError. Out-of-memory errors pass through unchanged.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{name} {tuple(t.shape)} of {t.dtype}" for name, t in components(inputs))
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"the model failed on {given}: {type(error).__name__}: {_first_lines(error)} {_remedy(error)}"
+        ) from error
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, KeyError | AttributeError):
+        return MISSING if isinstance(error, KeyError) else OTHERWISE
+    return next((text for pattern, text in REMEDIES if re.search(pattern, str(error), re.IGNORECASE)), OTHERWISE)
+
+
+def _first_lines(error: Exception) -> str:
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return text if text.endswith((".", "!", "?")) else f"{text}."

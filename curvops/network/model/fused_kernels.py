@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from curvops.network.model.lookups import PlainLookups, needs_plain_lookups
-from curvops.network.model.wrappers import eagerly, holds_compiled
 
 ATTENTION = [
     (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
@@ -73,3 +72,16 @@ def _no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def holds_compiled(module: nn.Module) -> bool:
+    """Whether a module or one of its parts is compiled."""
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules())
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled code runs as it was written.
+
+    A compiled graph has no forward mode, and differentiating through it would compile it again.
+    """
+    return torch.compiler.set_stance("force_eager")

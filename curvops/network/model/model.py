@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from curvops.network.data.inputs import Inputs, components, copy, first_of, normalise
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import own_randomness
-from curvops.network.model.calls import Calls
-from curvops.network.model.failures import explain
+from curvops.network.model.calls import Calls, explain
 from curvops.network.model.fused_kernels import settings_for, stand_ins_for
 from curvops.network.model.parameters import Blocks, Selection, select
 from curvops.network.model.skeleton import TensorUse, skeleton_of
 from curvops.network.model.tangent_space import TangentSpace, tangent_space
-from curvops.network.model.wrappers import unwrapped
 
 NORMALISATION = re.compile(r"Norm(\d+d)?$")
 """BatchNorm2d, LayerNorm, GroupNorm, LlamaRMSNorm, _WeightNorm, …"""
@@ -391,6 +389,20 @@ def check_deterministic_modules(module: nn.Module) -> None:
                 f"{name or 'the model'} ({type(part).__name__}) keeps no running statistics, so that each point's "
                 "output depends on its batch; use track_running_stats=True or another normalisation."
             )
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model that `torch.compile`, `DataParallel` or `DistributedDataParallel` wraps; names lose the prefix.
+
+    A wrapper with hooks of its own stays.
+    """
+    if not isinstance(model, nn.Module):
+        return getattr(model, "_torchdynamo_orig_callable", model)
+    inner = model._modules.get("_orig_mod")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = model.module
+    hooked = model._forward_hooks or model._forward_pre_hooks
+    return model if inner is None or hooked else unwrapped(inner)
 
 
 def _parts(source: Any) -> tuple[nn.Module | None, Callable[..., Any] | None, dict[str, Tensor], list[str]]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.given import own
+from curvops.network.data.inputs import own
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import matching
 

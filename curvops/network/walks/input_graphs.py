@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from curvops.network.data.inputs import Inputs, components, move, num_points, replaced, take
-from curvops.network.engines.custom_functions import has_custom_functions, named_custom_functions
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.layerwise import Features, record, sensitivities
+from curvops.network.engines.routes import has_custom_functions, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.model.parameters import Blocks
 from curvops.network.walks.layer_roots import Group, JacobianRows, grouped, parts_of

@@ -20,8 +20,7 @@ from curvops.network.data.inputs import copy, move, num_points, take
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Owners, record
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
-from curvops.network.engines.reduced import Reduced
-from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, Unit
+from curvops.network.likelihoods.output_fisher import IDENTITY, OutputFisher, Root, RootJacobian, Unit
 from curvops.network.model.model import Model
 from curvops.network.walks.budget import Budget
 from curvops.network.walks.layer_roots import Group, JacobianRows, Recording, Score, each_group, groups_of
@@ -202,7 +201,7 @@ class Passes(JacobianRows):
     def _each(self, columns: int, root: OutputFisher | None) -> Iterator[tuple[Any, Any]]:
         """(label, J of the batch, or Lᵀ J with the root L of H = L Lᵀ) for every batch."""
         for label, J in self.each(columns):
-            yield label, J if root is None else Reduced(J, Root(root, label))
+            yield label, J if root is None else RootJacobian(J, Root(root, label))
 
     def total(self, term: Callable[[Any, Any], Tensor], columns: int, root: OutputFisher | None = None) -> Tensor:
         """Σ over batches of `term(label, J of the batch)`, for a product with `columns` vectors; with a root Lᵀ J."""

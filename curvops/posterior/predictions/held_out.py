@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg import Estimate
-from curvops.network.data.given import tensor_of
-from curvops.network.data.inputs import as_inputs, num_points
+from curvops.network.data.inputs import as_inputs, num_points, tensor_of
 from curvops.network.likelihoods import Likelihood, Sequences
 from curvops.operators import Linearization
 

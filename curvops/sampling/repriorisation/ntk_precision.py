@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from curvops.checks import checked_number
-from curvops.network.model.wrappers import unwrapped
+from curvops.network.model.model import unwrapped
 
 FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)

@@ -1,6 +1,6 @@
 """The table of layer rules: each against autograd on the layer alone.
 
-Tests `bilinear.py`, `convolution.py`, `embedding.py`, `linear.py`, `norm.py`, `rule.py`.
+Tests `convolution.py`, `embedding.py`, `linear.py`, `norm.py`, `rule.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from curvops.network.engines.layers import Rule, rule_for, rule_of
+from curvops.network.engines.rules import Rule, rule_for, rule_of
 
 K, SIX = 3, (6, 6)
 Inputs = tuple[Tensor, ...]

@@ -1,7 +1,4 @@
-"""The autodiff engine proves itself: on the first points, on the first batch that it keeps, and after every switch.
-
-Tests `custom_functions.py`.
-"""
+"""The autodiff engine proves itself: on the first points, on the first batch that it keeps, and after every switch."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from torch import Tensor, nn
 
 import curvops as co
 from curvops.network.engines.autodiff import Streamed
-from curvops.network.engines.custom_functions import named_custom_functions
 from curvops.network.engines.replay import Replay
-from curvops.network.engines.routes import Reference, find_routes
+from curvops.network.engines.routes import Reference, find_routes, named_custom_functions
 from curvops.network.model.model import Model
 from curvops.network.walks.passes import Passes
 from tests.memory import peak_of

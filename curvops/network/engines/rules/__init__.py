@@ -1,1 +1,52 @@
-"""One file per family of layers; the table of them all is `curvops.network.engines.layers`."""
+"""The table of layer rules, one file per family of layers. Adding a layer is adding a row to `RULES`."""
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from curvops.network.engines.rules.convolution import ConvolutionRule, TransposedConvolutionRule
+from curvops.network.engines.rules.embedding import EmbeddingBagRule, EmbeddingRule
+from curvops.network.engines.rules.linear import BilinearRule, LinearRule, TransposedLinearRule
+from curvops.network.engines.rules.norm import ScaleRule
+from curvops.network.engines.rules.rule import Local, Rule
+
+__all__ = ["RULES", "Local", "Rule", "rule_for", "rule_of"]
+
+# A class of a package that need not be installed stands under its full name.
+RULES: dict[type | str, Rule] = {
+    nn.Linear: LinearRule(),
+    NonDynamicallyQuantizableLinear: LinearRule(),  # the output projection of attention
+    "transformers.pytorch_utils.Conv1D": TransposedLinearRule(),
+    "transformers.modeling_utils.Conv1D": TransposedLinearRule(),  # its place before version 4.16
+    nn.Conv1d: ConvolutionRule(),
+    nn.Conv2d: ConvolutionRule(),
+    nn.Conv3d: ConvolutionRule(),
+    nn.ConvTranspose1d: TransposedConvolutionRule(),
+    nn.ConvTranspose2d: TransposedConvolutionRule(),
+    nn.ConvTranspose3d: TransposedConvolutionRule(),
+    nn.Embedding: EmbeddingRule(),
+    nn.EmbeddingBag: EmbeddingBagRule(),
+    nn.Bilinear: BilinearRule(),
+    nn.LayerNorm: ScaleRule(leading=False),
+    nn.RMSNorm: ScaleRule(leading=False),
+    nn.GroupNorm: ScaleRule(leading=True),
+    nn.BatchNorm1d: ScaleRule(leading=True),
+    nn.BatchNorm2d: ScaleRule(leading=True),
+    nn.BatchNorm3d: ScaleRule(leading=True),
+    nn.InstanceNorm1d: ScaleRule(leading=True),
+    nn.InstanceNorm2d: ScaleRule(leading=True),
+    nn.InstanceNorm3d: ScaleRule(leading=True),
+}
+
+
+def rule_of(kind: type) -> Rule | None:
+    """The row of `RULES` for a class, never that of a class it derives from; None without one."""
+    return RULES.get(kind) or RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of a layer, None where there is none: a subclass, a parametrised or a hooked layer may do anything."""
+    rule = rule_of(type(layer))
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    if rule is None or not own <= {"weight", "bias"} or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    return rule if rule.supports(layer) else None
