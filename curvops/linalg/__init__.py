@@ -35,12 +35,16 @@ from curvops.linalg.operators.draws import draw
 from curvops.linalg.operators.kronecker import EigenKronecker, Kronecker
 from curvops.linalg.operators.low_rank import LowRank
 from curvops.linalg.operators.low_rank_approximation import RankTooLow, low_rank
-from curvops.linalg.preconditioners.block_jacobi import BlockPreconditioner, block_jacobi
 from curvops.linalg.preconditioners.cholesky import PivotedCholesky, cholesky
+from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, LowRankPreconditioner
-from curvops.linalg.preconditioners.jacobi import DiagonalPreconditioner, diagonal_preconditioner
+from curvops.linalg.preconditioners.jacobi import (
+    BlockPreconditioner,
+    DiagonalPreconditioner,
+    block_jacobi,
+    diagonal_preconditioner,
+)
 from curvops.linalg.preconditioners.nystrom import Nystrom, nystrom
-from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.dual_descent import dual_descent
 from curvops.linalg.solvers.lsmr import lsmr

@@ -203,6 +203,11 @@ INDEFINITE_REMEDY = (
 """The remedy for `NotPositiveSemidefinite`."""
 
 
+def indefinite(finding: str) -> NotPositiveSemidefinite:
+    """Return the error that reports what shows a matrix to be indefinite, with the remedy."""
+    return NotPositiveSemidefinite(f"{finding} {INDEFINITE_REMEDY}")
+
+
 def caution(samples: int) -> float:
     """Return the factor that widens Student's t for few probes, whose zᵀAz are skewed.
 

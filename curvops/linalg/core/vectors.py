@@ -83,6 +83,12 @@ def require_precision(dtype: torch.dtype) -> None:
         )
 
 
+def check_finite(values: Tensor, what: str = "a product of A") -> None:
+    """Raise ValueError where one of these numbers is not finite."""
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{what} holds NaN or Inf; check the parameters and the data.")
+
+
 def describe_square(A: Matrix) -> Description:
     """Return ``describe(A)``; raise ValueError where A is not square."""
     facts = describe(A)

@@ -29,7 +29,7 @@ from curvops.linalg.core.cache import Cache, recorded
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
-from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite
+from curvops.linalg.core.results import Estimate, indefinite
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import clearly_indefinite
@@ -570,10 +570,7 @@ class Operator(LinearOperator):
     def _require_psd(self) -> None:
         """Raise NotPositiveSemidefinite where a small A has a negative eigenvalue: a jitter would hide it."""
         if not self.psd and clearly_indefinite(self._dense().detach()):
-            raise NotPositiveSemidefinite(
-                f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue. "
-                f"{INDEFINITE_REMEDY}"
-            )
+            raise indefinite(f"a root of this {type(self).__name__} does not exist: it has a negative eigenvalue.")
 
     def sqrt_inv_matmul(self, rhs: Tensor, lhs: Tensor | None = None) -> Any:
         """Return A^-½ B, or the pair (L A^-½ B, diag(L A⁻¹ Lᵀ)), with the symmetric root.

@@ -27,8 +27,8 @@ from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, closed_form
 from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
+from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.preconditioners.nystrom import expected_products, nystrom
-from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner, as_preconditioner
 from curvops.linalg.solvers.solve import Promises
 
 NEAR = 1e3

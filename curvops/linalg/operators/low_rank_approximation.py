@@ -17,7 +17,7 @@ from curvops.linalg.core.cache import require_unrecorded
 from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
-from curvops.linalg.core.results import INDEFINITE_REMEDY, Estimate, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Estimate, Reason, indefinite
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
@@ -25,6 +25,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import (
     CHUNK,
     Matrix,
+    check_finite,
     combine,
     describe_square,
     gram,
@@ -178,14 +179,11 @@ def _by_lanczos(
 def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
     """Return Ritz vectors as columns and positive Ritz values, descending."""
     T = run.tridiagonal(0)
-    if not bool(torch.isfinite(T).all()):
-        raise ValueError("a product of A holds NaN or Inf; check the parameters and the data.")
+    check_finite(T)
     values, rotation = torch.linalg.eigh(T)
     noise = 10 * len(values) * run.eps * float(values.abs().max())
     if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
-        raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}. {INDEFINITE_REMEDY}"
-        )
+        raise indefinite(f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}.")
     kept = (values > noise).nonzero().squeeze(1).flip(0)
     basis = run.vectors(0, len(values))
     return combine(basis, rotation[:, kept]), values[kept].to(basis)

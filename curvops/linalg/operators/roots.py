@@ -11,7 +11,7 @@ from linear_operator import settings
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
+from curvops.linalg.core.results import indefinite
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.spectra.lanczos import lanczos
 
@@ -35,9 +35,9 @@ def cholesky_factor(operator: LinearOperator) -> Tensor:
         if not bool(info.any()):
             return L * largest.sqrt()
         added = max(10 * added, len(eye) * torch.finfo(dense.dtype).eps)
-    raise NotPositiveSemidefinite(
+    raise indefinite(
         f"this {type(operator).__name__} has no Cholesky factor: it is not positive definite, beyond what rounding "
-        f"explains. {INDEFINITE_REMEDY}"
+        "explains."
     )
 
 

@@ -23,11 +23,12 @@ from curvops.checks import check_choice, check_limits, checked_number
 from curvops.linalg.core.entries import columns_of, diagonal_of
 from curvops.linalg.core.memory import room_for
 from curvops.linalg.core.orthogonal import tall_qr
-from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, indefinite
 from curvops.linalg.core.symmetry import require_symmetric, skew_tolerance
 from curvops.linalg.core.vectors import (
     Matrix,
     axpy,
+    check_finite,
     combine,
     describe_square,
     draw_positions,
@@ -128,7 +129,10 @@ def cholesky(
     Source: Harbrecht, Peters & Schneider 2012 (greedy); Chen, Epperly, Tropp & Webber 2023, algorithm 2.2 (random).
     """
     n, _, dtype, _ = describe_square(A)
-    _check(rank, pivoting, shift)
+    check_choice("pivoting", pivoting, ("greedy", "random"))
+    for name, value in (("rank", rank), ("shift", shift)):
+        if value is not None:
+            checked_number(name, value, "[0, inf)")
     check_limits(rtol, memory_budget=memory_budget)
     size = torch.finfo(dtype).bits // 8
     budget = room_for(A, memory_budget, LEAST_VECTORS * n * size)
@@ -147,13 +151,6 @@ def cholesky(
     return PivotedCholesky(
         grown.F, grown.pivots, 0.0 if grown.exhausted else grown.trace_left, float(shift), spent + grown.columns, reason
     )
-
-
-def _check(rank: int | None, pivoting: str, shift: float | int) -> None:
-    check_choice("pivoting", pivoting, ("greedy", "random"))
-    for name, value in (("rank", rank), ("shift", shift)):
-        if value is not None:
-            checked_number(name, value, "[0, inf)")
 
 
 def _scale(diagonal: Tensor) -> float:
@@ -231,8 +228,7 @@ def _grow(
 
 def _check_core(core: Tensor, expected: Tensor, scale: float, dtype: torch.dtype) -> None:
     """Raise ValueError where the columns and the diagonal disagree."""
-    if not bool(torch.isfinite(core).all()):
-        raise ValueError("a column of A holds NaN or Inf; check the parameters and the data.")
+    check_finite(core, "a column of A")
     gap = (core.diagonal() - expected).abs().amax()
     if not bool(gap <= math.sqrt(torch.finfo(dtype).eps) * scale):
         raise ValueError(
@@ -258,7 +254,6 @@ def _factor(core: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def _indefinite(value: float) -> NotPositiveSemidefinite:
-    return NotPositiveSemidefinite(
-        f"A is not positive semidefinite: a diagonal entry, of A or of a Schur complement, is {value:.3e}. "
-        f"{INDEFINITE_REMEDY}"
+    return indefinite(
+        f"A is not positive semidefinite: a diagonal entry, of A or of a Schur complement, is {value:.3e}."
     )

@@ -14,7 +14,7 @@ from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
 from curvops.checks import check_limits
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
-from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite, Reason
+from curvops.linalg.core.results import Reason, indefinite
 from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd, require_symmetric
@@ -33,6 +33,7 @@ from curvops.linalg.core.vectors import (
     part,
     random_block,
     rotate,
+    shaped_as,
     spawn_generator,
 )
 from curvops.linalg.preconditioners.factored import LowRankPreconditioner
@@ -82,8 +83,7 @@ class Nystrom(Summarised):
 
     def __matmul__(self, V: Float[Vectors, "n *k"]) -> Float[Vectors, "n *k"]:
         """Multiply the approximation by a vector or a block."""
-        found = combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V)))
-        return found if V.ndim == 2 else found.squeeze(1)
+        return shaped_as(combine(self.U, self.eigenvalues[:, None] * gram(self.U, as_columns(V))), V)
 
 
 @resumable
@@ -219,9 +219,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
             nu = nu + 2 * abs(lowest)  # rounding inside the products, covered by a larger shift
             L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
-        raise NotPositiveSemidefinite(
-            f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}. {INDEFINITE_REMEDY}"
-        )
+        raise indefinite(f"A is not positive semidefinite: an eigenvalue is at most {lowest:.3e}.")
     # B = (Y + νΩ) L⁻ᵀ; only the small factor of its QR needs a singular value decomposition.
     shifted = axpy(as_block(Y), Omega, torch.full((r,), nu, dtype=torch.float64, device=Y.device))
     rotate(shifted, torch.linalg.solve_triangular(L, eye, upper=False).mT)

@@ -30,7 +30,7 @@ from curvops.linalg.core.solve_routes import (
     routes,
 )
 from curvops.linalg.core.symmetry import is_psd
-from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
+from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from curvops.operators.curvatures.curvature_root import root_of
 from curvops.operators.curvatures.formed import Formed
 from curvops.posterior.core.curvature_cache import CurvatureCache

@@ -1,13 +1,13 @@
 """A closed form that holds under another diagonal, as the preconditioner of systems and determinants.
 
-Tests `of_operator.py`.
+Tests `closed_form_preconditioner.py`.
 """
 
 import pytest
 import torch
 
 from curvops.linalg import DirectSum, Kronecker, LowRank, cg, logdet
-from curvops.linalg.preconditioners.of_operator import ClosedFormPreconditioner
+from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
 from tests.linalg.operands import positive, random, uniform
 
 DOUBLE = torch.float64

@@ -1,6 +1,6 @@
 """Every preconditioner against its dense matrix, in CG, and in the log-determinant.
 
-Tests `block_jacobi.py`, `factored.py`, `jacobi.py`.
+Tests `factored.py`, `jacobi.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.vectors import Matrix, ScalarFunction, describe_square
-from curvops.linalg.preconditioners.block_jacobi import block_jacobi
 from curvops.linalg.preconditioners.factored import FactoredPreconditioner, FilteredPreconditioner
+from curvops.linalg.preconditioners.jacobi import block_jacobi
 
 METHODS = ("__matmul__", "sqrt_inverse", "sqrt", "logdet", "bounds", "floor", "matvecs")
 
@@ -70,10 +70,7 @@ def as_preconditioner(P: FactoredPreconditioner | Matrix) -> FactoredPreconditio
             f"a preconditioner must be an operator, a tensor, or have {', '.join(METHODS)}; got {type(P).__name__}."
         )
     n = describe_square(P).rows
-    find = getattr(P, "_closed_form", lambda: None)
-    form = find()
-    if form is None and hasattr(P, "_closed_form"):
-        form = P.add_diagonal(0.0)._closed_form()
+    form = (P._closed_form() or P.add_diagonal(0.0)._closed_form()) if hasattr(P, "_closed_form") else None
     if form is None:
         raise TypeError(
             f"no closed form of this {type(P).__name__} of {n} rows is known (a low rank needs add_diagonal(shift)); "
