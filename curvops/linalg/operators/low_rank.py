@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -12,9 +13,11 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
+from curvops.linalg.core.vectors import gram, inner
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm
@@ -98,6 +101,29 @@ class LowRankForm(ClosedForm):
         shift = self.shift.expand(self.base.shape[-1])
         return shift.log().sum() + torch.linalg.slogdet(self.capacitance)[1]
 
+    @cached_property
+    def rounding(self) -> CapacitanceRounding:
+        """The bounds of what rounding does to the capacitance and to its inverse."""
+        base, shift = self.base.detach(), self.shift.detach()
+        sizes = inner(base.vectors if shift.ndim == 0 else self.scaled.detach(), base.vectors)
+        sizes = sizes * self.inverse_shift.detach() if shift.ndim == 0 else sizes
+        lu, pivots = self.factors
+        return CapacitanceRounding(self.capacitance.detach(), lu.detach(), pivots, sizes, base.values.double())
+
+    def logdet_error(self) -> float:
+        logs = self.shift.detach().double().log().expand(self.base.shape[-1])
+        return self.rounding.logdet_error() + self.rounding.unit * float(logs.abs().sum())
+
+    def inverse_diagonal_error(self) -> Tensor:
+        U, unit, inverse_shift = self.base.vectors.detach(), self.rounding.unit, self.shift.detach().reciprocal()
+        if self._needs_splitting:
+            gap = gram(U, U) - self._eye  # P⁻¹ has (S⁻¹d + UᵀU)⁻¹ where the formula has (S⁻¹d + I)⁻¹
+            return (3 * _quadratic_forms(U.abs(), gap.abs()) + unit * (1 + U.square().sum(1))) * inverse_shift
+        weights = self.rounding.inverse_error()
+        if weights is None:  # 0 < P⁻¹ ≤ D⁻¹
+            return inverse_shift + self.inverse_diagonal().detach().abs()
+        return _quadratic_forms(self.scaled.detach().abs(), weights) + unit * inverse_shift
+
     def inverse_diagonal(self) -> Tensor:
         if self._needs_splitting:
             inside = self.base.vectors.square()
@@ -130,6 +156,75 @@ class LowRankForm(ClosedForm):
             least = float(self.shift.detach().min())
             return inverse_root_product(self.base.add_diagonal(self.shift), block, lower_bound=least)
         return self.inverse_shift.sqrt() * self._whitened_root(block)
+
+
+def _quadratic_forms(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Return xᵀ M x for each row x."""
+    return ((rows @ matrix.to(rows)) * rows).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class CapacitanceRounding:
+    """The changes by rounding of the capacitance C = I + UᵀD⁻¹U S, of its log-determinant and of its inverse.
+
+    The computed C differs from the exact one by at most E, entry by entry: the product UᵀD⁻¹U by Cauchy and Schwarz
+    from its diagonal `sizes`, the elimination by |L| |U| (Higham 2002, theorem 9.3). Then everything follows from
+    |C⁻¹ΔC| ≤ B = |C⁻¹| E, whose powers are bounded by its Perron root.
+    """
+
+    capacitance: Float[Tensor, "r r"]
+    lu: Float[Tensor, "r r"]
+    pivots: Tensor
+    sizes: Float[Tensor, " r"]
+    values: Float[Tensor, " r"]
+
+    @property
+    def unit(self) -> float:
+        """The largest relative error of a sum of products of the dtype, per size of its terms."""
+        return ROUNDINGS * torch.finfo(self.lu.dtype).eps
+
+    @cached_property
+    def inverse(self) -> Float[Tensor, "r r"]:
+        """The magnitudes |C⁻¹| of the inverse."""
+        return torch.linalg.inv_ex(self.capacitance.double()).inverse.abs()
+
+    @cached_property
+    def relative(self) -> Float[Tensor, "r r"]:
+        """The bound B of |C⁻¹ΔC|."""
+        P, L, U = torch.lu_unpack(self.lu.double(), self.pivots)
+        roots, steps = self.sizes.sqrt(), min(ROUNDINGS, len(self.values))
+        products = torch.outer(roots, roots) * self.values
+        terms = ROUNDINGS * products + self.capacitance.double().abs() + steps * (P @ (L.abs() @ U.abs()))
+        return self.inverse @ (torch.finfo(self.lu.dtype).eps * terms)
+
+    @cached_property
+    def scale(self) -> Float[Tensor, " r"]:
+        """A vector near the Perron vector of B."""
+        return self.relative @ self.relative.sum(1)
+
+    @cached_property
+    def root(self) -> float:
+        """An upper bound of the Perron root of B (Collatz 1942); rounding is decisive where it is not below 1."""
+        growth = (self.relative @ self.scale) / self.scale
+        return float(growth.nan_to_num(math.inf).max()) if len(growth) else 0.0
+
+    def logdet_error(self) -> float:
+        """Return the largest change of log det C: |log det(I + X)| ≤ Σ tr Bᵏ / k for |X| ≤ B."""
+        if self.root < 1:
+            rest = -math.log1p(-self.root) - self.root
+            return float(self.relative.diagonal().sum()) + len(self.values) * rest
+        most = (self.values * self.sizes).log1p().sum()  # 0 ≤ log det C ≤ Σ log C_jj
+        return float(most + torch.linalg.slogdet(self.capacitance.double())[1].abs())
+
+    def inverse_error(self) -> Float[Tensor, "r r"] | None:
+        """Return the largest change of S C⁻¹ and of products with it; None where nothing is known of them."""
+        if not self.root < 1:
+            return None
+        balance = self.scale / self.scale.unsqueeze(1)
+        eye = torch.eye(len(self.values), dtype=torch.float64, device=self.values.device)
+        scaled = self.relative * balance
+        series = torch.linalg.solve(eye - scaled, scaled).clamp_min(0) / balance  # Σ Bᵏ for k ≥ 1
+        return self.values.unsqueeze(1) * (series @ self.inverse + self.unit * self.inverse)
 
 
 class LowRank(Operator):

@@ -1,0 +1,119 @@
+"""The bounds that Woodbury's closed forms state of their rounding, against 60 digits.
+
+Tests `low_rank.py`.
+"""
+
+import pytest
+import torch
+from mpmath import mp, mpf
+
+from curvops.linalg import Dense, LowRank
+from curvops.linalg.core.results import Estimate, Reason
+
+DIGITS = 60
+N, R = 10, 4
+ORDINARY = 1e-4
+"""The relative width below which an interval in single precision is of use."""
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def orthonormal():
+    return torch.linalg.qr(torch.randn(N, R, dtype=torch.float64, generator=generator())).Q
+
+
+def with_unit_vectors():
+    """A basis whose range holds unit vectors: entries of P⁻¹ there are far below 1/d."""
+    vectors = orthonormal()
+    vectors[:, :2] = 0
+    vectors[:2, :] = 0
+    vectors[0, 0] = vectors[1, 1] = 1
+    return torch.linalg.qr(vectors).Q
+
+
+VECTORS = {
+    "orthonormal": orthonormal,
+    "unit vectors": with_unit_vectors,
+    "any": lambda: torch.randn(N, R, dtype=torch.float64, generator=generator()),
+    "nearly dependent": lambda: (
+        torch.ones(N, R, dtype=torch.float64) + 1e-3 * torch.randn(N, R, dtype=torch.float64, generator=generator())
+    ),
+}
+VALUES = {
+    "equal": torch.ones(R, dtype=torch.float64),
+    "graded": torch.logspace(0, -8, R, dtype=torch.float64),
+    "with a zero": torch.tensor([1.0, 0.5, 1e-3, 0.0], dtype=torch.float64),
+}
+SHIFTS = {
+    "number": torch.tensor(1.0, dtype=torch.float64),
+    "vector": torch.logspace(-3, 3, N, dtype=torch.float64),
+}
+
+
+def exact(P):
+    """Return log det P and the diagonal of P⁻¹ for an mpmath matrix."""
+    with mp.workdps(DIGITS):
+        inverse = P**-1
+        return float(mp.log(mp.det(P))), torch.tensor([float(inverse[i, i]) for i in range(N)], dtype=torch.float64)
+
+
+def as_mp(matrix):
+    return mp.matrix([[mpf(x) for x in row] for row in matrix.tolist()])
+
+
+def check(P, matrix):
+    """Hold the closed form's log det and inverse diagonal against those of the matrix."""
+    form = P._closed_form()
+    logdet, diagonal = exact(matrix)
+    estimates = P._logdet_estimate(), Estimate.rounded(P.inverse().diagonal(), P.inverse()._diagonal_error())
+    for found, expected in zip(estimates, (logdet, diagonal)):
+        low, high = found.interval()
+        assert bool((low.double() <= expected).all() and (expected <= high.double()).all()), (found, expected)
+        assert (found.reason is Reason.CONVERGED) == bool((found.stderr == 0).all())
+    assert form is not None
+    return estimates
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e8, 1e14])
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("vectors", VECTORS)
+def test_a_low_rank_plus_a_diagonal_is_within_its_bounds(vectors, values, shift, size, dtype):
+    U, s, d = VECTORS[vectors]().to(dtype), (size * VALUES[values]).to(dtype), SHIFTS[shift].to(dtype)
+    with mp.workdps(DIGITS):
+        held = as_mp(U)
+        matrix = held * mp.diag(s.tolist()) * held.T + mp.diag(d.expand(N).tolist())
+    logdet, diagonal = check(LowRank(U, s).add_diagonal(d), matrix)
+    if vectors == "orthonormal" and shift == "number" and size <= 1e8:
+        assert diagonal.reason is Reason.CONVERGED
+        assert size < 1 or logdet.reason is Reason.CONVERGED  # log det P is of the order of the values
+        assert logdet.bias_bound <= ORDINARY * max(1.0, abs(float(logdet)))
+        assert diagonal.bias_bound.norm() <= ORDINARY * diagonal.value.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("vectors", VECTORS)
+def test_a_low_rank_beside_a_matrix_is_within_its_bounds(vectors, size, dtype):
+    root = torch.randn(N, N, dtype=torch.float64, generator=generator())
+    A, U = (root @ root.mT / N).to(dtype), VECTORS[vectors]().to(dtype)
+    A, s = (A + A.mT) / 2, (size * VALUES["graded"]).to(dtype)
+    P = (Dense(A, psd=True) + LowRank(U, s)).add_diagonal(0.5)
+    if P._closed_form() is None:  # the differences would cancel too much
+        assert size == 1e3 and dtype == torch.float32
+        return
+    with mp.workdps(DIGITS):
+        held = as_mp(U)
+        matrix = as_mp(A) + held * mp.diag(s.tolist()) * held.T + mp.diag([mpf(0.5)] * N)
+    check(P, matrix)
+
+
+def test_where_rounding_decides_the_bound_is_what_is_known_of_a_matrix_plus_a_diagonal():
+    """Two directions that single precision cannot tell apart: 0 ≤ log det(P/D) ≤ Σ log(1 + s uᵀD⁻¹u)."""
+    u = torch.ones(N, 1)
+    vectors = torch.cat([u, u + 1e-7 * torch.arange(N).unsqueeze(1)], 1)
+    found = LowRank(vectors, torch.tensor([1e12, 1e12])).add_diagonal(1.0)._logdet_estimate()
+    assert found.reason is Reason.PRECISION_LIMIT and 1 < found.bias_bound < 200
