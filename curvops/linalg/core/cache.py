@@ -15,14 +15,14 @@ SHORT = 256
 """A vector of so many numbers is compared by value, too."""
 
 
-def recorded(tensors: Sequence[Tensor]) -> bool:
+def carries_graph(tensors: Sequence[Tensor]) -> bool:
     """Return whether a value computed from these tensors now would carry a graph."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def require_unrecorded(tensors: Sequence[Tensor], what: str) -> None:
+def require_no_graph(tensors: Sequence[Tensor], what: str) -> None:
     """Raise ValueError where a gradient is asked for that `what` lacks: it would silently be zero."""
-    if recorded(tensors):
+    if carries_graph(tensors):
         raise ValueError(
             f"{what} has no gradient for the tensors that its matrix is made of, and one of them requires a gradient "
             "(the likelihood's noise or a prior precision, say): detach it, or build it under torch.no_grad()."
@@ -66,7 +66,7 @@ class Cache:
         Tensors are compared by storage and version; short vectors (a noise, a prior) and those `watched` also by their
         values, which catches changes that leave the version as it was (`.data`, fused optimisers).
         """
-        if recorded(tensors):
+        if carries_graph(tensors):
             return compute()
         watched = [*_short_vectors(tensors), *watched]
         with self.lock:

@@ -25,7 +25,7 @@ from torch import Tensor
 from curvops.checkpoint import Place
 from curvops.checks import checked_whole
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
 from curvops.linalg.core.partition import Partition
@@ -424,7 +424,7 @@ class Operator(LinearOperator):
     def _exact_form(self) -> Any:
         """Return the closed form, None where there is none, or where the small dense matrix has more gradients."""
         form = self._closed_form()
-        if form is None or not (self._is_small and recorded(self.representation())):
+        if form is None or not (self._is_small and carries_graph(self.representation())):
             return form
         form.require_definite()
         return None
@@ -612,7 +612,7 @@ class Operator(LinearOperator):
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
         """Draw `num_samples` rows of N(0, A), (num_samples, ..., n)."""
-        form = None if recorded(self.representation()) and self._is_small else self._closed_form()
+        form = None if carries_graph(self.representation()) and self._is_small else self._closed_form()
         if form is not None:
             return form.draw(num_samples, None).mT
         if not self._is_formed and self.batch_shape:

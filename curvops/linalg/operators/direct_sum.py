@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.partition import Partition, partition
 from curvops.linalg.core.sources import Sources, scaled
 from curvops.linalg.core.spaces import Space
@@ -170,7 +170,7 @@ class DirectSum(Operator):
         return torch.Size((self.partition.size, self.partition.size))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        if self.symmetric and not recorded(self.representation()):
+        if self.symmetric and not carries_graph(self.representation()):
             return self
         transposed = (block.mT for block in self.blocks)
         return DirectSum(*transposed, positions=self.partition, space=self.spaces[0], sources=self.sources)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite, warn_of_rounding
@@ -235,7 +235,7 @@ class Kronecker(_GroupedBlocks):
         return _from_groups(_both(_transpose(self.left), _transpose(self.right), _to_groups(block, self.sizes)))
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return Kronecker(_transpose(self.left), _transpose(self.right)) if recorded(self._args) else self
+        return Kronecker(_transpose(self.left), _transpose(self.right)) if carries_graph(self._args) else self
 
     def _diagonal(self) -> Tensor:
         return (_diagonal_of(self.left).unsqueeze(2) * _diagonal_of(self.right).unsqueeze(1)).flatten()
@@ -442,7 +442,7 @@ Factor = tuple[Tensor, Details, str]
 def decompose(blocks: Iterable[Any], progress: Progress = None) -> None:
     """Make the missing eigendecompositions of Kronecker blocks in parallel; each block keeps its own."""
     wanted = [
-        b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not recorded((b.left, b.right))
+        b for b in blocks if isinstance(b, Kronecker) and b.known_eigen is None and not carries_graph((b.left, b.right))
     ]
     found = _decompositions([factor for block in wanted for factor in block.factors], progress)
     for block, left, right in zip(wanted, found[::2], found[1::2]):
@@ -453,7 +453,7 @@ def _decompositions(factors: Sequence[Factor], progress: Progress = None) -> lis
     """Run `_eigh` on each factor; on a CPU large ones run in parallel, sharing torch's threads."""
     costs = [factor.shape[0] * factor.shape[1] ** 3 if factor.ndim == 3 else 0 for factor, *_ in factors]
     tensors = [factor for factor, *_ in factors]
-    if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or recorded(tensors):
+    if sum(costs) < AT_ONCE or any(tensor.is_cuda for tensor in tensors) or carries_graph(tensors):
         return [_eigh(*factor) for factor in factors]
     threads = torch.get_num_threads()
     workers = min(threads, math.ceil(sum(costs) / max(costs)))

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import Estimate
 from curvops.linalg.core.sources import Sources, scaled
@@ -67,7 +67,7 @@ class LowRankForm(ClosedForm):
     def _needs_splitting(self) -> bool:
         """Whether Woodbury's difference cancels more digits than `solve` promises, and U is orthonormal."""
         base = self.base
-        if self.shift.ndim or recorded((base.vectors, base.values, self.shift)) or not len(base.values):
+        if self.shift.ndim or carries_graph((base.vectors, base.values, self.shift)) or not len(base.values):
             return False
         eps = torch.finfo(base.dtype).eps
         slack = (base.vectors.mT @ base.vectors - self._eye).abs().max() / (100 * eps)
@@ -88,7 +88,7 @@ class LowRankForm(ClosedForm):
         inner = torch.linalg.lu_solve(*self.factors, self._pull(block))
         weights = self.base.values.unsqueeze(-1) * inner
         # As (K, n): the layout of a block, with the fewest passes over it.
-        if self.shift.ndim or recorded((U, self.base.values, self.shift, block)):
+        if self.shift.ndim or carries_graph((U, self.base.values, self.shift, block)):
             return torch.addmm(block.mT, weights.mT, U.mT, alpha=-1).mT.mul_(self.inverse_shift)
         return torch.addmm(block.mT, (weights * self.inverse_shift).mT, U.mT, beta=self._scale, alpha=-1).mT
 

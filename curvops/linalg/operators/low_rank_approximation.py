@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, resumable
 from curvops.checks import check_choice, checked_number
-from curvops.linalg.core.cache import require_unrecorded
+from curvops.linalg.core.cache import require_no_graph
 from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
@@ -94,7 +94,7 @@ def low_rank(
         NotPositiveSemidefinite: Nyström met an eigenvalue clearly below zero.
     """
     facts = describe_square(op)
-    require_unrecorded((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
+    require_no_graph((op,) if isinstance(op, Tensor) else op.representation(), "low_rank")
     check_choice("method", method, ("nystrom", "lanczos"))
     if rank is not None and not 1 <= rank <= facts.rows:
         raise ValueError(f"rank must lie in 1..{facts.rows}, the size of the matrix, got {rank}.")

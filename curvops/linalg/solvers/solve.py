@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from curvops.checks import check_choice, check_limits
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import accept
 from curvops.linalg.core.solve_routes import MOST_COLUMNS, System, chosen, routes
@@ -120,7 +120,7 @@ def system_of(A: Matrix, columns: int = 1, whole: bool = False) -> System:
         at_hand=isinstance(A, Tensor),
         symmetric=known.symmetric,
         definite=known.definite,
-        recorded=whole and informed and recorded(to_linear_operator(A).representation()),
+        recorded=whole and informed and carries_graph(to_linear_operator(A).representation()),
     )
     if square and len(A.shape) == 2 and _method_for(found) == "lsmr":
         return replace(found, symmetric=seems_symmetric(A))
@@ -154,7 +154,7 @@ class Request:
         if not square and (operator.ndim != 2 or rhs.ndim > 2):
             raise ValueError(f"least squares take one matrix and one block, got {operator.shape}, {tuple(rhs.shape)}.")
         tensors = operator.representation()
-        if not recorded((rhs, *tensors)):
+        if not carries_graph((rhs, *tensors)):
             return self(operator, rhs)
         function = _Solve if square else _LeastSquares
         return function.apply(operator.representation_tree(), self, rhs, *tensors)  # type: ignore[no-untyped-call]
@@ -258,7 +258,7 @@ def solve(
 
 def _wants_dense(operator: LinearOperator, B: Tensor) -> bool:
     """Return whether the dense matrix is to be used for its gradients, those of eigenvectors for one."""
-    return recorded((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
+    return carries_graph((*operator.representation(), B)) and System(rows=operator.shape[-1]).small
 
 
 class _Solve(Function):

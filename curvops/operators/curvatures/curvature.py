@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, PointNormals, likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
@@ -62,7 +62,7 @@ class Curvature(OfLinearization, NetworkOperator):
 
     def _diagonal(self) -> Float[Tensor, " D"]:
         """From the rows of Lᵀ J; by products, which have gradients, where one for a hyperparameter is recorded."""
-        if recorded(self._args[1:]):
+        if carries_graph(self._args[1:]):
             return super()._diagonal()
         return self.lin.curvature_diagonal(self.output)
 

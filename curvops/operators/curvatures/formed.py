@@ -9,7 +9,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import Cache, recorded
+from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.solve_routes import FORMED_COPIES
 from curvops.linalg.operators.algebra import UnaryOperator
@@ -23,7 +23,7 @@ class OfFormed(DenseForm):
 
     @property
     def holds(self) -> bool:
-        return super().holds and not recorded(self.base.representation())
+        return super().holds and not carries_graph(self.base.representation())
 
     @cached_property
     def dense(self) -> Tensor:

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Dense, DirectSum
-from curvops.linalg.core.cache import require_unrecorded
+from curvops.linalg.core.cache import require_no_graph
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.operators.algebra import Scaled, Sum
@@ -74,7 +74,7 @@ class Subnetwork(Dense):
             whole = spaces_of(source)[0]
             space = None if whole is None else whole.part(indices)
             psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
-            require_unrecorded(source.representation(), "Subnetwork")
+            require_no_graph(source.representation(), "Subnetwork")
             source, rest = round_with_rest(principal_block(source, indices), source.dtype)
         LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)
 

@@ -23,7 +23,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Diagonal, Inverse, LowRank
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.algebra import ScaledForm
 from curvops.linalg.operators.dense import DenseForm
 from curvops.linalg.operators.diagonal_matrix import DiagonalForm
@@ -391,7 +391,7 @@ def _add_rows(
     """The layer's own Jacobian in the eigenbasis, divided by √p: few lines of it at a time, which stay in a cache."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
-    if recorded((left, right)):  # each block below is written over by the next
+    if carries_graph((left, right)):  # each block below is written over by the next
         formed = (torch.einsum("nrgtp,ngtq->nrgpq", left, right) * roots).flatten(2)
         _add_products(target, formed, formed)
         return

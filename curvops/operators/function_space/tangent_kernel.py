@@ -9,7 +9,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.base import COLUMN_BLOCK, Operator, convert
 from curvops.network import read_precision
 from curvops.operators.function_space.gram_matrix import gram_matrix
@@ -94,7 +94,7 @@ class TangentKernel(OfLinearization, Operator):
     def to_dense(self) -> Float[Tensor, "nC mC"]:
         """The Gram matrix, where a gradient for A is asked for by one product a column."""
         left, right, prior = self._args
-        if recorded((prior,)):
+        if carries_graph((prior,)):
             unit = torch.eye(self.shape[-1], dtype=self.dtype, device=self.device)
             return torch.cat([self._product(part.mT) for part in unit.split(COLUMN_BLOCK)], 1)
         return gram_matrix(left, right, prior)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import Memories
 from curvops.linalg.core.spaces import Space, Spaces
 from curvops.network import Passes
@@ -48,7 +48,7 @@ class Jacobian(NetworkOperator):
     @property
     def is_recorded(self) -> bool:
         """Whether what is computed from it now has a gradient in its inputs."""
-        return recorded(self._args[1:])
+        return carries_graph(self._args[1:])
 
     @property
     def graph(self) -> Any:

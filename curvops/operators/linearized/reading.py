@@ -11,7 +11,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sources import Sources, sources_of
 from curvops.linalg.operators.algebra import Scaled
 from curvops.network import likelihoods
@@ -149,7 +149,7 @@ def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> S
     if not isinstance(lin, Linearization):  # refused where arguments are read
         return None
     noise = lin.likelihood.single_noise
-    if noise is None or not recorded((noise,)):
+    if noise is None or not carries_graph((noise,)):
         return None
     fixed = lin.with_likelihood(lin.likelihood.with_hyperparameters([noise.detach().clone()]))
     base = kind(fixed, *args[1:], **kwargs) if args else kind(**kwargs | {"lin": fixed})
@@ -165,7 +165,7 @@ def made_of(lin: Linearization) -> dict[str, Any]:
 
 def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:
     """Raise ValueError where a gradient is needed that `what` does not have: it would silently be zero."""
-    if recorded(likelihood.hyperparameters):
+    if carries_graph(likelihood.hyperparameters):
         raise ValueError(
             f"{what} has no gradient for the hyperparameters of {likelihood!r}, which require one: detach them "
             "(noise.detach()), or build it under torch.no_grad(). co.GGN(lin) and co.EmpiricalFisher(lin) have it; for "

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, current
 from curvops.linalg import SpectralQuadrature
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import keep
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.operators.damped import ScaledPreconditioner
@@ -149,7 +149,7 @@ class CurvatureCache:
         def compute() -> Tensor:
             return self.power * torch.stack([lin.log_likelihood() for lin in data]).sum()
 
-        if recorded([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
+        if carries_graph([tensor for lin in data for tensor in lin.likelihood.hyperparameters]):
             return compute()
         return self.get("log likelihood", torch.no_grad()(compute))
 
@@ -165,7 +165,7 @@ class CurvatureCache:
         """Raise ValueError where a hyperparameter asks for a gradient that the curvature has not, or has changed."""
         self.known("")
         for likelihood, tensor in self._learned():
-            if recorded((tensor,)) and not self._is_held(tensor):
+            if carries_graph((tensor,)) and not self._is_held(tensor):
                 require_no_gradient(likelihood, f"a posterior with {type(self.curvature).__name__}")
 
     def state(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Damped, Estimate, Operator
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.symmetry import is_psd
 from curvops.network import Model, read_precision, read_vector
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks, kfac_sum
@@ -124,7 +124,7 @@ def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> 
             f"prior_precision {kind} is not known to be positive semidefinite; give co.linalg.Dense(matrix, psd=True), "
             "a curvature plus a number, or a subclass of co.linalg.Operator with psd = True."
         )
-    if recorded(given.representation()):
+    if carries_graph(given.representation()):
         raise ValueError(
             f"prior_precision {kind} holds tensors that require a gradient, which a prior operator does not carry: "
             "detach them, or give a number or a vector."

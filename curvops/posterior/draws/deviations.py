@@ -19,7 +19,7 @@ from torch import Tensor
 from curvops.checkpoint import current
 from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
 from curvops.linalg.core.results import Reasoned, Solution, joined_histories
 from curvops.linalg.core.solve_routes import SKETCHED
@@ -99,7 +99,7 @@ def draw_deviations(
 
 def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
     """Draw at temperature 1, as many together as memory has room for; failures come back as reasons."""
-    carried = recorded(systems.precision.representation())
+    carried = carries_graph(systems.precision.representation())
     if current() and carried:
         raise ValueError(
             "a checkpoint keeps no gradient, and the prior precision or the noise requires one: detach it, or leave "
@@ -160,7 +160,7 @@ def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
 
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     P, right = systems.precision, systems.right_sides()
-    if systems.route in (SKETCHED, "cg") and not recorded(P.representation()):
+    if systems.route in (SKETCHED, "cg") and not carries_graph(P.representation()):
         M, spent = preconditioner(systems.cache, P, systems.count)
         found = cg(P, right, preconditioner=M, rtol=rtol, x0=x0)
         return replace(found, matvecs=found.matvecs + spent)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops.checks import check_choice, checked_whole
 from curvops.linalg import Damped, Estimate, low_rank
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
@@ -29,7 +29,7 @@ def quadratic(precision: LinearOperator, gap: Float[Tensor, "*k D"]) -> Float[Te
     In float64: it may be 1e6 nats.
     """
     rows = torch.atleast_2d(gap)
-    if recorded(precision.representation()):
+    if carries_graph(precision.representation()):
         found = 0.5 * (rows * precision.matmul(rows.mT).mT).double().sum(-1)
     else:
         with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import Tensor
 from curvops.checkpoint import part_of_whole
 from curvops.linalg import Damped, Estimate, effective_dimension, spectral_quadrature, trace
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason, add_estimates
 from curvops.linalg.core.vectors import describe_square, product
 from curvops.linalg.estimators.brackets import single
@@ -135,7 +135,7 @@ def count_parameters(
     if form is not None and A is not None:
         shares, error = _shares(form, A)
         return Estimate.rounded(shares.sum(), error.sum(), rtol)
-    if recorded(P.representation()):
+    if carries_graph(P.representation()):
         raise ValueError(
             "the effective number of parameters has no gradient for a curvature without a closed form: detach the "
             "prior precision and the likelihood's hyperparameters, or call it under torch.no_grad()."

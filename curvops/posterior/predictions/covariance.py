@@ -13,7 +13,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Operator
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import holding, solved_at_a_time
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
@@ -174,7 +174,7 @@ class PointCovariance(PointBlocks):
     def blocks(self) -> Float[Tensor, "N C C"]:
         """All blocks, solved for on the first call."""
         self._require_room(self._args[0].passes.memory_budget)
-        if recorded(self.representation()):
+        if carries_graph(self.representation()):
             return self._computed()
         kept: Kept = self._kwargs["kept"]
         with kept.lock:
@@ -186,7 +186,7 @@ class PointCovariance(PointBlocks):
         kept: Kept = self._kwargs["kept"]
         if self.shape[-1] <= FEW or kept.blocks is not None:
             return self.blocks().diagonal(dim1=-2, dim2=-1)
-        if recorded(self.representation()):
+        if carries_graph(self.representation()):
             return self._computed(diagonals=True)
         with kept.lock:
             if kept.variances is None:
@@ -208,7 +208,7 @@ class PointCovariance(PointBlocks):
                     R.unflatten(0, (-1, c)), solved(jacobian, inverse, R).unflatten(0, (-1, c)), diagonals
                 ),
             )
-        of_layers = None if recorded(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
+        of_layers = None if carries_graph(self.representation()) else point_covariances(jacobian, inverse, c, diagonals)
         if of_layers is not None:
             return of_layers
         parts = map(self._solve_points, jacobian.by_points(self._points_at_a_time()))
@@ -230,7 +230,7 @@ class PointCovariance(PointBlocks):
         if (formed := _from_rows(jacobian, inverse)) is not None:
             points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
             return points @ solved.mT
-        differentiated = recorded(self.representation())
+        differentiated = carries_graph(self.representation())
         width, beside = solved_at_a_time(jacobian, rows)
         found = []
         for start in range(0, rows, width):
@@ -249,7 +249,7 @@ def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tenso
     rows = jacobian.shape[-2]
     width, beside = solved_at_a_time(jacobian, rows)
     held = (*jacobian.representation(), *inverse.representation())
-    if width < rows or recorded(held) or jacobian.passes.engines.plan.others:
+    if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others:
         return None
     with holding(jacobian, beside), torch.no_grad():
         formed = jacobian.formed()

@@ -22,7 +22,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, LowRank
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.network import saved_bytes
 from curvops.network.data.inputs import Inputs, components, num_points, take
 from curvops.network.likelihoods import Likelihood
@@ -92,7 +92,7 @@ class NormalOutputs(OutputDistribution):
         if not rows:
             return Dense(self.lin.theta.new_zeros((0, 0) if joint else (0, C, C)), psd=True)
         inverse = self.inverse_for(rows, rtol)
-        if jacobian.is_recorded and recorded(inverse.representation()):
+        if jacobian.is_recorded and carries_graph(inverse.representation()):
             raise ValueError(
                 "x requires a gradient, and so does the prior precision or the likelihood's noise: covariances have "
                 "one in either, not in both. Detach one of them."
@@ -163,7 +163,7 @@ def network_outputs(lin: Linearization, x: Any, samples: Float[Tensor, "k D"]) -
     """Return f(x, θ_k), sequences position by position; inputs may require a gradient, at a pass for each draw."""
     inputs = lin.admitted(x, differentiable=True)
     found = None
-    if len(samples) > 1 and num_points(inputs) and not recorded([tensor for _, tensor in components(inputs)]):
+    if len(samples) > 1 and num_points(inputs) and not carries_graph([tensor for _, tensor in components(inputs)]):
         found = _together(lin, inputs, samples)
     if found is None:
         found = torch.stack([lin.predict(x, weights) for weights in samples])

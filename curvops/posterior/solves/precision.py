@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvops.checkpoint import current
 from curvops.linalg import Damped, lanczos
-from curvops.linalg.core.cache import recorded
+from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import longest
 from curvops.linalg.core.results import NotPositiveSemidefinite, Reason
 from curvops.linalg.core.solve_routes import (
@@ -51,7 +51,7 @@ def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str 
         rows=len(lin.theta),
         columns=columns,
         itemsize=lin.theta.itemsize,
-        recorded=recorded(P.representation()),
+        recorded=carries_graph(P.representation()),
         asked=asked,
         posterior=Posterior(
             name=type(curvature).__name__,
@@ -193,7 +193,9 @@ def preconditioner(
         if kernel is not None:
             return kernel.inverse(float(dual.precision)), 0
     fresh = (
-        (current() and not cache.is_kept) or not isinstance(precision, Damped) or recorded(precision.representation())
+        (current() and not cache.is_kept)
+        or not isinstance(precision, Damped)
+        or carries_graph(precision.representation())
     )
     if fresh or precision.shift.ndim > 1:
         return _with_products(precision.preconditioner(columns, generator))
