@@ -113,12 +113,6 @@ def test_rows_of_a_batch_are_counted_column_by_column(monkeypatch):
     assert seen == [("rows of the curvature's root", rows, 24) for rows in (12, 24)]
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_what_is_no_way_to_show_progress_is_refused():
-    with pytest.raises(TypeError, match="progress must be None, False, True or a function.*'yes'"):
-        linearized("yes")
-
-
 SIZE = 60
 DECAYING = torch.diag(torch.arange(1.0, SIZE + 1).double() ** -2)
 PRECISION = DECAYING + 0.01 * torch.eye(SIZE).double()

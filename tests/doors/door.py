@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Row = tuple[Callable[..., object], type[Exception] | tuple[type[Exception], ...], str]
+Row = tuple[Callable[[], object], type[Exception] | tuple[type[Exception], ...], str]
 
 
 class Door(NamedTuple):
-    """A public call and its table of refusals: `"what is wrong": (the call, the error, words of its message)`.
-
-    `given` makes what each call of the table takes, such as a posterior; without it the calls take nothing.
-    """
+    """A public call and its table of refusals, `"what is wrong": (the call, the error, words of its message)`."""
 
     call: str
     rows: dict[str, Row]
-    given: Callable[[], tuple[Any, ...]] = tuple

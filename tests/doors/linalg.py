@@ -46,10 +46,7 @@ INDEFINITE = symmetric(torch.linspace(-1, 1, 100).double())
 POSITIVE = symmetric(torch.linspace(1, 3, N).double())
 
 
-def rooted() -> tuple[Rooted]:
-    return (Rooted(POSITIVE),)
-
-
+A = Rooted(POSITIVE)
 LARGE = symmetric(torch.linspace(1, 2, 360).double())
 ESTIMATE = Estimate(torch.tensor(10.0), torch.tensor(1.0), 3, 5, 0.0)
 OUT_OF_RANGE = r"out of range|indices for an operator"
@@ -564,27 +561,26 @@ DOORS = [
     ),
     Door(
         "an operator",
-        given=lambda: rooted(),
         rows={
             **{
-                f"{name} {kind}": (lambda A, add=add, other=other: add(A, other), TypeError, "add_diagonal")
+                f"{name} {kind}": (lambda add=add, other=other: add(A, other), TypeError, "add_diagonal")
                 for kind, other in NO_OPERATORS.items()
                 for name, add in SUMS.items()
             },
             "a product with a short vector": (
-                lambda A: A @ torch.ones(3, dtype=torch.float64),
+                lambda: A @ torch.ones(3, dtype=torch.float64),
                 ValueError,
                 "cannot multiply",
             ),
-            "a product in another dtype": (lambda A: A @ torch.ones(N), ValueError, "float32"),
-            "a sum of two sizes": (lambda A: A + torch.ones(3, 3, dtype=torch.float64), ValueError, "cannot add"),
-            "a short diagonal": (lambda A: A.add_diagonal(torch.ones(3)), ValueError, "entries"),
-            "a diagonal of some rows": (lambda A: A[:3].add_diagonal(1.0), ValueError, "square"),
-            "an index too large": (lambda A: A[N], IndexError, OUT_OF_RANGE),
-            "an index too small": (lambda A: A[-N - 1], IndexError, OUT_OF_RANGE),
-            "a column out of range": (lambda A: A[0, N], IndexError, OUT_OF_RANGE),
-            "three indices": (lambda A: A[0, 1, 2], IndexError, OUT_OF_RANGE),
-            "three indices and dots": (lambda A: A[..., 0, 1, 2], IndexError, OUT_OF_RANGE),
+            "a product in another dtype": (lambda: A @ torch.ones(N), ValueError, "float32"),
+            "a sum of two sizes": (lambda: A + torch.ones(3, 3, dtype=torch.float64), ValueError, "cannot add"),
+            "a short diagonal": (lambda: A.add_diagonal(torch.ones(3)), ValueError, "entries"),
+            "a diagonal of some rows": (lambda: A[:3].add_diagonal(1.0), ValueError, "square"),
+            "an index too large": (lambda: A[N], IndexError, OUT_OF_RANGE),
+            "an index too small": (lambda: A[-N - 1], IndexError, OUT_OF_RANGE),
+            "a column out of range": (lambda: A[0, N], IndexError, OUT_OF_RANGE),
+            "three indices": (lambda: A[0, 1, 2], IndexError, OUT_OF_RANGE),
+            "three indices and dots": (lambda: A[..., 0, 1, 2], IndexError, OUT_OF_RANGE),
         },
     ),
     Door(

@@ -339,59 +339,6 @@ def test_halved_steps_end_half_way_in_the_logarithms():
         assert float(found.alpha) == pytest.approx(9.0, rel=1e-12) and found.noise == middle
 
 
-WRONG = {
-    "no posterior": (lambda post: co.evidence.mackay(post.lin), TypeError, "posterior"),
-    "no draws": (lambda post: co.evidence.mackay(post, 0), ValueError, "at least 1"),
-    "one draw": (lambda post: co.evidence.mackay(post, 1), ValueError, "two or more"),
-    "half a draw": (lambda post: co.evidence.mackay(post, 2.5), TypeError, "whole number"),
-    "no steps": (lambda post: co.evidence.mackay(post, 4, 0), ValueError, "steps"),
-    "another prior": (lambda post: co.evidence.mackay(post, prior="layers"), ValueError, "'layer'"),
-    "another update": (lambda post: co.evidence.mackay(post, update="EM"), ValueError, "'em'"),
-    "a number for noise": (lambda post: co.evidence.mackay(post, noise=0.1), TypeError, "noise"),
-    "noise without draws": (
-        lambda post: co.evidence.mackay(post, None, noise=post.deviations(2).noise),
-        ValueError,
-        "leave noise",
-    ),
-    "few draws of noise": (
-        lambda post: co.evidence.mackay(post, 4, noise=post.deviations(2).noise),
-        ValueError,
-        "2 draws",
-    ),
-    "noise of another problem": (
-        lambda post: co.evidence.mackay(
-            post, 2, noise=co.laplace(linear(3, 5)[0], check_mode=False).deviations(2).noise
-        ),
-        ValueError,
-        "other data",
-    ),
-    "a flag that is none": (lambda post: co.evidence.mackay(post, tune_noise=0.1), TypeError, "tune_noise"),
-    "an operator": (
-        lambda post: co.evidence.mackay(post.with_prior(post.precision.detached_from_weights())),
-        ValueError,
-        "with_prior",
-    ),
-    "noise of an empirical Fisher": (
-        lambda post: co.evidence.mackay(co.laplace(post.lin, co.EmpiricalFisher, check_mode=False), tune_noise=True),
-        ValueError,
-        "square",
-    ),
-    "no curvature": (
-        lambda post: co.evidence.mackay(co.laplace(post.lin, 0 * co.GGN(post.lin), check_mode=False), None),
-        ValueError,
-        "likelihood that the curvature is of",
-    ),
-}
-
-
-@pytest.mark.parametrize("use", WRONG)
-def test_wrong_calls_are_refused_by_name(use, annotations_unchecked):
-    call, error, match = WRONG[use]
-    lin, *_ = linear(4, 9)
-    with pytest.raises(error, match=match):
-        call(co.laplace(lin, check_mode=False))
-
-
 def test_data_that_determine_nothing_are_named():
     lin, *_ = linear(4, 9)
     (batch,) = list(lin.data)

@@ -18,7 +18,6 @@ from tests.posterior.trained import problem
 linear_mode = importlib.import_module("curvops.posterior.solves.linear_mode")
 DOUBLE = torch.float64
 CURVATURES = {"GGN": co.GGN, "KFAC": co.KFAC, "diagonal": co.DiagonalGGN}
-LAYERS = {"0.*": 0, "2.*": 1}
 
 
 @pytest.fixture(scope="module")
@@ -180,60 +179,3 @@ def test_dead_weights_stay_and_undetermined_ones_are_named():
     post = co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False)
     with pytest.raises(ValueError, match=r"no maximum.*of '0' falls.*of '2' grows"):
         co.evidence.maximize(post, "layers")
-
-
-WRONG = {
-    "no posterior": (lambda post: co.evidence.maximize(post.lin, "layers"), TypeError, "posterior"),
-    "a word": (lambda post: co.evidence.maximize(post, "layer"), ValueError, "layers"),
-    "a number": (lambda post: co.evidence.maximize(post, 0.01), TypeError, "layers"),
-    "nothing": (lambda post: co.evidence.maximize(post, ()), ValueError, "layers"),
-    "twice": (lambda post: co.evidence.maximize(post, ("noise", "noise")), ValueError, "pair"),
-    "two priors": (lambda post: co.evidence.maximize(post, ("layers", "scalar")), ValueError, "pair"),
-    "no probe": (lambda post: co.evidence.maximize(post, "layers", probes=0), ValueError, "probes"),
-    "half a step": (lambda post: co.evidence.maximize(post, "layers", steps=1.5), TypeError, "steps"),
-    "a scalar from a vector": (
-        lambda post: co.evidence.maximize(post.with_prior(torch.ones(post.lin.num_parameters).double())),
-        ValueError,
-        "with_prior",
-    ),
-    "an operator": (
-        lambda post: co.evidence.maximize(post.with_prior(post.precision.detached_from_weights()), "layers"),
-        ValueError,
-        "operator",
-    ),
-    "noise of an empirical Fisher": (
-        lambda post: co.evidence.maximize(co.laplace(post.lin, co.EmpiricalFisher, check_mode=False), "noise"),
-        ValueError,
-        "square",
-    ),
-    "noise of an empirical diagonal": (
-        lambda post: co.evidence.maximize(
-            co.laplace(post.lin, co.DiagonalGGN(post.lin, fisher="empirical"), check_mode=False), "noise"
-        ),
-        ValueError,
-        "square",
-    ),
-    "noise of a sum": (
-        lambda post: co.evidence.maximize(co.laplace(post.lin, co.low_rank(post.curvature), check_mode=False), "noise"),
-        ValueError,
-        "how it was made",
-    ),
-    "noise that is zero": (lambda post: post.with_noise(0.0), ValueError, "noise"),
-    "noise that is a word": (lambda post: post.with_noise("1"), TypeError, "noise"),
-}
-
-
-@pytest.mark.parametrize("use", WRONG)
-def test_wrong_calls_are_refused_by_name(network, use, annotations_unchecked):
-    call, error, match = WRONG[use]
-    with pytest.raises(error, match=match):
-        call(posterior(network))
-
-
-def test_the_noise_of_classes_and_of_several_outputs_is_refused(network):
-    model, x, y = network
-    several = co.linearize(model, (x, y), co.likelihoods.Gaussian(torch.tensor([0.1, 0.2])))
-    classes = co.linearize(model, (x, y.argmax(1)), "classification")
-    for lin, name in ((several, "Gaussian"), (classes, "Categorical")):
-        with pytest.raises(ValueError, match=name):
-            co.evidence.maximize(co.laplace(lin, check_mode=False), "noise")

@@ -106,47 +106,6 @@ def test_data_in_any_form_are_trained_on(digits, annotations_unchecked):
     assert torch.equal(shuffled[0], shuffled[1]) and not torch.equal(shuffled[0], shuffled[2])
 
 
-WRONG = {
-    "weights": (lambda m, d: co.evidence.train(m, (*d, d[1]), "classification", epochs=1), TypeError, "third item"),
-    "an iterator": (lambda m, d: co.evidence.train(m, iter([d]), "classification", epochs=1), TypeError, "only once"),
-    "a loader and a size": (
-        lambda m, d: co.evidence.train(m, [d], "classification", epochs=1, batch_size=3),
-        ValueError,
-        "data that come in batches",
-    ),
-    "no epochs": (lambda m, d: co.evidence.train(m, d, "classification", epochs=0), ValueError, "epochs"),
-    "half a batch": (
-        lambda m, d: co.evidence.train(m, d, "classification", epochs=1, batch_size=2.5),
-        TypeError,
-        "batch_size",
-    ),
-    "weight decay twice": (
-        lambda m, d: co.evidence.train(
-            m, d, "classification", epochs=1, optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)
-        ),
-        ValueError,
-        "weight decay",
-    ),
-    "no precision": (
-        lambda m, d: co.evidence.train(m, d, "classification", epochs=1, prior_precision=0.0),
-        ValueError,
-        "positive",
-    ),
-    "diverging": (
-        lambda m, d: co.evidence.train(
-            m, d, "classification", epochs=60, every=100, optimizer=lambda p: torch.optim.SGD(p, 1e30)
-        ),
-        ValueError,
-        "smaller learning rate",
-    ),
-    "what is tuned": (
-        lambda m, d: co.evidence.train(m, d, "classification", epochs=3, every=1, over="everything"),
-        ValueError,
-        "layers",
-    ),
-}
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("calls", [1, 3])
 def test_interrupted_training_leaves_each_module_in_its_mode(digits, failure, calls, annotations_unchecked):
@@ -168,10 +127,3 @@ def test_interrupted_training_leaves_each_module_in_its_mode(digits, failure, ca
     with pytest.raises(TypeError):
         co.evidence.train(model, x, "classification", epochs=1)
     assert [module.training for module in model.modules()] == before
-
-
-@pytest.mark.parametrize("use", WRONG)
-def test_wrong_calls_are_refused_by_name(digits, use, annotations_unchecked):
-    call, error, match = WRONG[use]
-    with pytest.raises(error, match=match):
-        call(nn.Linear(64, 10), tuple(part[:20] for part in digits))

@@ -96,28 +96,3 @@ def test_of_given_precisions_the_best_is_returned_and_all_are_noted(regression):
     expected = [score(post.with_prior(value), x, y) for value in values]
     assert list(best.tuning.prior_precisions) == values and list(best.tuning.scores) == pytest.approx(expected)
     assert float(best.prior_precision) == values[expected.index(max(expected))]
-
-
-WRONG = {
-    "no posterior": (lambda p, x, y: co.evidence.validate(p.lin, x, y), TypeError, "posterior"),
-    "no targets": (lambda p, x, y: co.evidence.validate(p, x, None), TypeError, "A batch is"),
-    "too few targets": (lambda p, x, y: co.evidence.validate(p, x, y[:-1]), ValueError, "39"),
-    "layers": (lambda p, x, y: co.evidence.validate(p, x, y, "layers"), ValueError, "scalar"),
-    "a number": (lambda p, x, y: co.evidence.validate(p, x, y, 3), ValueError, "scalar"),
-    "precisions of a noise": (
-        lambda p, x, y: co.evidence.validate(p, x, y, "noise", prior_precisions=[1.0]),
-        ValueError,
-        "leave them out",
-    ),
-    "a precision of zero": (lambda p, x, y: co.evidence.validate(p, x, y, prior_precisions=[0.0]), ValueError, "posi"),
-    "one precision": (lambda p, x, y: co.evidence.validate(p, x, y, prior_precisions=1.0), TypeError, "sequence"),
-    "no tolerance": (lambda p, x, y: co.evidence.validate(p, x, y, xtol=0), ValueError, "xtol"),
-    "joint of a word": (lambda p, x, y: co.evidence.validate(p, x, y, joint="yes"), TypeError, "joint"),
-}
-
-
-@pytest.mark.parametrize("use", WRONG)
-def test_wrong_calls_are_refused_by_name(regression, use, annotations_unchecked):
-    call, error, match = WRONG[use]
-    with pytest.raises(error, match=match):
-        call(*regression)

@@ -202,28 +202,9 @@ def test_reliability_has_three_panels_a_row():
     assert [bool(axes.get_ylabel()) for axes in figure.axes] == [True, False, False, True, False]
 
 
-def test_a_tuning_without_steps_is_not_drawn():
-    with pytest.raises(ValueError, match="at least one step"):
-        plots.evidence_trace({})
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_chains_of_other_shapes_are_not_drawn():
-    for draw in (plots.trace, plots.autocorrelation):
-        with pytest.raises(ValueError, match="got none"):
-            draw({})
-        with pytest.raises(ValueError, match="single entries"):
-            draw({"weight": np.zeros((2, 5, 3))})
-
-
 def test_chains_that_disagree_are_worth_few_draws_in_the_legend():
     labels = [text.get_text() for text in autocorrelation().axes[0].get_legend().get_texts()]
     assert labels[1] == "0.bias[2]: 2 of 1,200 draws"
-
-
-def test_covariance_with_a_wrong_number_of_labels():
-    with pytest.raises(ValueError, match="9 rows are no whole number of outputs for 2 labels"):
-        plots.covariance(np.eye(9), ["a", "b"])
 
 
 def test_a_log_spectrum_says_its_unit_and_what_counts_as_zero():
@@ -254,11 +235,3 @@ def test_a_spectral_density_is_drawn_as_it_was_computed() -> None:
         ).axes[0]
         assert axes.get_xscale() == by_arrays.get_xscale() == scale
         np.testing.assert_array_equal(axes.lines[0].get_xydata(), by_arrays.lines[0].get_xydata())
-    with pytest.raises(TypeError, match="alone"):
-        plots.spectral_density(found, density)
-    with pytest.raises(TypeError, match="returned, or grid"):
-        plots.spectral_density(grid, density)
-    with pytest.raises(ValueError, match="one length"):
-        plots.spectral_density(grid, density[1:], low, high, 0.1)
-    with pytest.raises(ValueError, match="symlog"):
-        plots.spectral_density(grid, density, low, high, 0.1, scale="ln")

@@ -1,0 +1,273 @@
+"""What the tuning of hyperparameters refuses."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+import curvops as co
+from tests.doors.door import Door
+
+DOUBLE = torch.float64
+
+
+@cache
+def linear() -> tuple[co.Laplace, Tensor, Tensor]:
+    """A linear model at the mode of twelve points, with forty held-out points."""
+    generator = torch.Generator().manual_seed(0)
+    x, new = (torch.randn(n, 5, generator=generator, dtype=DOUBLE) for n in (12, 40))
+    truth = torch.randn(5, 1, generator=generator, dtype=DOUBLE)
+    y, targets = (z @ truth + 0.5 * torch.randn(len(z), 1, generator=generator, dtype=DOUBLE) for z in (x, new))
+    model = nn.Linear(5, 1, bias=False).double()
+    model.weight.data.copy_(torch.linalg.solve(x.mT @ x + 0.25 * torch.eye(5), x.mT @ y).mT)
+    return co.laplace(co.linearize(model, (x, y), co.likelihoods.Gaussian(0.1)), check_mode=False), new, targets
+
+
+def post() -> co.Laplace:
+    return linear()[0]
+
+
+@cache
+def other() -> co.Laplace:
+    """Of fewer points and weights."""
+    x = torch.linspace(-1, 1, 15, dtype=DOUBLE).view(5, 3)
+    lin = co.linearize(nn.Linear(3, 1, bias=False).double(), (x, x[:, :1]), co.likelihoods.Gaussian(1.0))
+    return co.laplace(lin, check_mode=False)
+
+
+@cache
+def network(likelihood: object = 0.3) -> co.Laplace:
+    """Of two layers and two outputs; a number is the noise of a Gaussian."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = torch.randn(25, 4, dtype=DOUBLE)
+    if likelihood == "classification":
+        return co.laplace(co.linearize(model, (x, x[:, :2].argmax(1)), likelihood), check_mode=False)
+    likelihood = co.likelihoods.Gaussian(likelihood)
+    return co.laplace(co.linearize(model, (x, x[:, :2].sin()), likelihood), check_mode=False)
+
+
+DATA = torch.rand(20, 64, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
+
+
+def classifier() -> nn.Linear:
+    return nn.Linear(64, 10)
+
+
+DOORS = [
+    Door(
+        "mackay",
+        rows={
+            "no posterior": (lambda: co.evidence.mackay(post().lin), TypeError, "posterior"),
+            "no draws": (lambda: co.evidence.mackay(post(), 0), ValueError, "at least 1"),
+            "one draw": (lambda: co.evidence.mackay(post(), 1), ValueError, "two or more"),
+            "half a draw": (lambda: co.evidence.mackay(post(), 2.5), TypeError, "whole number"),
+            "no steps": (lambda: co.evidence.mackay(post(), 4, 0), ValueError, "steps"),
+            "another prior": (lambda: co.evidence.mackay(post(), prior="layers"), ValueError, "'layer'"),
+            "another update": (lambda: co.evidence.mackay(post(), update="EM"), ValueError, "'em'"),
+            "a number for noise": (lambda: co.evidence.mackay(post(), noise=0.1), TypeError, "noise"),
+            "noise without draws": (
+                lambda: co.evidence.mackay(post(), None, noise=post().deviations(2).noise),
+                ValueError,
+                "leave noise",
+            ),
+            "few draws of noise": (
+                lambda: co.evidence.mackay(post(), 4, noise=post().deviations(2).noise),
+                ValueError,
+                "2 draws",
+            ),
+            "noise of another problem": (
+                lambda: co.evidence.mackay(post(), 2, noise=other().deviations(2).noise),
+                ValueError,
+                "other data",
+            ),
+            "a flag that is none": (lambda: co.evidence.mackay(post(), tune_noise=0.1), TypeError, "tune_noise"),
+            "an operator": (
+                lambda: co.evidence.mackay(post().with_prior(post().precision.detached_from_weights())),
+                ValueError,
+                "with_prior",
+            ),
+            "noise of an empirical Fisher": (
+                lambda: co.evidence.mackay(
+                    co.laplace(post().lin, co.EmpiricalFisher, check_mode=False), tune_noise=True
+                ),
+                ValueError,
+                "square",
+            ),
+            "no curvature": (
+                lambda: co.evidence.mackay(co.laplace(post().lin, 0 * co.GGN(post().lin), check_mode=False), None),
+                ValueError,
+                "likelihood that the curvature is of",
+            ),
+        },
+    ),
+    Door(
+        "maximize",
+        rows={
+            "no posterior": (lambda: co.evidence.maximize(network().lin, "layers"), TypeError, "posterior"),
+            "a word": (lambda: co.evidence.maximize(network(), "layer"), ValueError, "layers"),
+            "a number": (lambda: co.evidence.maximize(network(), 0.01), TypeError, "layers"),
+            "nothing": (lambda: co.evidence.maximize(network(), ()), ValueError, "layers"),
+            "twice": (lambda: co.evidence.maximize(network(), ("noise", "noise")), ValueError, "pair"),
+            "two priors": (lambda: co.evidence.maximize(network(), ("layers", "scalar")), ValueError, "pair"),
+            "no probe": (lambda: co.evidence.maximize(network(), "layers", probes=0), ValueError, "probes"),
+            "half a step": (lambda: co.evidence.maximize(network(), "layers", steps=1.5), TypeError, "steps"),
+            "a scalar from a vector": (
+                lambda: co.evidence.maximize(network().with_prior(torch.ones(network().lin.num_parameters).double())),
+                ValueError,
+                "with_prior",
+            ),
+            "an operator": (
+                lambda: co.evidence.maximize(
+                    network().with_prior(network().precision.detached_from_weights()), "layers"
+                ),
+                ValueError,
+                "operator",
+            ),
+            "noise of an empirical Fisher": (
+                lambda: co.evidence.maximize(co.laplace(network().lin, co.EmpiricalFisher, check_mode=False), "noise"),
+                ValueError,
+                "square",
+            ),
+            "noise of an empirical diagonal": (
+                lambda: co.evidence.maximize(
+                    co.laplace(network().lin, co.DiagonalGGN(network().lin, fisher="empirical"), check_mode=False),
+                    "noise",
+                ),
+                ValueError,
+                "square",
+            ),
+            "noise of a sum": (
+                lambda: co.evidence.maximize(
+                    co.laplace(network().lin, co.low_rank(network().curvature), check_mode=False), "noise"
+                ),
+                ValueError,
+                "how it was made",
+            ),
+            "noise that is zero": (lambda: network().with_noise(0.0), ValueError, "noise"),
+            "noise that is a word": (lambda: network().with_noise("1"), TypeError, "noise"),
+            "noise of several outputs": (
+                lambda: co.evidence.maximize(network(torch.tensor([0.1, 0.2])), "noise"),
+                ValueError,
+                "Gaussian",
+            ),
+            "noise of classes": (
+                lambda: co.evidence.maximize(network("classification"), "noise"),
+                ValueError,
+                "Categorical",
+            ),
+        },
+    ),
+    Door(
+        "train",
+        rows={
+            "weights": (
+                lambda: co.evidence.train(classifier(), (*DATA, DATA[1]), "classification", epochs=1),
+                TypeError,
+                "third item",
+            ),
+            "an iterator": (
+                lambda: co.evidence.train(classifier(), iter([DATA]), "classification", epochs=1),
+                TypeError,
+                "only once",
+            ),
+            "a loader and a size": (
+                lambda: co.evidence.train(classifier(), [DATA], "classification", epochs=1, batch_size=3),
+                ValueError,
+                "data that come in batches",
+            ),
+            "no epochs": (
+                lambda: co.evidence.train(classifier(), DATA, "classification", epochs=0),
+                ValueError,
+                "epochs",
+            ),
+            "half a batch": (
+                lambda: co.evidence.train(classifier(), DATA, "classification", epochs=1, batch_size=2.5),
+                TypeError,
+                "batch_size",
+            ),
+            "weight decay twice": (
+                lambda: co.evidence.train(
+                    classifier(),
+                    DATA,
+                    "classification",
+                    epochs=1,
+                    optimizer=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1),
+                ),
+                ValueError,
+                "weight decay",
+            ),
+            "no precision": (
+                lambda: co.evidence.train(classifier(), DATA, "classification", epochs=1, prior_precision=0.0),
+                ValueError,
+                "positive",
+            ),
+            "diverging": (
+                lambda: co.evidence.train(
+                    classifier(),
+                    DATA,
+                    "classification",
+                    epochs=60,
+                    every=100,
+                    optimizer=lambda p: torch.optim.SGD(p, 1e30),
+                ),
+                ValueError,
+                "smaller learning rate",
+            ),
+            "what is tuned": (
+                lambda: co.evidence.train(classifier(), DATA, "classification", epochs=3, every=1, over="everything"),
+                ValueError,
+                "layers",
+            ),
+        },
+    ),
+    Door(
+        "validate",
+        rows={
+            "no posterior": (
+                lambda: co.evidence.validate(linear()[0].lin, linear()[1], linear()[2]),
+                TypeError,
+                "posterior",
+            ),
+            "no targets": (lambda: co.evidence.validate(linear()[0], linear()[1], None), TypeError, "A batch is"),
+            "too few targets": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2][:-1]),
+                ValueError,
+                "39",
+            ),
+            "layers": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "layers"),
+                ValueError,
+                "scalar",
+            ),
+            "a number": (lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], 3), ValueError, "scalar"),
+            "precisions of a noise": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], "noise", prior_precisions=[1.0]),
+                ValueError,
+                "leave them out",
+            ),
+            "a precision of zero": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], prior_precisions=[0.0]),
+                ValueError,
+                "posi",
+            ),
+            "one precision": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], prior_precisions=1.0),
+                TypeError,
+                "sequence",
+            ),
+            "no tolerance": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], xtol=0),
+                ValueError,
+                "xtol",
+            ),
+            "joint of a word": (
+                lambda: co.evidence.validate(linear()[0], linear()[1], linear()[2], joint="yes"),
+                TypeError,
+                "joint",
+            ),
+        },
+    ),
+]
