@@ -16,7 +16,7 @@ from torch import Tensor
 
 import curvops as co
 from curvops.linalg.operators import draws
-from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import NoiseSource
 
 TEMPERATURE, POINTS = 0.7, 5
 SCALED = TEMPERATURE / POINTS

@@ -1,6 +1,6 @@
 """Variational families come to the known optimum of linear models; their parts are exact.
 
-Tests `noise_source.py`, `normal_families.py`.
+Tests `normal_families.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvops as co
-from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import NoiseSource
 from curvops.sampling.families.variational import SETTLED, Variational, VariationalState
 
 FAMILIES = ("diagonal", "dense", "low_rank_diagonal", "kronecker")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from jaxtyping import Float
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import checked_number
@@ -18,7 +18,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.operators.closed_form import Eigenbasis
 from curvops.linalg.operators.draws import draw
 from curvops.network import TangentSpace
-from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import NoiseSource
 from curvops.sampling.core.structure import Structure
 
 
@@ -55,7 +55,7 @@ class Isotropic:
 class OperatorMetric(Isotropic):
     """A metric D given by an operator: constant between two refreshes, so no term with its derivative is needed."""
 
-    D: LinearOperator = field(kw_only=True)
+    D: Operator = field(kw_only=True)
 
     def check(self, structure: Structure, theta: Tensor) -> None:
         kind, d = type(self.D).__name__, structure.size
@@ -77,8 +77,7 @@ class OperatorMetric(Isotropic):
     def _basis(self) -> Eigenbasis | None:
         """The eigenbasis of D where its closed form has one: drift and noise then share one rotation back."""
         inverse = isinstance(self.D, Inverse)
-        known = self.D.base if inverse else self.D
-        form = known._closed_form() if isinstance(known, Operator) else None
+        form = (self.D.base if inverse else self.D)._closed_form()
         basis = None if form is None else form.eigenbasis()
         if form is None or basis is None or not inverse:
             return basis
@@ -92,12 +91,10 @@ class OperatorMetric(Isotropic):
         return self._basis.values.clamp_min(0).sqrt()
 
     def product(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        block = v.unsqueeze(0) if v.ndim == 1 else v
-        return self.D._matmul(block.mT).mT.reshape(v.shape)
+        return self.D._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
 
     def solve(self, v: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
-        block = v.unsqueeze(0) if v.ndim == 1 else v
-        return self.D.inverse()._matmul(block.mT).mT.reshape(v.shape)
+        return self.D.inverse()._matmul(torch.atleast_2d(v).mT).mT.reshape(v.shape)
 
     def noise(self, source: NoiseSource, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
         return source.each(lambda generator: draw(self.D, 1, generator).squeeze(-1))

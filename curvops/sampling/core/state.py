@@ -1,9 +1,10 @@
-"""States of samplers, the information that a step returns, and the chain that a run returns."""
+"""States of samplers with their sources of noise, the information that a step returns, and the chain of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +84,48 @@ def generator_states(
     seeds = torch.randint(2**62, (1 if chains is None else chains,), generator=generator, device=on)
     found = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds.tolist()]
     return found[0] if chains is None else torch.stack(found)
+
+
+class NoiseSource:
+    """Random numbers for each chain from a generator of its own, so that k chains draw as k single ones would.
+
+    `keep` writes the advanced states back into `states` (*k, bytes), in place.
+    """
+
+    def __init__(self, states: UInt8[Tensor, "*k bytes"], device: torch.device) -> None:
+        self._states = states.unsqueeze(0) if states.ndim == 1 else states
+        self._single, self._device = states.ndim == 1, device
+
+    @cached_property
+    def _generators(self) -> list[torch.Generator]:
+        """One generator for each chain, made at the first draw: a filter or an optimiser seldom draws."""
+        found = [torch.Generator(self._device) for _ in self._states]
+        for generator, state in zip(found, self._states):
+            generator.set_state(state.clone())  # a view of several states would crash torch
+        return found
+
+    def normal(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k d"]:
+        """Draw standard normal numbers in the shape of `like`."""
+        found = torch.empty_like(like)
+        for row, generator in zip(found.unsqueeze(0) if self._single else found, self._generators):
+            row.normal_(generator=generator)
+        return found
+
+    def each(self, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        """Call `draw` with each generator and stack the results."""
+        found = [draw(generator) for generator in self._generators]
+        return found[0] if self._single else torch.stack(found)
+
+    def uniform(self, like: Float[Tensor, "*k d"]) -> Float[Tensor, "*k"]:
+        """Draw a number in [0, 1) for each chain, in float64."""
+        return self.each(lambda g: torch.rand((), generator=g, dtype=torch.float64, device=like.device))
+
+    def keep(self) -> None:
+        """Write the generators' states back, if anything was drawn."""
+        if "_generators" not in self.__dict__:
+            return
+        for generator, state in zip(self._generators, self._states):
+            state.copy_(generator.get_state())
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,9 +15,8 @@ from curvops.checks import check_flag, check_generator, checked_whole
 from curvops.posterior.draws.stochastic_descent import Diverged
 from curvops.sampling.core.evaluation import Evaluation, LogDensity
 from curvops.sampling.core.metric import Isotropic, as_metric
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Schedule, as_schedule, at
-from curvops.sampling.core.state import Info, State, generator_states
+from curvops.sampling.core.state import Info, NoiseSource, State, generator_states
 from curvops.sampling.core.structure import flatten, flatten_starts
 
 AnyTransition = TypeVar("AnyTransition", bound="Transition")
@@ -70,13 +69,14 @@ class Transition(ABC):
             theta, structure = flatten(params)
             theta = theta if self.chains is None else theta.expand(self.chains, -1).clone()
         self.metric.check(structure, theta)
-        state = State(
-            theta, torch.zeros((), dtype=torch.int64), generator_states(generator, theta.device, self.chains), structure
+        random = generator_states(generator, theta.device, self.chains)
+        state, noise = (
+            State(theta, torch.zeros((), dtype=torch.int64), random, structure),
+            NoiseSource(random, theta.device),
         )
-        noise = NoiseSource(state.random, theta.device)
-        initial = self._initial_state(state, noise)
+        further = self._initial_tensors(state, noise)
         noise.keep()
-        return initial
+        return self.state_type(**vars(state), **further)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -113,6 +113,7 @@ class Transition(ABC):
 
     # What a method defines
 
+    state_type: ClassVar[type[State]] = State
     metropolis: ClassVar[bool] = False
     """Whether proposals are accepted or rejected."""
     largest_step: ClassVar[float] = math.inf
@@ -125,17 +126,13 @@ class Transition(ABC):
         """Return the largest ε stable at this curvature (of D^½ H D^½); None where no limit is known."""
         return None
 
-    def _initial_state(self, state: State, noise: NoiseSource) -> Any:
-        """Add to the state the tensors that the method keeps besides the parameters."""
-        return state
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        """Return the tensors that the method's states keep besides the parameters, by field."""
+        return {}
 
     @abstractmethod
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> Info:
         """Take a step in place. Nothing of the state may be written to before the gradient is known to be finite."""
-
-    @property
-    def _state_type(self) -> type[State]:
-        return State
 
     # What methods share
 
@@ -167,9 +164,9 @@ class Transition(ABC):
         )
 
     def _check_state(self, state: Any) -> None:
-        if type(state) is not self._state_type:
+        if type(state) is not self.state_type:
             raise TypeError(
-                f"state must come from this sampler's init ({self._state_type.__name__}), got {type(state).__name__}."
+                f"state must come from this sampler's init ({self.state_type.__name__}), got {type(state).__name__}."
             )
         wanted = () if self.chains is None else (self.chains,)
         if tuple(state.theta.shape[:-1]) != wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,11 +19,9 @@ from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.core.log_density import LogPosterior, order_at_mean
-from curvops.sampling.core.noise_source import NoiseSource
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.families.normal_families import RANK
-from curvops.sampling.samplers.sghmc import fields_of
 
 FORMS = ("diagonal", "dense", "low_rank_diagonal")
 FISHERS = ("ggn", "empirical")
@@ -44,14 +42,11 @@ class ExtendedKalmanFilter(Transition):
     fisher: str
     transition_noise: float
     rank: int
+    state_type: ClassVar[type[State]] = KalmanState
 
     def step_taken(self, step: int) -> tuple[str, float]:
         """Return "lr" and its value, the fraction with which a batch counts."""
         return "lr", self.step_size(step)
-
-    @property
-    def _state_type(self) -> type[State]:
-        return KalmanState
 
     @property
     def _target(self) -> LogPosterior:
@@ -59,14 +54,14 @@ class ExtendedKalmanFilter(Transition):
         assert isinstance(found, LogPosterior)
         return found
 
-    def _initial_state(self, state: State, noise: NoiseSource) -> KalmanState:
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
             raise ValueError("a Kalman filter is deterministic: give ekf(...) itself, not chains of it.")
         wanted = list(self._target.params)
         tree = state.structure.unflatten(state.theta)
         if not isinstance(tree, dict) or list(tree) != wanted:
             raise ValueError(f"params must name {wanted}, in this order: start from log_posterior.params.")
-        return KalmanState(**fields_of(state), precision=self._prior_precision(state.theta))
+        return {"precision": self._prior_precision(state.theta)}
 
     def _prior_precision(self, theta: Float[Tensor, " d"]) -> dict[str, Tensor]:
         prior = self._target.prior

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvops.checks import checked_whole
 from curvops.linalg import Dense, Diagonal, DirectSum, Kronecker, LowRank, Operator
-from curvops.sampling.core.noise_source import NoiseSource
+from curvops.sampling.core.state import NoiseSource
 from curvops.sampling.core.structure import Structure
 
 Tensors = Mapping[str, Tensor]

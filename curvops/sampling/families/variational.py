@@ -6,7 +6,7 @@ import numbers
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,12 +17,10 @@ from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior
 from curvops.sampling.core.log_density import order_at_mean
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import at
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.families.normal_families import FAMILIES, GaussianFamily, family_of
-from curvops.sampling.samplers.sghmc import fields_of
 from curvops.sampling.samplers.torch_optimizer import Optimizer, OptimizerState
 from curvops.sampling.samplers.torch_optimizer import optimizer as in_torch
 
@@ -86,18 +84,14 @@ class Variational(Optimizer):
     draws: int
     stick_the_landing: bool
     initial_scale: float
+    state_type: ClassVar[type[State]] = VariationalState
 
-    @property
-    def _state_type(self) -> type[State]:
-        return VariationalState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> VariationalState:
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         if self.chains is not None:
             raise ValueError("variational inference makes one fit, not chains: give draws= for several draws a step.")
         spread = self.family.start(state.structure, self.initial_scale, state.theta, noise)
-        return VariationalState(
-            **fields_of(super()._initial_state(state, noise)), spread=spread, average={}, square={}, centre={}
-        )
+        kept: dict[str, Any] = {"spread": spread, "average": {}, "square": {}, "centre": {}}
+        return super()._initial_tensors(state, noise) | kept
 
     def _step(self, state: Any, batch: Any, noise: NoiseSource) -> VariationalInfo:
         numbers = self.family.noise(state.structure, self.draws, state.theta, noise)

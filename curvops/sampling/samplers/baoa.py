@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from curvops.sampling.core.noise_source import NoiseSource
-from curvops.sampling.core.state import Info, MomentumState
+from curvops.sampling.core.state import Info, MomentumState, NoiseSource
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.sghmc import MomentumSampler, friction
 

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import checked_number, checked_whole
-from curvops.sampling.core.noise_source import NoiseSource
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.structure import long_dot
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, accept_or_reject, write_accepted
-from curvops.sampling.samplers.sghmc import fields_of
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LeapfrogState(MetropolisState):
+class LeapfrogState(MetropolisState, MomentumState):
     """A state of `hmc` and `lmc`: momenta m and the gradient of `log_posterior` too, vectors as `theta` is."""
 
-    momentum: Float[Tensor, "*k d"]
     gradient: Float[Tensor, "*k d"]
-
-    @property
-    def momenta(self) -> Any:
-        """The momenta as a tree like the parameters."""
-        return self.structure.unflatten(self.momentum)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,17 +31,12 @@ class Leapfrog(Metropolis):
     leapfrog_steps: int
     refreshment: float
     sigma: float = 1.0
+    state_type: ClassVar[type[State]] = LeapfrogState
 
-    @property
-    def _state_type(self) -> type[State]:
-        return LeapfrogState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> LeapfrogState:
-        _, T = self._now(state)
-        theta = state.theta
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        (_, T), theta = self._now(state), state.theta
         m = self.metric.noise(noise, theta).mul_(self.sigma * math.sqrt(T))
-        value, gradient = self._unevaluated(theta), torch.zeros_like(theta)
-        return LeapfrogState(**fields_of(state), value=value, momentum=m, gradient=gradient)
+        return super()._initial_tensors(state, noise) | {"momentum": m, "gradient": torch.zeros_like(theta)}
 
     def _evaluate(self, state: LeapfrogState, batch: Any) -> Tensor:
         value, gradient = self.density.gradient(state.theta, state.structure, batch)

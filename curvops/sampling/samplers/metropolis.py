@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvops.sampling.core.log_density import LogPosterior
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Constant
-from curvops.sampling.core.state import State
+from curvops.sampling.core.state import NoiseSource, State
 from curvops.sampling.core.transition import Transition
 
 COLD = "temperature must be positive for a sampler that accepts or rejects; for temperature 0 take an optimiser."
@@ -34,6 +33,7 @@ class MetropolisState(State):
 class Metropolis(Transition):
     """Samplers whose proposals are accepted with probability min(1, e^{−ΔH}), on all data at once."""
 
+    state_type: ClassVar[type[State]] = MetropolisState
     metropolis: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -63,10 +63,8 @@ class Metropolis(Transition):
     def _evaluate(self, state: Any, batch: Any) -> Tensor:
         """log_posterior at the state, which takes in what else the method needs there."""
 
-    @staticmethod
-    def _unevaluated(theta: Tensor) -> Float64[Tensor, "*k"]:
-        """The value of a state that was not evaluated yet."""
-        return theta.new_full(theta.shape[:-1], math.nan, dtype=torch.float64)
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        return {"value": state.theta.new_full(state.theta.shape[:-1], math.nan, dtype=torch.float64)}  # not evaluated
 
 
 def accept_or_reject(

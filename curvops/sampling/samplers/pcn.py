@@ -12,13 +12,11 @@ from torch import Tensor
 from curvops.linalg import Diagonal, Inverse
 from curvops.posterior.core.priors import Prior
 from curvops.sampling.core.metric import as_metric
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Constant
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.structure import flatten, long_dot
 from curvops.sampling.core.transition import common_arguments
 from curvops.sampling.samplers.metropolis import Metropolis, MetropolisState, accept_or_reject, write_accepted
-from curvops.sampling.samplers.sghmc import fields_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,15 +26,10 @@ class CrankNicolson(Metropolis):
     mean: Tensor
     largest_step: ClassVar[float] = 1.0
 
-    @property
-    def _state_type(self) -> type[State]:
-        return MetropolisState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> MetropolisState:
-        theta = state.theta
-        if self.mean.ndim and self.mean.shape != theta.shape[-1:]:
-            raise ValueError(f"mean has {len(self.mean)} entries, these params {theta.shape[-1]}.")
-        return MetropolisState(**fields_of(state), value=self._unevaluated(theta))
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        if self.mean.ndim and self.mean.shape != state.theta.shape[-1:]:
+            raise ValueError(f"mean has {len(self.mean)} entries, these params {state.theta.shape[-1]}.")
+        return super()._initial_tensors(state, noise)
 
     def _evaluate(self, state: MetropolisState, batch: Any) -> Tensor:
         return self.density.value(state.theta, state.structure, batch)

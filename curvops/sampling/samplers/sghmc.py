@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checks import check_flag, checked_number
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Constant
-from curvops.sampling.core.state import Info, MomentumState, State
+from curvops.sampling.core.state import Info, MomentumState, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 from curvops.sampling.samplers.sgld import deviation
 
@@ -23,20 +23,21 @@ class MomentumSampler(Transition):
 
     alpha: float
     sigma: float = 1.0
+    state_type: ClassVar[type[State]] = MomentumState
 
     @property
     def s(self) -> float:
         """σ⁻²."""
         return self.sigma**-2
 
-    @property
-    def _state_type(self) -> type[State]:
-        return MomentumState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> MomentumState:
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
         _, T = self._now(state)
-        m = self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T)) if T else state.theta.new_zeros(())
-        return MomentumState(**fields_of(state), momentum=m.expand_as(state.theta).contiguous())
+        m = (
+            self.metric.noise(noise, state.theta).mul_(self.sigma * math.sqrt(T))
+            if T
+            else torch.zeros_like(state.theta)
+        )
+        return {"momentum": m}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,16 +81,12 @@ class SGNHT(MomentumSampler):
     """SGHMC with the thermostat x in place of α in the friction; x += ε(s mᵀD⁻¹m/d − 𝒯)."""
 
     beta: float = 0.0
+    state_type: ClassVar[type[State]] = ThermostatState
 
-    @property
-    def _state_type(self) -> type[State]:
-        return ThermostatState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> ThermostatState:
-        initial = super()._initial_state(state, noise)
-        _, T = self._now(state)
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        momenta, (_, T) = super()._initial_tensors(state, noise), self._now(state)
         x = noise.normal(state.theta[..., :1]).squeeze(-1).mul_(math.sqrt(T / state.structure.size)).add_(self.alpha)
-        return ThermostatState(**fields_of(initial), thermostat=x)
+        return momenta | {"thermostat": x}
 
     def _now(self, state: State) -> tuple[float, float]:
         eps, T = super()._now(state)
@@ -208,8 +205,3 @@ def sgnht(
 def friction(alpha: Any, sigma: Any) -> dict[str, float]:
     """α and σ, checked."""
     return {"alpha": checked_number("alpha", alpha), "sigma": checked_number("sigma", sigma)}
-
-
-def fields_of(state: State) -> dict[str, Any]:
-    """Return the fields of a state, to build a state of another type."""
-    return {each.name: getattr(state, each.name) for each in fields(state)}

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from curvops.checks import checked_number
-from curvops.sampling.core.noise_source import NoiseSource
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
 
 

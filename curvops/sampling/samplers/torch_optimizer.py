@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from curvops.sampling.core.noise_source import NoiseSource
 from curvops.sampling.core.schedules import Schedule, as_schedule, at
-from curvops.sampling.core.state import Info, State
+from curvops.sampling.core.state import Info, NoiseSource, State
 from curvops.sampling.core.transition import Transition, common_arguments
-from curvops.sampling.samplers.sghmc import fields_of
 
 Slots = dict[str, dict[str, dict[str, Any]]]
 
@@ -33,13 +31,10 @@ class Optimizer(Transition):
     make: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
     scheduled: bool = False
+    state_type: ClassVar[type[State]] = OptimizerState
 
-    @property
-    def _state_type(self) -> type[State]:
-        return OptimizerState
-
-    def _initial_state(self, state: State, noise: NoiseSource) -> OptimizerState:
-        return OptimizerState(**fields_of(state), slots={})
+    def _initial_tensors(self, state: State, noise: NoiseSource) -> dict[str, Any]:
+        return {"slots": {}}
 
     def with_preconditioner(self, preconditioner: Any) -> NoReturn:
         """Raises TypeError: the optimiser has steps of its own."""
