@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from curvops.network.data.batches import Batch
 from curvops.network.data.inputs import copy, move, num_points, take
+from curvops.network.data.point_normals import PointNormals
 from curvops.network.engines.engine import LEAST_CHUNK, Engine, Engines
 from curvops.network.engines.layerwise import COLUMN_BYTES, Features, Layerwise, Owners, record
 from curvops.network.engines.plan import SOLVER, EngineChoice, EngineKind, Plan
@@ -233,6 +234,13 @@ class Passes(JacobianRows):
         """Σ over batches of `term(label, J, z)`, Jᵀ z, of a block with R rows a point: z (K, n, R) is the batch's."""
         z = block.mT.unflatten(1, (-1, rows))
         return self.total(lambda label, J: term(label, J, z[:, J.points]), block.shape[1], root)
+
+    def draw(
+        self, k: int, columns: int, generator: torch.Generator | None, root: OutputFisher | None = None
+    ) -> Float[Tensor, "D k"]:
+        """k draws of Σ over batches of Jᵀ z, z standard normal with so many columns a point; with a root Jᵀ L z."""
+        normals, like = PointNormals.drawn(generator), self.model.theta
+        return self.total(lambda _, J: J.pull(normals.block(range(k), J.points, columns, like)), k, root)
 
     def add_up(self, parts: Iterable[Tensor]) -> Tensor:
         """Add up the parts of all batches: every sum over data ends here, once.

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
-from curvops.network import Batch, BatchMap, OutputFisher, Passes, Plan, PointNormals, likelihoods
+from curvops.network import OutputFisher, Passes, Plan, likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
 from curvops.operators.linearized.reading import OfLinearization
@@ -71,11 +71,7 @@ class Curvature(OfLinearization, NetworkOperator):
 
         Equal seeds draw alike, however the data are batched.
         """
-        output, rows, normals = self.output, self.rows, PointNormals.drawn(generator)
-        columns = output.num_columns(self.lin.num_outputs)
-
-        def term(batch: Batch, J: BatchMap) -> Tensor:
-            z = normals.block(range(k), J.points, columns, self.theta)
-            return J.pull(output.root_product(J.outputs, z, batch) if rows is None else z)
-
-        return (rows or self.lin.passes).total(term, k)
+        columns = self.output.num_columns(self.lin.num_outputs)
+        if (rows := self.rows) is not None:
+            return rows.draw(k, columns, generator)
+        return self.lin.passes.draw(k, columns, generator, self.output)
