@@ -42,7 +42,7 @@ class Fingerprints(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self.take())
 
-    def __reduce__(self) -> tuple[type[dict[str, int]], tuple[dict[str, int]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.take(),)
 
 
