@@ -132,7 +132,8 @@ def auroc(scores: Float[Tensor, " N"], positive: Int[Tensor, " N"] | Bool[Tensor
 def predictive_entropy(probabilities: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
     """Total uncertainty of each prediction: −Σ_c p_c log p_c, in nats; between 0 and log C. 0 log 0 is 0."""
     _check_probabilities(probabilities)
-    return _entropy(probabilities)
+    pointwise: Tensor = torch.special.entr(probabilities)
+    return pointwise.sum(-1)
 
 
 def mutual_information(samples: Float[Tensor, "S N C"]) -> Float[Tensor, " N"]:
@@ -182,11 +183,6 @@ def temperature(
         low, high = torch.where(slope > 0, middle, low), torch.where(slope > 0, high, middle)
     optimum: Tensor = (low + high) / 2
     return optimum.exp().to(logits.dtype)
-
-
-def _entropy(p: Tensor) -> Tensor:
-    pointwise: Tensor = torch.special.entr(p)
-    return pointwise.sum(-1)
 
 
 def _check(probabilities: Tensor, labels: Tensor, some: bool = True) -> None:

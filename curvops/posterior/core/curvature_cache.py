@@ -81,7 +81,7 @@ class CurvatureCache:
     def get(
         self, name: str, compute: Callable[[], Known], fits: Callable[[Any], bool] | None = None, nbytes: int = 0
     ) -> Known:
-        """The value of this name, computed where it is not known, or does not fit what is asked; None is not kept.
+        """Return the value of this name, computed where it is not known, or does not fit; None is not kept.
 
         So many bytes of the memory budget are in use for as long as it exists.
         """
@@ -95,7 +95,7 @@ class CurvatureCache:
             return found
 
     def known(self, name: str) -> Any:
-        """The value of this name, None where it is not known."""
+        """Return the value of this name, None where it is not known."""
         with self.lock:
             now = self._present()
             if not all(map(torch.equal, now, self._hyperparameters)):
@@ -130,7 +130,7 @@ class CurvatureCache:
         return gram_cost(self.lin.plan, self.lin.num_data) if exact else math.inf
 
     def known_data(self, what: str) -> tuple[Linearization, ...]:
-        """The linearisations that the curvature is of; ValueError on why `what` is not known without them."""
+        """Return the linearisations that the curvature is of; raise ValueError on why `what` is not known without."""
         if isinstance(self.data, str):
             raise ValueError(
                 f"{what} needs the likelihood that the curvature is of: {self.data} Give a curvature that counts the "
@@ -140,7 +140,7 @@ class CurvatureCache:
         return self.data
 
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
+        """Return Σ_n log p(y_n | x_n, θ*) in nats over all data of the curvature, with its gradient in hyperparameters.
 
         Of a tempered likelihood it is times 1/T. Raises ValueError where the data are not known, or counted unevenly.
         """
@@ -155,7 +155,7 @@ class CurvatureCache:
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"] | None:
-        """Gradient of the negative log-likelihood of all data of the curvature at θ*; None where they are not known."""
+        """Return the gradient of the negative log-likelihood of the data of the curvature; None where they are unknown."""
         data = self.data
         if isinstance(data, str):
             return None
@@ -209,9 +209,8 @@ class CurvatureCache:
                 self.recall(known)
 
     def _present(self) -> list[Tensor]:
-        """The values of all that a learned likelihood may change under a posterior that is kept."""
-        lins = {id(lin): lin for lin in (self.lin, *(() if isinstance(self.data, str) else self.data))}
-        return [tensor.detach().clone() for lin in lins.values() for tensor in lin.likelihood.hyperparameters]
+        """Return the present values of all that a learned likelihood may change under a posterior that is kept."""
+        return [tensor.detach().clone() for _, tensor in self._learned()]
 
     def _require_followed(self) -> None:
         """Raise ValueError unless the curvature holds the hyperparameters, which have changed."""
@@ -225,12 +224,12 @@ class CurvatureCache:
                 )
 
     def _learned(self) -> Iterator[tuple[Likelihood, Tensor]]:
-        """Each hyperparameter of the linearisations, with the likelihood that it is of."""
+        """Yield each hyperparameter of the linearisations, with the likelihood that it is of."""
         for lin in (self.lin,) if isinstance(self.data, str) else self.data:
             yield from ((lin.likelihood, tensor) for tensor in lin.likelihood.hyperparameters)
 
     def _is_held(self, tensor: Tensor) -> bool:
-        """Whether the curvature follows a tensor, and has gradients for it."""
+        """Return whether the curvature follows a tensor, and has gradients for it."""
         return any(tensor is other for other in self.curvature.representation())
 
 
@@ -276,9 +275,7 @@ def data_terms(lin: Linearization, curvature: LinearOperator) -> tuple[Lineariza
 def power_of(lin: Linearization, curvature: LinearOperator) -> float:
     """Return the power of a curvature's likelihood: 1/T where it is tempered, else 1."""
     found = sources_of(curvature)
-    if found is None or set(found.counts.values()) == {1.0}:
-        return 1.0
-    count = found.counts.get(lin.source, 1.0)
+    count = 1.0 if found is None else found.counts.get(lin.source, 1.0)
     return 1.0 if abs(count - 1) <= 1e-12 else count
 
 

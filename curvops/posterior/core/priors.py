@@ -39,15 +39,15 @@ class Prior:
         return self.precision if isinstance(self.precision, Tensor) else None
 
     def plus(self, curvature: LinearOperator) -> Any:
-        """P = G + A, with A's own shift on the outside."""
+        """Return P = G + A, with A's own shift on the outside."""
         return self._sum_with(curvature).precision
 
     def error_of_sum(self, curvature: LinearOperator) -> Estimate | None:
-        """‖C − Ĉ‖_F / ‖C‖_F where `plus` keeps the curvature C of the sum as Ĉ; None where it keeps it as it is."""
+        """Return ‖C − Ĉ‖_F / ‖C‖_F where `plus` keeps the curvature C of the sum as Ĉ; None where it keeps C itself."""
         return self._sum_with(curvature).error
 
     def _sum_with(self, curvature: LinearOperator) -> WithCurvature:
-        """Made once for a curvature: all that a posterior answers shares its factorisation."""
+        """Return the sum, made once for a curvature: all that a posterior answers shares its factorisation."""
         known = self._last[0] if self._last else None  # read once: another thread may put another curvature's there
         if known is None or known[0] is not curvature:
             known = curvature, self._added(curvature)
@@ -60,21 +60,21 @@ class Prior:
         return WithCurvature(curvature + self.precision)
 
     def product(self, vector: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
-        """A v."""
+        """Return A v."""
         if isinstance(self.precision, Tensor):
             return self.precision * vector
         product: Tensor = self.precision._matmul(vector.unsqueeze(-1)).squeeze(-1)
         return product
 
     def quadratic(self, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
-        """(θ − m)ᵀ A (θ − m) in float64, minus twice the log density less its constant."""
+        """Return (θ − m)ᵀ A (θ − m) in float64, minus twice the log density less its constant."""
         gap = theta.double() - self.mean.double()  # may be 1e6 nats
         if self.diagonal is not None:
             return (self.diagonal.double() * gap.square()).sum()
         return gap @ self.product(gap.to(theta.dtype)).double()
 
     def gradient(self, theta: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
-        """A (θ − m), of the negative log density."""
+        """Return A (θ − m), the gradient of the negative log density."""
         with torch.no_grad():
             return self.product(theta - self.mean)
 
@@ -84,7 +84,7 @@ class KroneckerPrior(Prior):
     """Kronecker blocks plus a diagonal: with a KFAC's added it stays such, by the products nearest to their sums."""
 
     def _added(self, curvature: LinearOperator) -> WithCurvature:
-        """G + A with its curvature as blocks of one Kronecker product, for any other curvature than KFACs as it is."""
+        """Return G + A with its curvature as blocks of one Kronecker product, for others than KFACs as it is."""
         if not has_kronecker_blocks(curvature):
             return super()._added(curvature)
         assert isinstance(self.precision, Damped)
@@ -93,7 +93,7 @@ class KroneckerPrior(Prior):
 
 
 def read_prior(prior_precision: Any, prior_mean: Any, network: Model, posterior: bool = False) -> Prior:
-    """The prior that a user's arguments mean, or the precision of an earlier posterior, which is positive definite.
+    """Return the prior that a user's arguments mean; `posterior` says that the precision is an earlier posterior's.
 
     Raises TypeError for another kind of argument, ValueError for a wrong size, a precision that is not positive and
     finite, a mapping that does not name each parameter once, or an operator that is not known to be positive
@@ -114,7 +114,7 @@ def _read_mean(given: Any, network: Model) -> Tensor:
 
 
 def _checked_operator(given: LinearOperator, network: Model, definite: bool) -> LinearOperator:
-    """A precision operator (D, D) at these weights, or at none."""
+    """Return a precision operator (D, D) at these weights, or at none."""
     kind = type(given).__name__
     if not isinstance(given, Operator):
         raise TypeError(f"prior_precision is a {kind}; give an operator of curvops, or co.linalg.Dense(matrix).")

@@ -43,7 +43,7 @@ class Noise:
 
     @classmethod
     def drawn(cls, lin: Linearization, count: int, generator: torch.Generator | None) -> Noise:
-        """New noise for the posteriors of a linearisation."""
+        """Make new noise for the posteriors of a linearisation."""
         return cls(PointNormals.drawn(generator).seed, count, lin.num_parameters, lin.num_data, lin.data.fingerprint)
 
     def require_of(self, lin: Linearization, k: int) -> None:
@@ -58,7 +58,7 @@ class Noise:
             raise ValueError(f"k={k}, but the noise is of {self.count} draws; pass k={self.count} or fewer.")
 
     def of_data(self, per_point: int, columns: range, like: Tensor) -> Float[Tensor, "NR k"]:
-        """Standard normal columns, for the square root of the curvature with so many columns a point."""
+        """Return standard normal columns, for the square root of the curvature with so many columns a point."""
         numbers = PointNormals(self.seed).block(columns, slice(0, self.num_data), per_point, like)
         return numbers.flatten(1).mT
 

@@ -279,7 +279,7 @@ class Laplace(GaussianWeights):
     def log_evidence(
         self, rtol: float = 0.01, generator: torch.Generator | None = None, mode: str = "auto"
     ) -> Evidence:
-        """log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
+        """Compute log p(data) under Laplace's approximation, in nats, with its standard error and its parts.
 
         It is log-likelihood − ½ [(θ − m)ᵀA(θ − m) + log det P − log det A], whatever `temperature`, which widens the
         approximation N(θ*, T P⁻¹) and is not of the model. A tempered *likelihood* is: of a curvature times 1/T, as
@@ -323,7 +323,7 @@ class Laplace(GaussianWeights):
         return find_evidence(self.cache, self.prior, None, rtol, generator, checked_mode(mode, self.lin))
 
     def effective_parameters(self, rtol: float = 0.01, generator: torch.Generator | None = None) -> Estimate:
-        """tr(P⁻¹G), the number of directions in weight space that the data determine.
+        """Compute tr(P⁻¹G), the number of directions in weight space that the data determine.
 
         Exact or estimated as `log_evidence` is, with as many products; under a prior operator and beyond 1,024 weights
         by a solve for each of at most 200 probes. The value carries gradients where P has a closed form and the prior
@@ -349,7 +349,7 @@ class Laplace(GaussianWeights):
         *,
         form: str | None = None,
     ) -> Laplace:
-        """The posterior after further data, with this one as its prior: online Laplace (Ritter et al. 2018).
+        """Return the posterior after further data, with this one as its prior: online Laplace (Ritter et al. 2018).
 
         Each curvature stays where it was linearised: this precision is the prior's, and this mean its mean. For a
         model that is linear in its weights it is the posterior of all data at once.
@@ -385,7 +385,7 @@ def laplace(
     temperature: float = 1.0,
     check_mode: bool = True,
 ) -> Laplace:
-    """The Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
+    """Make the Laplace posterior N(θ*, T (G + A)⁻¹) of a linearised network under the prior N(m, A⁻¹).
 
     Args:
         lin: the linearisation, by `co.linearize`.
@@ -425,7 +425,7 @@ def laplace(
 
 
 def checked_mode(mode: Any, lin: Linearization) -> str:
-    """ "map" or "linear", as asked for or as the network's layers ask for; ValueError for anything else."""
+    """Return "map" or "linear", as asked for or as the network's layers ask for; raise ValueError for anything else."""
     check_choice("mode", mode, ("auto", "map", "linear"))
     if mode == "auto":
         return "linear" if lin.model.normalises else "map"
@@ -433,7 +433,7 @@ def checked_mode(mode: Any, lin: Linearization) -> str:
 
 
 def check_posterior(post: Any, function: str) -> None:
-    """TypeError unless it is a posterior of `laplace`."""
+    """Raise TypeError unless it is a posterior of `laplace`."""
     if not isinstance(post, Laplace):
         raise TypeError(
             f"{function} takes a posterior, co.laplace(lin), as its first argument, got {type(post).__name__}."

@@ -47,7 +47,7 @@ def as_prior(prior_precision: Any, prior_mean: Any, network: Model, lin: Lineari
 
 
 def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updated:
-    """The posterior under another prior, with the same cache."""
+    """Return the posterior under another prior, with the same cache."""
     prior = as_prior(prior_precision, 0.0 if prior_mean is None else prior_mean, post.lin.model, post.lin)
     if prior_mean is None and not isinstance(prior_precision, GaussianWeights):
         prior = replace(prior, mean=post.prior_mean)
@@ -56,7 +56,7 @@ def replace_prior(post: Updated, prior_precision: Any, prior_mean: Any) -> Updat
 
 
 def replace_noise(post: Updated, noise: float, generator: torch.Generator | None) -> Updated:
-    """The posterior under another observation noise, its curvature made again."""
+    """Return the posterior under another observation noise, its curvature made again."""
     check_accuracy(noise, generator, "noise")
     likelihood = post.lin.likelihood
     (tensor,) = likelihood.hyperparameters
@@ -73,7 +73,7 @@ def add_data(
     generator: torch.Generator | None,
     form: str | None,
 ) -> Updated:
-    """The posterior after further data with this one as its prior, kept in this form."""
+    """Return the posterior after further data with this one as its prior, kept in this form."""
     check_linearization(lin)
     form = continual.checked_form(form, rank)
     chosen = continual.remake_curvature(post.curvature, lin, generator) if curvature is None else curvature
@@ -87,7 +87,7 @@ def add_data(
 
 
 def mode_gap(cache: CurvatureCache, prior: Prior) -> float:
-    """‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
+    """Return ‖gradient of the log posterior‖ / ‖gradient of the log prior‖ at θ*, NaN where the data are not known."""
     of_prior, of_data = prior.gradient(cache.lin.theta), cache.gradient()
     if of_data is None:
         return math.nan
@@ -96,7 +96,7 @@ def mode_gap(cache: CurvatureCache, prior: Prior) -> float:
 
 
 def checked_posterior(post: Updated, check_mode: bool) -> Updated:
-    """The posterior where it is one. Raises as `laplace` does; warns with `NotAMode` where weights are not a mode."""
+    """Return the posterior; raise as `laplace` does, and warn with `NotAMode` where weights are not a mode."""
     check_flag("check_mode", check_mode)
     require_usable(post.cache, post.prior)
     gradient = post.cache.gradient() if check_mode else None

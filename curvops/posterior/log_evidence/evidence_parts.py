@@ -107,6 +107,6 @@ def find_evidence(
 
 
 def count_of(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """γ = tr(P⁻¹G) at the present hyperparameters."""
+    """Return γ = tr(P⁻¹G) at the present hyperparameters."""
     cache.require_gradients()
     return count_parameters(cache, prior, rtol, generator)

@@ -21,10 +21,8 @@ from curvops.network import LEAST_ROOM, JacobianRows
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.operators.linearized.jacobian import Jacobian
 
-# Rows of J solved for at a time, where memory has room for them.
 BLOCK = 128
-
-
+"""Rows of J solved for at a time, where memory has room for them."""
 FEW = 64
 """Up to this many outputs a point, variances are read off the blocks, which cost little more."""
 
@@ -36,7 +34,7 @@ class PointBlocks(Operator):
     """
 
     def blocks(self) -> Float[Tensor, "N C C"]:
-        """All blocks."""
+        """Return all blocks."""
         raise NotImplementedError
 
     def _require_room(self, memory_budget: int) -> None:
@@ -62,10 +60,10 @@ class PointBlocks(Operator):
         return self.blocks() @ rhs
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self.blocks() @ rhs
+        return self._matmul(rhs)
 
     def to_dense(self) -> Tensor:
-        """All blocks."""
+        """Return all blocks."""
         return self.blocks()
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
@@ -106,9 +104,6 @@ class SampledCovariance(PointBlocks):
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.pushed @ (self.pushed.mT @ rhs) / self.pushed.shape[-1]
 
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._matmul(rhs)
-
     def _diagonal(self) -> Tensor:
         return self.pushed.square().mean(-1)
 
@@ -117,8 +112,7 @@ class SampledCovariance(PointBlocks):
 class Kept:
     """The computed blocks and variances of a `PointCovariance`, dropped by pickling and copying."""
 
-    blocks: Tensor | None = None
-    variances: Tensor | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
@@ -172,28 +166,25 @@ class PointCovariance(PointBlocks):
         return torch.Size((self._args[0].shape[-2] // c, c, c))
 
     def blocks(self) -> Float[Tensor, "N C C"]:
-        """All blocks, solved for on the first call."""
+        """Return all blocks, solved for on the first call."""
         self._require_room(self._args[0].passes.memory_budget)
-        if carries_graph(self.representation()):
-            return self._computed()
-        kept: Kept = self._kwargs["kept"]
-        with kept.lock:
-            if kept.blocks is None:
-                kept.blocks = self._computed()
-            return kept.blocks
+        return self._get_or_compute("blocks")
 
     def _diagonal(self) -> Tensor:
-        kept: Kept = self._kwargs["kept"]
-        if self.shape[-1] <= FEW or kept.blocks is not None:
+        if self.shape[-1] <= FEW or "blocks" in self._kwargs["kept"].values:
             return self.blocks().diagonal(dim1=-2, dim2=-1)
-        if carries_graph(self.representation()):
-            return self._computed(diagonals=True)
-        with kept.lock:
-            if kept.variances is None:
-                kept.variances = self._computed(diagonals=True)
-            return kept.variances
+        return self._get_or_compute("variances")
 
-    def _computed(self, diagonals: bool = False) -> Tensor:
+    def _get_or_compute(self, name: str) -> Tensor:
+        kept: Kept = self._kwargs["kept"]
+        if carries_graph(self.representation()):
+            return self._compute(name == "variances")
+        with kept.lock:
+            if name not in kept.values:
+                kept.values[name] = self._compute(name == "variances")
+            return kept.values[name]
+
+    def _compute(self, diagonals: bool) -> Tensor:
         found = self._untempered(diagonals)
         return (found if diagonals else (found + found.mT) / 2) * self._kwargs["temperature"]
 
@@ -260,7 +251,7 @@ class JointCovariance(Product):
     """J W Jᵀ over all outputs of all points together, lazily: (N·C, N·C)."""
 
     def to_dense(self) -> Tensor:
-        """The matrix; ValueError where it takes more than the memory budget."""
+        """Form the matrix; raise ValueError where it takes more than the memory budget."""
         jacobian, needed = self.factors[0], self.shape.numel() * self.dtype.itemsize
         if needed > max(jacobian.passes.memory_budget, LEAST_ROOM):
             raise ValueError(

@@ -96,14 +96,14 @@ class FormedKernel:
         ]
 
     def _root(self, f: Float[Tensor, "N C"]) -> Float[Tensor, "N C R"]:
-        """L of each point at these outputs."""
+        """Return L of each point at these outputs."""
         fisher = Exact(self.lin.likelihood)
         columns = fisher.num_columns(self.lin.num_outputs)
         parts = self._by_batch(f, lambda at, batch: fisher.columns(at, batch, 0, columns))
         return torch.cat(parts, 1).permute(1, 2, 0)
 
     def _dual(self, L: Float[Tensor, "N C R"]) -> Float[Tensor, "NR NR"]:
-        """Lᵀ K L. Memory: itself and Lᵀ K."""
+        """Return Lᵀ K L. Memory: itself and Lᵀ K."""
         n, c, r = L.shape
         half = torch.bmm(L.mT, self.kernel.view(n, c, -1)).view(n * r, n, c)
         dual = L.new_empty(n * r, n, r)
@@ -180,18 +180,18 @@ class FormedKernel:
             return weights(u), products
 
     def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
-        """The linear model's outputs."""
+        """Return the linear model's outputs."""
         return self.outputs + pushed(self.lin, theta - self.lin.theta).double()
 
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
-        """−log p(y | f) and its gradient, float64."""
+        """Return −log p(y | f) and its gradient, float64."""
         likelihood = self.lin.likelihood
         logs = self._by_batch(f, lambda at, b: likelihood.log_prob(at, b.targets, b.weights).sum())
         gradients = self._by_batch(f, lambda at, b: likelihood.residual(at, b.targets, b.weights))
         return -torch.stack(logs).sum(), torch.cat(gradients).flatten()
 
     def _step(self, f: Float[Tensor, "N C"], gap: Float[Tensor, " NC"], prior: float) -> Float[Tensor, " NC"]:
-        """−(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
+        """Return −(I + HK/α)⁻¹ gap, as −gap + L (I + LᵀKL/α)⁻¹ LᵀK gap/α."""
         L = self._root(f)
         n, _, r = L.shape
         inner = self._dual(L).div_(prior)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class _LinearModel(Point):
         self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
         self.eps = torch.finfo(delta.dtype).eps
         self.parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in lins]
-        of_data = power * sum((part.gradient() for part in self.parts[1:]), self.parts[0].gradient())
+        of_data = power * reduce(add, (part.gradient() for part in self.parts))
         of_prior = prior.gradient(self.theta)
         self.gradient = of_data + of_prior
         scale = float(of_data.double().norm() + of_prior.double().norm())
@@ -84,9 +85,7 @@ class _LinearModel(Point):
 
     def precision(self) -> Any:
         """Return the loss's Hessian, or the GGN plus the prior where the likelihood's Fisher is not its Hessian."""
-        total: LinearOperator = self.parts[0]
-        for part in self.parts[1:]:
-            total = total + part
+        total: LinearOperator = reduce(add, self.parts)
         return self.prior.plus(total if self.power == 1 else self.power * total)
 
     def log_likelihood(self, steps: Sequence[Tensor | float] = ()) -> float:
@@ -95,7 +94,7 @@ class _LinearModel(Point):
 
     @cached_property
     def loss(self) -> float:
-        """The loss here. One pass over the data."""
+        """The loss at this point. One pass over the data."""
         return self._loss()
 
     @property
@@ -115,7 +114,7 @@ class _LinearModel(Point):
         return _LinearModel(self.lins, self.prior, self.power, self.delta + share * step)
 
     def _loss(self, steps: Sequence[Tensor | float] = (), direction: Tensor | None = None) -> float:
-        """The loss after a step, with J times it already known."""
+        """Return the loss after a step, with J times it already known."""
         theta = self.theta if direction is None else self.theta + direction
         return -self.log_likelihood(steps) + 0.5 * float(self.prior.quadratic(theta))
 
@@ -182,9 +181,7 @@ def _preconditioner(cache: CurvatureCache, prior: Prior) -> tuple[Any, int]:
 def problem_of_mode(cache: CurvatureCache, prior: Prior) -> dict[str, Any]:
     """Return what distinguishes the problem from others in a checkpoint, by name."""
     lins, power = cache.known_data("the mode of the linear model"), cache.power
-    total: LinearOperator = GGN(lins[0])
-    for lin in lins[1:]:
-        total = total + GGN(lin)
+    total: LinearOperator = reduce(add, map(GGN, lins))
     return problem_of(prior.plus(total)) | {"the prior's mean": digest([prior.mean]), "the power": power}
 
 

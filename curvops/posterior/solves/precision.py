@@ -43,10 +43,10 @@ USE_THE_GGN = "use the GGN (co.GGN), which has no negative eigenvalue."
 
 
 def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str | None = None) -> System:
-    """The facts about P X = B under this prior that its routes follow from, but for those that cost something."""
+    """Return the facts about P X = B from which its routes follow, but for those that cost something."""
     lin, curvature, P, A = cache.lin, cache.curvature, prior.plus(cache.curvature), prior.diagonal
     scalar = A is not None and A.ndim == 0
-    base = P.base if isinstance(P, Damped) else P
+    base, formed = P.base if isinstance(P, Damped) else P, cache.known("formed")
     return System(
         rows=len(lin.theta),
         columns=columns,
@@ -61,24 +61,19 @@ def system_of(cache: CurvatureCache, prior: Prior, columns: int = 1, asked: str 
             outputs=lin.num_data * lin.num_outputs,
             gram_cost=cache.gram_cost if scalar else math.inf,
             budget=lin.memory_budget,
-            formed=_formed_of(cache, base),
+            formed=formed is not None and formed.base is base,
             decomposed=cache.known("spectrum") is not None,
         ),
     )
 
 
-def _formed_of(cache: CurvatureCache, base: LinearOperator) -> bool:
-    known = cache.known("formed")
-    return known is not None and known.base is base
-
-
 def with_closed_form(system: System, precision: Any) -> System:
-    """The facts with that of a closed form, which may be computed for this."""
+    """Return the facts with that of a closed form, which may be computed for this."""
     return replace(system, closed_form=precision._closed_form() is not None)
 
 
 def _to_be_solved(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> System:
-    """All facts about P X = B; the room in memory is found by passes over a few points, unless no route asks for it."""
+    """Return all facts about P X = B; passes over a few points find the room in memory, unless no route asks for it."""
     P, root = prior.plus(cache.curvature), root_of(cache.curvature)
     system = replace(with_closed_form(system_of(cache, prior, columns, asked), P), longest=longest(P))
     assert system.posterior is not None
@@ -88,7 +83,7 @@ def _to_be_solved(cache: CurvatureCache, prior: Prior, columns: int, asked: str 
 
 
 def route_of(cache: CurvatureCache, prior: Prior, columns: int, asked: str | None = None) -> tuple[Route | None, str]:
-    """The route of a system; None with the reason where the method asked for is not open.
+    """Return the route of a system; None with the reason where the method asked for is not open.
 
     J Jᵀ is formed here where it may serve: whether it does, only its eigenvalues tell.
     """
@@ -107,7 +102,7 @@ def _unresolved(system: System) -> System:
 
 
 def plan(cache: CurvatureCache, prior: Prior, columns: int) -> SolvePlan:
-    """How so many draws are found, so many rows of J solved for, and determinants found; nothing is solved for this."""
+    """Return the routes of so many draws, of so many rows of J, and of determinants; nothing is solved for this."""
     P = prior.plus(cache.curvature)
     system = replace(_to_be_solved(cache, prior, columns), sketch=P._takes_sketch)
     kernel, A = cache.known("kernel"), prior.diagonal
@@ -119,7 +114,7 @@ def plan(cache: CurvatureCache, prior: Prior, columns: int) -> SolvePlan:
 
 
 def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool = False) -> Any:
-    """P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
+    """Return P for solves with so many right-hand sides: as it is, or with its operand `Formed` where that is cheaper.
 
     What is formed serves all priors that are numbers or vectors. With `further` the columns are more of those that were
     asked for before: draws, which equal seeds make equal, count alone.
@@ -145,13 +140,13 @@ def for_columns(cache: CurvatureCache, prior: Prior, columns: int, further: bool
 
 
 def inverse_for_rows(cache: CurvatureCache, prior: Prior, rows: int, rtol: float | None) -> LinearOperator:
-    """P⁻¹ for so many further rows of J."""
+    """Return P⁻¹ for so many further rows of J."""
     inverse: LinearOperator = for_columns(cache, prior, rows, further=True).inverse(rtol)
     return inverse
 
 
 def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
-    """J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
+    """Return J Jᵀ of the training points, where the table of determinants, or of this system, has it open.
 
     It does not depend on what was asked before, so that equal seeds go on to make equal draws. A run with a checkpoint
     keeps J Jᵀ.
@@ -168,7 +163,7 @@ def formed_kernel(cache: CurvatureCache, prior: Prior, system: System | None = N
 
 
 def solving_kernel(cache: CurvatureCache, prior: Prior, system: System | None = None) -> FormedKernel | None:
-    """`formed_kernel` where its rounding leaves it fit to solve under this prior."""
+    """Return `formed_kernel` where its rounding leaves it fit to solve under this prior."""
     found = formed_kernel(cache, prior, system)
     return found if found is not None and found.resolves(float(prior.precision.detach())) else None
 
@@ -180,7 +175,7 @@ def preconditioner(
     dual: Prior | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Any, int]:
-    """M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
+    """Return M ≈ P⁻¹ for so many right-hand sides, None where none pays, and the products that it took.
 
     A sketch of A^-½GA^-½ made for one prior serves its neighbours c·A, too: all larger ones, smaller ones down to a
     third, and those whose entries scale by factors that differ at most `UNEVEN`-fold. With the prior `dual`, P is
@@ -243,7 +238,7 @@ def require_usable(cache: CurvatureCache, prior: Prior) -> None:
 
 @torch.no_grad()
 def _least_ritz(curvature: LinearOperator) -> tuple[float, Float[Tensor, " D"]]:
-    """The least Ritz value of G from a short Lanczos run, and its vector."""
+    """Return the least Ritz value of G from a short Lanczos run, and its vector."""
     generator = torch.Generator(device=curvature.device).manual_seed(0)  # the user's stays as it is
     found = lanczos(curvature, LOOKED_AT, generator=generator)
     if found.reason in (Reason.NON_FINITE, Reason.NOT_SYMMETRIC):
