@@ -155,7 +155,7 @@ class CurvatureCache:
 
     @torch.no_grad()
     def gradient(self) -> Float[Tensor, " D"] | None:
-        """Return the gradient of the negative log-likelihood of the data of the curvature; None where they are unknown."""
+        """Return the negative log-likelihood's gradient over all data of the curvature; None where they are unknown."""
         data = self.data
         if isinstance(data, str):
             return None

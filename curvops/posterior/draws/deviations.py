@@ -118,10 +118,10 @@ def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Dev
             each = _together(replace(systems, columns=part), chosen, guess, rtol)
         place = draws[start : start + len(part)].copy_(each.draws)
         found.append(replace(each, draws=place))  # its own are freed
-    return joined(draws, found)
+    return _join(draws, found)
 
 
-def joined(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
+def _join(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
     """Join groups of draws, one after the other."""
     return replace(
         parts[0],

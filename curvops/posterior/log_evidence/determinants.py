@@ -37,7 +37,7 @@ SHARE_ROUNDINGS = 4
 
 
 def log_ratio(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None) -> Estimate:
-    """log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
+    """Compute log det(G + A) − log det A in nats, with its gradients in A and in the tensors inside G."""
     with naming_the_ggn(cache.curvature):
         if prior.diagonal is None:
             return _ratio_beside(cache, prior, rtol, generator)
@@ -47,7 +47,7 @@ def log_ratio(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch
 def log_determinant(
     cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
 ) -> Estimate:
-    """log det(G + A) in nats, likewise."""
+    """Compute log det(G + A) in nats, with its gradients in A and in the tensors inside G."""
     if prior.diagonal is not None:
         return log_ratio(cache, prior, rtol, generator) + _log_diagonal(cache, prior.diagonal)
     with naming_the_ggn(cache.curvature):
@@ -72,7 +72,7 @@ def _ratio_above(
 
 
 def _route(cache: CurvatureCache, prior: Prior, rtol: float) -> tuple[routes.System, str]:
-    """The facts under a prior that is a number or a vector, and the route that follows."""
+    """Return the facts under a prior that is a number or a vector, and the route that follows."""
     system, A, known = system_of(cache, prior), prior.diagonal, cache.known("quadrature")
     assert system.posterior is not None and A is not None
     prepared = known is not None and not A.ndim and float(A.detach()) >= known[0] and rtol >= known[1]
@@ -83,7 +83,7 @@ def _route(cache: CurvatureCache, prior: Prior, rtol: float) -> tuple[routes.Sys
 
 
 def _failed(found: Estimate) -> bool:
-    """Whether probes ended before the tolerance, where as many products as rows give the exact value."""
+    """Return whether probes ended before the tolerance, where as many products as rows give the exact value."""
     return found.reason in (Reason.MATVEC_LIMIT, Reason.RANK_CAPPED)
 
 
@@ -92,7 +92,7 @@ def _log_diagonal(cache: CurvatureCache, A: Tensor) -> Tensor:
 
 
 def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: float) -> Estimate:
-    """log det(G + A) − log det A with its gradient; P's own shift is more than A where G is damped itself."""
+    """Compute log det(G + A) − log det A with its gradient; P's own shift is more than A where G is damped itself."""
     unit = torch.eye(len(spectrum.values), dtype=precision.dtype, device=precision.device)
     reference = A.double().log().expand(len(unit)).sum()
     if A.ndim:
@@ -105,7 +105,7 @@ def _ratio_from(spectrum: DenseSpectrum, A: Tensor, precision: Damped, rtol: flo
 
 
 def _ratio_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
+    """Compute log det(G + A) − log det A under an operator A; rtol is that of each determinant."""
     try:
         reference = _logdet_of(prior.precision, rtol, generator)
     except NotPositiveSemidefinite as error:
@@ -129,7 +129,7 @@ def _logdet_of(operator: Any, rtol: float, generator: torch.Generator | None) ->
 def count_parameters(
     cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
 ) -> Estimate:
-    """tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
+    """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
     P, A = prior.plus(cache.curvature), prior.diagonal
     form = P._closed_form()
     if form is not None and A is not None:
@@ -169,7 +169,7 @@ def _count_above(
 
 
 def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
+    """Compute tr(G (G + A)⁻¹) under an operator A: dense where G may be decomposed, else by a solve for each probe."""
     if len(cache.lin.theta) <= routes.WHOLE:
         known = decomposed(cache)
         G = known.semidefinite_part()
@@ -188,7 +188,7 @@ def _count_beside(cache: CurvatureCache, prior: Prior, rtol: float, generator: t
 def shares_of_weights(
     cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
 ) -> Estimate | None:
-    """1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
+    """Compute 1 − A_dd (P⁻¹)_dd, which adds up to tr(P⁻¹G): of each weight (D,), or under a scalar A their sum.
 
     None where probes would be needed for this A alone, or A is an operator.
     """
@@ -212,7 +212,7 @@ def shares_of_weights(
 
 
 def normal_mode(cache: CurvatureCache, prior: Prior) -> Float[Tensor, " D"] | None:
-    """The linear model's mode from the normal equations; None unless the curvature is known whole and is its own.
+    """Find the linear model's mode by the normal equations; None unless the curvature is known whole and is its own.
 
     That is the GGN of a Gaussian likelihood, which is the linear model's Hessian everywhere.
     """
@@ -251,7 +251,7 @@ def prepare(cache: CurvatureCache, smallest: float, rtol: float, generator: torc
 
 @torch.no_grad()
 def decomposed(cache: CurvatureCache) -> DenseSpectrum:
-    """All eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
+    """Find all eigenvalues and eigenvectors of G, of the matrix that was formed for solves where there is one."""
     A, formed = cache.curvature, cache.known("formed")
 
     def compute() -> DenseSpectrum:
@@ -265,7 +265,7 @@ def decomposed(cache: CurvatureCache) -> DenseSpectrum:
 
 
 def _shares(form: ClosedForm, prior: Tensor) -> tuple[Float[Tensor, " D"], Float[Tensor, " D"]]:
-    """1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and the most by which rounding can have changed it."""
+    """Return 1 − A_dd (P⁻¹)_dd, each a difference from 1 in P's dtype, and a bound of the effect of rounding."""
     left = (prior * form.inverse_diagonal()).double()
     own = SHARE_ROUNDINGS * (torch.finfo(prior.dtype).eps * left.detach() + torch.finfo(left.dtype).eps)
     return 1 - left, (prior.detach() * form.inverse_diagonal_error() + own).clamp_max(1)
