@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doors import data, evidence, figures, likelihoods, linalg, models, operators, posterior
+from tests.doors import (
+    data,
+    evidence,
+    figures,
+    likelihoods,
+    linalg,
+    models,
+    operators,
+    posterior,
+    repriorisation,
+    sampling,
+)
 from tests.doors.door import Row
 
-SHELVES = (linalg, data, models, likelihoods, operators, posterior, evidence, figures)
+SHELVES = (linalg, data, models, likelihoods, operators, posterior, evidence, sampling, repriorisation, figures)
 TABLE = {f"{door.call}: {wrong}": row for shelf in SHELVES for door in shelf.DOORS for wrong, row in door.rows.items()}
 
 

@@ -228,62 +228,9 @@ def test_scores_are_those_of_the_summed_log_posterior() -> None:
     assert diagnostics.stein_discrepancy(chain, found).samples == 10
 
 
-@pytest.mark.usefixtures("annotations_unchecked")
-def test_scores_of_a_part_of_the_data_are_asked_for() -> None:
-    log_posterior, chain, batches, _, _ = linear_chain()
-    for call, error, words in [
-        (lambda: diagnostics.scores(log_posterior, chain, batches[:1]), ValueError, "8 points of 20"),
-        (lambda: diagnostics.scores(log_posterior, chain, []), ValueError, "0 points of 20"),
-        (lambda: diagnostics.scores(log_posterior, chain, batches[0]), TypeError, "a list of batches"),
-        (lambda: diagnostics.scores(log_posterior, chain.theta, batches), TypeError, "got Tensor"),
-        (lambda: diagnostics.scores(lambda p, b: 0.0, chain, batches), TypeError, "knows N"),
-    ]:
-        with pytest.raises(error, match=words):
-            call()
-
-
 # What a tired user gives
 
-ONE = torch.randn(1, 8, 2, dtype=torch.float64)
 TWO = torch.randn(2, 8, 2, dtype=torch.float64)
-
-
-def with_nan() -> Tensor:
-    draws = TWO.clone()
-    draws[1, 3, 0] = torch.nan
-    return draws
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: diagnostics.rhat(ONE), ValueError, "needs 2 chains"),
-        (lambda: diagnostics.rhat(ONE[:, :1]), ValueError, "1 chain of 1 draw"),
-        (lambda: diagnostics.ess(TWO[:, :3]), ValueError, "of 4 draws or more"),
-        (lambda: diagnostics.ess(TWO, "mean"), ValueError, "'bulk', 'tail'"),
-        (lambda: diagnostics.ess(TWO[0, :, 0]), ValueError, r"leading dimensions \(chain, draw\)"),
-        (lambda: diagnostics.ess([TWO]), TypeError, "got list"),
-        (lambda: diagnostics.ess({}), ValueError, "no parameter"),
-        (lambda: diagnostics.ess({"w": TWO.numpy()}), TypeError, "got ndarray"),
-        (lambda: diagnostics.ess(TWO.long()), TypeError, "int64"),
-        (lambda: diagnostics.rhat(with_nan()), ValueError, "NaN or Inf in 1 draws"),
-        (lambda: diagnostics.rhat({"a": TWO, "b": TWO[:, 1:]}), ValueError, "drawn together"),
-        (lambda: diagnostics.random_projections(TWO, 0), ValueError, "at least 1"),
-        (lambda: diagnostics.random_projections(TWO[:, :1]), ValueError, "of 2 draws or more"),
-        (lambda: diagnostics.random_projections(torch.zeros(2, 5, 3)), ValueError, "2 of the 2 chains do not move"),
-        (lambda: diagnostics.random_projections(TWO, generator=0), TypeError, "torch.Generator"),
-        (lambda: diagnostics.stein_discrepancy(ONE, TWO), ValueError, "names and the shapes"),
-        (lambda: diagnostics.stein_discrepancy({"a": ONE}, {"b": ONE}), ValueError, "names and the shapes"),
-        (lambda: diagnostics.stein_discrepancy(ONE[:, :3], ONE[:, :3]), ValueError, "needs four"),
-        (lambda: diagnostics.stein_discrepancy(ONE, ONE, 0.0), ValueError, "scale must be positive"),
-        (lambda: diagnostics.stein_discrepancy(ONE, with_nan()[1:]), ValueError, "scores holds NaN"),
-        (lambda: diagnostics.stein_discrepancy(0 * ONE, ONE, "median"), ValueError, "the same"),
-    ],
-)
-def test_bad_draws_are_refused_by_name(call, error, words) -> None:
-    with pytest.raises(error, match=words):
-        call()
 
 
 def test_without_arviz_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,32 +177,6 @@ def test_many_draws_in_one_pass_or_one_by_one_give_one_answer(name: str, monkeyp
     assert set(parameters_of(model)) == set(lin.model.selection.names)
 
 
-def nan_draws(draws: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor / 0 for name, tensor in draws.items()}
-
-
-@pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda draws: (draws, "net"), ValueError, "'network', 'linearization'"),
-        (lambda draws: (draws["0.bias"],), ValueError, "vectors"),
-        (lambda draws: ({"0.bias": draws["0.bias"]},), ValueError, "linearise with the parameters"),
-        (lambda draws: ({**draws, "0.bias": draws["0.bias"][..., :2]},), ValueError, "of another network"),
-        (lambda draws: (nan_draws(draws),), ValueError, "NaN or Inf"),
-        (lambda draws: ({name: t.float() for name, t in draws.items()},), ValueError, "float32"),
-        (lambda draws: ({name: t.long() for name, t in draws.items()},), TypeError, "int64"),
-        (lambda draws: ({name: t[0] for name, t in draws.items()},), ValueError, "another network|chain, draw|drawn"),
-        (lambda draws: ("draws",), TypeError, "got str"),
-        (lambda draws: (None,), TypeError, "got NoneType"),
-    ],
-)
-def test_draws_of_another_structure_are_refused_by_name(change, error, words) -> None:
-    _, lin, draws, _ = setting()
-    with pytest.raises(error, match=words):
-        co.sampling.empirical(lin, *change(draws))
-
-
 @pytest.mark.usefixtures("annotations_unchecked")
 def test_what_is_no_linearisation_is_refused() -> None:
     model, lin, draws, _ = setting()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import curvops as co
@@ -24,17 +23,3 @@ def test_each_chain_begins_where_it_was_told_to() -> None:
     assert torch.equal(state.params["x"], torch.stack([each["x"] for each in starts]))
     state.theta.zero_()
     assert starts[1]["x"].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "starts, told",
-    [
-        ([{"x": torch.ones(2)}] * 2, "each of the 3 chains, this one 2"),
-        ([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(3)}], r"start 2 holds params\['x'\] \(3,\)"),
-        ([{"x": torch.ones(2)}] * 2 + [{"x": torch.ones(2).double()}], "start 2 is torch.float64"),
-        ([], "this one 0"),
-    ],
-)
-def test_other_lists_are_refused(starts: list[dict[str, torch.Tensor]], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        _sampler(3).init(starts)

@@ -1,0 +1,16 @@
+"""Networks with a readout that is registered before its body."""
+
+from torch import nn
+
+
+class Wrapped(nn.Module):
+    """A body, a readout, and whatever comes after it."""
+
+    def __init__(self, head, after=lambda f, h: f):
+        super().__init__()
+        self.head, self.body, self.after = head, nn.Linear(3, 4), after  # the readout is registered first
+        self.double()
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.after(self.head(h), h)
