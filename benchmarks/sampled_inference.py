@@ -23,7 +23,7 @@ from benchmarks import study_page
 from benchmarks.tables import table
 from curvops.cli.demo.digits import Images, load_digits
 from curvops.cli.demo.network import fit
-from curvops.operators.curvatures.curvature_root import root_of
+from curvops.operators.curvatures.curvature import root_of
 from curvops.plots import style
 
 DRAWS, TEST_DRAWS, MANY, STEPS = 8, 64, 1000, 15

@@ -20,7 +20,7 @@ from curvops.evidence.precision_groups import PrecisionGroups
 from curvops.linalg.core.summary import summary
 from curvops.network import Batch, BatchMap
 from curvops.operators import EmpiricalFisher
-from curvops.operators.linearized.reading import OfLinearization
+from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
 from curvops.posterior.log_evidence.tuning import Tuning
@@ -141,7 +141,7 @@ def check_noise_scales(post: Laplace) -> None:
             "the noise of a tempered likelihood is not tuned: give the curvature once, not a multiple of it."
         )
     curvature = post.curvature
-    if not isinstance(curvature, OfLinearization) or curvature.asked is None:
+    if not isinstance(curvature, UserOperator) or curvature.asked is None:
         raise ValueError(
             f"the noise is tuned with a curvature made of one linearisation, co.GGN, co.KFAC, …; this "
             f"{type(curvature).__name__} does not say how it was made, and could not be made again at another noise."

@@ -1,7 +1,6 @@
 """The network's operators, one file each, built from a linearisation."""
 
-from curvops.operators.curvatures.fisher import EmpiricalFisher
-from curvops.operators.curvatures.ggn import GGN, DiagonalGGN
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.function_space.tangent_kernel import TangentKernel
@@ -9,8 +8,7 @@ from curvops.operators.kfac.kfac import EKFAC, KFAC
 from curvops.operators.kfac.kfac_factors import NoFactors
 from curvops.operators.linearized.gradients import Gradients
 from curvops.operators.linearized.jacobian import Jacobian
-from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.linearize import linearize
+from curvops.operators.linearized.linearization import Linearization, linearize
 from curvops.operators.subsample import subsample
 
 __all__ = [

@@ -23,14 +23,13 @@ from curvops.linalg.core.sources import Sources
 from curvops.linalg.operators.algebra import Product, Scaled, Sliced, Sum, Transposed
 from curvops.linalg.operators.damped import Inverse
 from curvops.linalg.operators.kronecker import Details
-from curvops.operators.curvatures.fisher import EmpiricalFisher
-from curvops.operators.curvatures.ggn import GGN, DiagonalGGN
+from curvops.operators.curvatures.ggn import GGN, DiagonalGGN, EmpiricalFisher
 from curvops.operators.curvatures.hessian import Hessian
 from curvops.operators.curvatures.subnetwork import BlockDiagonal, Subnetwork
 from curvops.operators.kfac.kfac import EKFAC, KFAC, LayerBlocks
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.reading import OfLinearization, ScaledByNoise
+from curvops.operators.linearized.user_operator import ScaledByNoise, UserOperator
 
 MADE_OF_TENSORS: dict[str, type[LinearOperator]] = {
     kind.__name__: kind
@@ -50,7 +49,7 @@ def record_of_operator(operator: LinearOperator, lin: Linearization, what: str =
     """The record of an operator on the parameters of `lin`; raises ValueError, with what to do, where it has none."""
     operator = operator.settled() if isinstance(operator, ScaledByNoise) else operator
     record = _record(operator, lin, what)
-    if isinstance(operator, OfLinearization) and operator.asked is not None:
+    if isinstance(operator, UserOperator) and operator.asked is not None:
         record["asked"] = {key: record_of_value(value, lin, what) for key, value in operator.asked.items()}
     return record
 
@@ -93,7 +92,7 @@ def _recorded(record: Mapping[str, Any], lin: Linearization) -> Any:
             )
         options = {key: recorded_value(value, lin) for key, value in record["options"].items()}
         hyperparameters = [recorded_value(tensor, lin) for tensor in record["hyperparameters"]]
-        operator = OF_DATA[name].made_at(lin, hyperparameters, **options)
+        operator = OF_DATA[name].build_at(lin, hyperparameters, **options)
         return operator.detached_from_weights() if record["detached"] else operator
     kwargs = {key: recorded_value(value, lin) for key, value in record["kwargs"].items()}
     if name not in MADE_OF_TENSORS:

@@ -1,6 +1,6 @@
 """Public constructors take their arguments by position and by name, as their signatures say; nothing is swallowed.
 
-Tests `reading.py`.
+Tests `user_operator.py`.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """The Monte-Carlo and the empirical Fisher: rows in place of J, which change with nothing but what they depend on.
 
-Tests `fisher.py` and `drawn_fisher.py`.
+Tests `drawn_fisher.py`.
 """
 
 from __future__ import annotations

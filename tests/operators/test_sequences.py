@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import curvops as co
-from curvops.operators.curvatures.fisher import EmpiricalFisher
-from curvops.operators.curvatures.ggn import DiagonalGGN
+from curvops.operators.curvatures.ggn import DiagonalGGN, EmpiricalFisher
 from tests.linalg.samples import assert_covariance
 from tests.network.definitions import (
     TIGHT,

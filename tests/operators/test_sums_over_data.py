@@ -14,8 +14,8 @@ import curvops as co
 from curvops.network.likelihoods.output_fisher import Exact
 from curvops.network.walks.passes import Passes
 from curvops.network.walks.row_squares import squared_columns
-from curvops.operators.curvatures.curvature_root import CurvatureRoot
-from curvops.operators.curvatures.displaced_ggn import DisplacedGGN
+from curvops.operators.curvatures.curvature import CurvatureRoot
+from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.operators.kfac.kfac_factors import kfac_blocks
 
 N, C = 30, 2

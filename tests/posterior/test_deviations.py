@@ -1,6 +1,6 @@
 """Draws by perturbing and solving: one noise, one answer, whatever the method.
 
-Tests `curvature_root.py`, `noise.py`, `stochastic_descent.py`.
+Tests `noise.py`, `stochastic_descent.py`.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import curvops as co
-from curvops.operators.curvatures.curvature_root import CurvatureRoot
+from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.posterior.draws.noise import Systems
 from curvops.posterior.draws.stochastic_descent import _Problem
 from tests.posterior.trained import problem

@@ -1,7 +1,4 @@
-"""The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations.
-
-Tests `displaced_ggn.py`.
-"""
+"""The mode of the linear model: stationary, and for a Gaussian the solution of the normal equations."""
 
 import pytest
 import torch

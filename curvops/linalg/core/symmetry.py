@@ -16,6 +16,8 @@ from curvops.linalg.core.results import Reason
 
 LEAST_SKEW = 5e-6
 ROUNDING_UNITS = 1e3
+TILE = 256
+"""Columns that are mirrored at a time."""
 
 
 def is_symmetric(A: Any) -> bool:
@@ -60,3 +62,15 @@ def clearly_indefinite(dense: Float[Tensor, "*batch n n"]) -> bool:
     values = torch.linalg.eigvalsh(dense)
     noise = dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(-1)
     return bool((values[..., 0] < -noise).any())
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
+    p = total.shape[-1]
+    for start in range(0, p if total.ndim == 3 else 0, TILE):
+        here, after = slice(start, start + TILE), slice(start + TILE, None)
+        corner = total[:, here, here].triu()
+        total[:, here, here] = corner + corner.triu(1).mT
+        if start + TILE < p:
+            total[:, after, here] = total[:, here, after].mT
+    return total

@@ -1,19 +1,27 @@
-"""The base of the GGN and the Fishers: Jᵀ H J with an H that acts on the outputs of each point."""
+"""The base of the GGN and the Fishers, Jᵀ H J with an H that acts on the outputs of each point, and its square root."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
-from curvops.network import OutputFisher, Passes, Plan, likelihoods
+from curvops.linalg.core.memory import Memories
+from curvops.linalg.core.sources import Sources
+from curvops.linalg.core.spaces import Spaces
+from curvops.linalg.operators.base import Operator
+from curvops.network import OutputFisher, Passes, Plan, Sampled, likelihoods
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.reading import OfLinearization
+from curvops.operators.linearized.user_operator import UserOperator
+from curvops.progress import Progress
 
 
-class Curvature(OfLinearization, NetworkOperator):
+class Curvature(UserOperator, NetworkOperator):
     """A curvature Σ_n J_nᵀ H_n J_n (D, D), symmetric positive semi-definite; a subclass defines H in `output`.
 
     Where H = L Lᵀ has few columns it is the Gram matrix of the rows Lᵀ J, which `rows` walks over.
@@ -75,3 +83,93 @@ class Curvature(OfLinearization, NetworkOperator):
         if (rows := self.rows) is not None:
             return rows.draw(k, columns, generator)
         return self.lin.passes.draw(k, columns, generator, self.output)
+
+
+class CurvatureRoot(Operator):
+    """S = Jᵀ L (D, N·R) of a GGN or Fisher S Sᵀ, R columns a point, those of a point together.
+
+    S Z and Sᵀ V cost half a product of the curvature each. `reduced`: the walk multiplies with Lᵀ J itself.
+    """
+
+    def __init__(
+        self,
+        theta: Float[Tensor, " D"],
+        lin: Linearization | None = None,
+        walk: Passes | None = None,
+        output: OutputFisher | None = None,
+        points: int = 0,
+        reduced: bool = False,
+    ) -> None:
+        super().__init__(theta, lin=lin, walk=walk, output=output, points=points, reduced=reduced)
+
+    @classmethod
+    def of(cls, curvature: Curvature) -> CurvatureRoot:
+        """Return the root of a curvature, over all of its data."""
+        lin, rows = curvature.lin, curvature.rows
+        walk, reduced = rows or lin.passes, rows is not None
+        return cls(lin.theta, lin=lin, walk=walk, output=curvature.output, points=lin.num_data, reduced=reduced)
+
+    @property
+    def lin(self) -> Linearization:
+        """The linearisation."""
+        return self._kwargs["lin"]
+
+    @property
+    def output(self) -> OutputFisher:
+        """H = L Lᵀ of each point."""
+        return self._kwargs["output"]
+
+    @property
+    def columns_a_point(self) -> int:
+        """R."""
+        return self.output.num_columns(self.lin.num_outputs)
+
+    @property
+    def spaces(self) -> Spaces:
+        return self.lin.tangent_space, None
+
+    @property
+    def sources(self) -> Sources | None:
+        return None
+
+    @property
+    def memories(self) -> Memories:
+        return frozenset((self.lin.memory,))
+
+    @property
+    def progress(self) -> Progress:
+        return self.lin.passes.progress
+
+    def _size(self) -> torch.Size:
+        return torch.Size((len(self._args[0]), self._kwargs["points"] * self.columns_a_point))
+
+    def _product(self, block: Float[Tensor, "NR K"]) -> Float[Tensor, "D K"]:
+        walk: Passes = self._kwargs["walk"]
+        return walk.pull(block, self.columns_a_point, root=self._root)
+
+    def _transposed_product(self, block: Float[Tensor, "D K"]) -> Float[Tensor, "NR K"]:
+        walk: Passes = self._kwargs["walk"]
+        return walk.rows(lambda _, S: S.push(block), block.shape[1], self._root)
+
+    @property
+    def _root(self) -> OutputFisher | None:
+        return None if self._kwargs["reduced"] else self.output
+
+    def minibatches(
+        self, size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Int[Tensor, " n"], CurvatureRoot]]:
+        """(positions of some points among all, their columns of S), all points once, in a random order.
+
+        Points are shuffled within each batch of the data, which are read in their own order: one of all points, as
+        tensors are, is shuffled as a whole.
+        """
+        if isinstance(self.output, Sampled):
+            raise ValueError("minibatches of a Monte-Carlo GGN are not known: take co.GGN(lin), or method='cg'.")
+        for chosen, walk in self.lin.passes.minibatches(size, generator):
+            lin, output = self.lin, self.output
+            yield chosen, CurvatureRoot(lin.theta, lin=lin, walk=walk, output=output, points=len(chosen))
+
+
+def root_of(operator: Any) -> CurvatureRoot | None:
+    """The root that the data give; None of what is no GGN and no Fisher."""
+    return CurvatureRoot.of(operator) if isinstance(operator, Curvature) else None

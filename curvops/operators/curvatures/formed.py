@@ -18,7 +18,7 @@ from curvops.linalg.operators.dense import DenseForm
 from curvops.operators.curvatures.subnetwork import principal_block
 
 
-class OfFormed(DenseForm):
+class FormedCholesky(DenseForm):
     """Cholesky of the operand as it was formed, which has no gradient for what is inside it."""
 
     @property
@@ -39,7 +39,7 @@ class Formed(UnaryOperator):
     any diagonal; each other diagonal costs a factorisation.
     """
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfFormed
+    _damped_form: ClassVar[type[ClosedForm] | None] = FormedCholesky
 
     def __init__(self, base: LinearOperator, cache: Cache | None = None) -> None:
         super().__init__(base, cache=Cache() if cache is None else cache)

@@ -1,4 +1,4 @@
-"""The generalised Gauss–Newton matrix, its Monte-Carlo estimate and its diagonal."""
+"""The generalised Gauss–Newton matrix, its Monte-Carlo estimate, its diagonal, and the empirical Fisher."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
+from curvops.checks import check_flag
 from curvops.linalg import Diagonal
-from curvops.network import Exact, OutputFisher, Passes, Sampled
+from curvops.network import Empirical, Exact, OutputFisher, Passes, Sampled
 from curvops.operators.curvatures.curvature import Curvature
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization, made_of, require_no_gradient
+from curvops.operators.linearized.user_operator import UserOperator, require_no_gradient
 
 
 class GGN(Curvature):
@@ -65,13 +67,13 @@ class GGN(Curvature):
         return self._kwargs["rows"]
 
     @classmethod
-    def made_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
+    def build_at(cls, lin: Linearization, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         draws = options["draws"]
         rows = None if draws is None else lin.passes.reduced(Sampled(lin.likelihood, draws))
-        return super().made_at(lin, hyperparameters, draws=draws, rows=rows)
+        return super().build_at(lin, hyperparameters, draws=draws, rows=rows)
 
 
-class DiagonalGGN(OfLinearization, Diagonal):
+class DiagonalGGN(UserOperator, Diagonal):
     """The diagonal of the GGN as an operator (D, D): the summed squares of all rows of LᵀJ (Dangel et al. 2020).
 
     Every operation on it, and on it plus a prior, is elementwise: a product is D multiplications. It ignores
@@ -103,4 +105,63 @@ class DiagonalGGN(OfLinearization, Diagonal):
         generator: torch.Generator | None = None,
     ) -> None:
         entries = lin.curvature_diagonal(lin.output_fisher(fisher, mc_samples, generator))
-        super().__init__(entries, **made_of(lin))
+        super().__init__(entries, **lin.origin)
+
+
+class DisplacedGGN(Curvature):
+    """Σ_n J_nᵀ H_n J_n with H at f_n + shift_n; `shift` is J δ, (N, C)."""
+
+    @classmethod
+    def at(cls, lin: Linearization, shift: Float[Tensor, "N C"]) -> DisplacedGGN:
+        """Return the displaced GGN of a linearisation."""
+        return cls(lin.theta, *lin.likelihood.hyperparameters, lin=lin, shift=shift)
+
+    @property
+    def output(self) -> Exact:
+        return Exact(self.likelihood, self._kwargs["shift"])
+
+    @torch.no_grad()
+    def gradient(self) -> Float[Tensor, " D"]:
+        """Jᵀr of the linear model: the gradient of its negative log-likelihood. One pull of J."""
+        exact = self.output
+        return self.lin.sum_over_batches(lambda batch, J: J.pull(exact.residual(J.outputs, batch)[None]), 1).squeeze(1)
+
+    def log_likelihood(self, step: Float[Tensor, "N C"] | float = 0.0) -> Float[Tensor, ""]:
+        """Σ_n log p(y_n | f_n + shift_n + step_n) in nats, in float64. No product with J."""
+        exact = Exact(self.likelihood, self._kwargs["shift"] + step)
+        return self.lin.sum_over_batches(lambda batch, J: exact.log_prob(J.outputs, batch).double().sum(), 0)
+
+
+class EmpiricalFisher(Curvature):
+    """The empirical Fisher F = Σ_n g_n g_nᵀ (D, D), g_n = J_nᵀ r_n the gradient of point n's negative log-likelihood.
+
+    It is *not* an estimate of the GGN (Kunstner, Hennig & Balles 2019): choose it for second moments of gradients, not
+    for uncertainty. Class weights multiply r_n, sample weights the outer product: a point of weight two counts as two
+    (a sequence with weights for its positions by the largest, the others relative to it). Cost to build: nothing at the
+    call; the first product computes the rows g_n by layer, for 2/3 of a gradient. A product is two matrix products a
+    layer, 0.5–1 gradients a vector whatever C (`print(op.plan)`); per token T rows a sequence, (1 + T) / 3 to compute.
+    While a gradient for a hyperparameter is recorded it costs as much as the GGN's. Memory: the rows that the plan
+    keeps, within the rest of the budget.
+
+    Args:
+        lin: the linearised network.
+        per_token: give each token of a sequence its own outer product; else g_n sums over the tokens.
+
+    Raises:
+        TypeError: per_token is neither True nor False.
+    """
+
+    OPTIONS = ("per_token",)
+
+    def __init__(self, lin: Linearization, per_token: bool = False) -> None:
+        check_flag("per_token", per_token)
+        super().__init__(lin.theta, *lin.likelihood.hyperparameters, lin=lin, per_token=per_token)
+
+    @property
+    def output(self) -> OutputFisher:
+        """H_n = r_n r_nᵀ."""
+        return Empirical(self.likelihood, self.lin.positions_apart(self._kwargs["per_token"]))
+
+    @property
+    def rows(self) -> Passes | None:
+        return self.lin.gradient_rows(self.likelihood, self._kwargs["per_token"])

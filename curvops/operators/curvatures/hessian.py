@@ -8,10 +8,10 @@ from torch import Tensor
 
 from curvops.operators.linearized.linearization import Linearization
 from curvops.operators.linearized.network_operator import NetworkOperator
-from curvops.operators.linearized.reading import OfLinearization
+from curvops.operators.linearized.user_operator import UserOperator
 
 
-class Hessian(OfLinearization, NetworkOperator):
+class Hessian(UserOperator, NetworkOperator):
     """The Hessian (D, D) of −Σ_n log p(y_n | f(x_n, θ)) at θ*, GGN + Σ_n Σ_c r_nc ∇²f_c.
 
     Symmetric, in general indefinite. Choose it for sharpness and saddle points, the GGN for posteriors, and solve

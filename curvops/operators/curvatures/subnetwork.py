@@ -12,15 +12,15 @@ from torch import Tensor
 
 from curvops.linalg import Damped, Dense, DirectSum
 from curvops.linalg.core.cache import require_no_graph
-from curvops.linalg.core.sources import Sources, sources_of
+from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
+from curvops.linalg.core.symmetry import is_psd, mirrored
 from curvops.linalg.operators.algebra import Scaled, Sum
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.network import Exact, OutputFisher
 from curvops.operators.curvatures.curvature import Curvature
-from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization, made_of
+from curvops.operators.linearized.user_operator import UserOperator
 
 COLUMNS = 64
 """Unit vectors that are multiplied at a time."""
@@ -42,23 +42,20 @@ class Subnetwork(Dense):
 
     Args:
         source: the operator (D, D).
-        indices: positions of the weights, or a boolean mask (D,). (The keywords are those of the stored form.)
+        indices: positions of the weights, or a boolean mask (D,).
+        stored: the keywords of the stored form, which users leave out.
 
     Raises:
         TypeError: a linearisation in place of an operator, or no indices.
         ValueError: indices out of range, repeated, or none; a tensor inside the operator that requires a gradient.
     """
 
-    def __init__(
-        self,
-        source: LinearOperator | Tensor,
-        indices: Any = None,
-        *,
-        psd: bool | None = None,
-        space: Any = None,
-        rest: Tensor | None = None,
-        sources: Sources | None = None,
-    ) -> None:
+    def __init__(self, source: LinearOperator | Tensor, indices: Any = None, **stored: Any) -> None:
+        if "psd" in stored:
+            LinearOperator.__init__(self, source, indices=indices, **stored)
+            return
+        if stored:
+            raise TypeError(f"Subnetwork takes an operator and indices, got {', '.join(stored)} beside them.")
         if isinstance(source, Linearization):
             raise TypeError(
                 "Subnetwork is a block of an operator, not of a linearisation; choose which: "
@@ -68,15 +65,14 @@ class Subnetwork(Dense):
             raise TypeError(f"Subnetwork is a block of an operator (D, D), got {type(source).__name__}.")
         if indices is None:
             raise TypeError("Subnetwork needs indices: a vector of positions, or a boolean mask.")
-        if psd is None:  # a user's call: the stored form has it
-            source = source if isinstance(source, LinearOperator) else Dense(source)
-            indices = checked_indices(indices, source.shape[-1]).to(source.device)
-            whole = spaces_of(source)[0]
-            space = None if whole is None else whole.part(indices)
-            psd, sources = bool(getattr(source, "psd", False)), sources_of(source)
-            require_no_graph(source.representation(), "Subnetwork")
-            source, rest = round_with_rest(principal_block(source, indices), source.dtype)
-        LinearOperator.__init__(self, source, psd=psd, space=space, rest=rest, sources=sources, indices=indices)
+        operator = source if isinstance(source, LinearOperator) else Dense(source)
+        indices = checked_indices(indices, operator.shape[-1]).to(operator.device)
+        require_no_graph(operator.representation(), "Subnetwork")
+        block, rest = round_with_rest(principal_block(operator, indices), operator.dtype)
+        whole, sources = spaces_of(operator)[0], sources_of(operator)
+        space = None if whole is None else whole.part(indices)
+        kept = {"psd": is_psd(operator), "space": space, "rest": rest, "sources": sources}
+        LinearOperator.__init__(self, block, indices=indices, **kept)
 
     @property
     def indices(self) -> Int[Tensor, " S"]:
@@ -84,7 +80,7 @@ class Subnetwork(Dense):
         return self._kwargs["indices"]
 
 
-class BlockDiagonal(OfLinearization, DirectSum):
+class BlockDiagonal(UserOperator, DirectSum):
     """The diagonal blocks of the GGN for a partition of the weights, each exact and dense, zero elsewhere (D, D).
 
     Plus a prior it is solved by Cholesky. Cost to build: one push of J for each weight. A product is Σ p² operations.
@@ -107,7 +103,7 @@ class BlockDiagonal(OfLinearization, DirectSum):
         exact = Exact(lin.likelihood)
         parts = (round_with_rest(fisher_block(lin, exact, index), lin.theta.dtype) for index in positions)
         dense = (Dense(tensor, psd=True, rest=rest) for tensor, rest in parts)
-        super().__init__(*dense, positions=positions, **made_of(lin))
+        super().__init__(*dense, positions=positions, **lin.origin)
 
 
 def checked_indices(indices: Any, size: int) -> Int[Tensor, " S"]:

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
+from curvops.linalg.core.symmetry import mirrored
 from curvops.network import Group, Layer, Passes, Plan
-from curvops.operators.layers.moments import mirrored
 from curvops.operators.linearized.jacobian import Jacobian
 
 BLOCK_BYTES = 16 * 2**20

@@ -43,7 +43,7 @@ Target = Tensor
 """Blocks (m, C, C), or their diagonals (m, C)."""
 
 
-class OfLayer(NamedTuple):
+class LayerMetric(NamedTuple):
     """P⁻¹ on a layer's matrix: its inverse eigenvalues (g, p, q) and eigenvectors (none: the unit vectors)."""
 
     weights: Tensor
@@ -58,7 +58,7 @@ class Metric(ABC):
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """target += J P⁻¹ Jᵀ for the group's part of J; False where its layers do not fit the structure."""
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         """The last layer's blocks with what of its inputs each takes; None where P has another structure."""
         return None
 
@@ -148,7 +148,7 @@ def _sum_of_last(total: Target, last: Iterable[tuple[Layer, Tensor | None]], met
     return True
 
 
-def _add_last(target: Target, layer: OfLayer, inputs: Float[Tensor, "m q"]) -> None:
+def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) -> None:
     """target += U diag(k) Uᵀ with k_i = Σ_j ã_j² / p_ij: δ is the identity at every point."""
     rotated = inputs if layer.right is None else rotate(inputs[:, None, None], layer.right)[:, 0, 0]
     kernel = rotated.square() @ layer.weights[0].mT
@@ -229,15 +229,15 @@ class Elementwise(Metric):
         matrices = group.matrices()
         if matrices is not None:
             assert group.layer is not None
-            _add(target, matrices, OfLayer(group.layer.to_matrix(self.weights)), most_bytes)
+            _add(target, matrices, LayerMetric(group.layer.to_matrix(self.weights)), most_bytes)
             return True
         weights = torch.cat([self.weights[name].flatten() for name in group.names])
         for part, rows in _rows(target, group, most_bytes):
             _add_products(part, rows * weights, rows)
         return True
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
-        return [(OfLayer(layer.to_matrix(self.weights)), inputs)]
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+        return [(LayerMetric(layer.to_matrix(self.weights)), inputs)]
 
 
 class InEigenbases(Metric):
@@ -264,14 +264,14 @@ class InEigenbases(Metric):
             _add(target, matrices, self._of_layer(names), most_bytes)
         return bool(parts)
 
-    def _of_layer(self, names: tuple[str, ...]) -> OfLayer:
+    def _of_layer(self, names: tuple[str, ...]) -> LayerMetric:
         form = self.forms[names]
         assert isinstance(form, EigenKroneckerForm)
         base = form.eigen
         weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
-        return OfLayer(weights, base.left_vectors, base.right_vectors)
+        return LayerMetric(weights, base.left_vectors, base.right_vectors)
 
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[OfLayer, Tensor]] | None:
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
         names = layer.names
         whole = tuple(sorted(names.values()))
         if isinstance(self.forms.get(whole), EigenKroneckerForm):
@@ -320,7 +320,7 @@ def _order(positions: Mapping[str, Tensor], names: tuple[str, ...], block: Tenso
     return ascending[index.argsort().argsort()]
 
 
-def _add(target: Target, matrices: list[Sides], layer: OfLayer, most_bytes: int) -> None:
+def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: int) -> None:
     """target += the blocks of one layer, or of layers that share weights."""
     sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
     if len(sides) == 1 and not sides[0][1].is_floating_point():
@@ -341,7 +341,7 @@ def _along(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def _rotated(right: Tensor, layer: OfLayer) -> Tensor:
+def _rotated(right: Tensor, layer: LayerMetric) -> Tensor:
     weights = layer.weights
     right = right if right.is_floating_point() else F.one_hot(right, weights.shape[2]).to(weights.dtype)
     return right if layer.right is None else rotate(right, layer.right)

@@ -15,10 +15,10 @@ from curvops.network import read_precision
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.operators.linearized.jacobian import Jacobian
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization
+from curvops.operators.linearized.user_operator import UserOperator
 
 
-class TangentKernel(OfLinearization, Operator):
+class TangentKernel(UserOperator, Operator):
     """K = J(x) A⁻¹ J(x')ᵀ (n·C, n'·C) for a diagonal prior precision A: the covariance of f under the prior.
 
     Symmetric positive semi-definite where x' is x (Jacot et al. 2018). Rows are ordered point by point.

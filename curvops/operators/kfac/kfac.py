@@ -27,11 +27,11 @@ from curvops.operators.kfac.kfac_factors import (
     kfac_blocks,
 )
 from curvops.operators.linearized.linearization import Linearization
-from curvops.operators.linearized.reading import OfLinearization, made_of
+from curvops.operators.linearized.user_operator import UserOperator
 from curvops.progress import Progress
 
 
-class OfLayerBlocks(DirectSumForm):
+class LayerBlocksForm(DirectSumForm):
     """The closed form of layer blocks plus a diagonal; a layer too large for Cholesky has one under a number alone."""
 
     @cached_property
@@ -45,7 +45,7 @@ class OfLayerBlocks(DirectSumForm):
 class LayerBlocks(DirectSum):
     """A block-diagonal operator with a block for each layer's parameters, the base of KFAC and EKFAC."""
 
-    _damped_form: ClassVar[type[ClosedForm] | None] = OfLayerBlocks
+    _damped_form: ClassVar[type[ClosedForm] | None] = LayerBlocksForm
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LayerBlocks(DirectSum):
         return super().add_diagonal(diag)
 
 
-class OfFactors(OfLinearization, LayerBlocks):
+class KroneckerCurvature(UserOperator, LayerBlocks):
     """Layer blocks built from Kronecker factors, by one walk over the data or two."""
 
     STORED = "positions"
@@ -107,7 +107,7 @@ class OfFactors(OfLinearization, LayerBlocks):
         # Each selected tensor lies whole in one block: nothing to check.
         positions = whole_partition([block.positions for block in blocks], lin.theta.device)
         operators, names = self._operators(lin, output, blocks), tuple(block.names for block in blocks)
-        super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **made_of(lin))
+        super().__init__(*operators, positions=positions, names=names, progress=lin.passes.progress, **lin.origin)
 
     @staticmethod
     def _operators(lin: Linearization, output: OutputFisher, blocks: list[KroneckerBlock]) -> list[Operator]:
@@ -115,7 +115,7 @@ class OfFactors(OfLinearization, LayerBlocks):
         return [block.operator for block in blocks]
 
 
-class KFAC(OfFactors):
+class KFAC(KroneckerCurvature):
     """Block-diagonal approximation of the GGN (D, D): B ⊗ A for a layer's weight and bias (Martens & Grosse 2015).
 
     A is the mean of a aᵀ over inputs (a one appended for the bias), B the sum of δ δᵀ over the columns of the output
@@ -167,7 +167,7 @@ class KFAC(OfFactors):
         return DirectSum(*damped, positions=self.partition, space=self.spaces[0], sources=self.sources)
 
 
-class EKFAC(OfFactors):
+class EKFAC(KroneckerCurvature):
     """KFAC with exact second moments in each block's eigenbasis (D, D): U diag(s) Uᵀ, U = U_B ⊗ U_A.
 
     KFAC's arguments (George et al. 2018). Never further from the GGN's blocks in Frobenius norm than KFAC, and with the

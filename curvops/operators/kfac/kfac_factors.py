@@ -16,7 +16,7 @@ from curvops.linalg import Dense, Diagonal, EigenKronecker, Kronecker, Operator
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details, decompose
 from curvops.network import Group, Layer, OutputFisher, Passes, second_moments
-from curvops.operators.layers.moments import OuterSum, rounding_of_rows
+from curvops.operators.kfac.outer_sums import OuterSum, rounding_of_rows
 from curvops.operators.linearized.linearization import Linearization
 from curvops.records import from_record
 

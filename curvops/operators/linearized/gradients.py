@@ -16,10 +16,10 @@ from curvops.operators.linearized.network_operator import NetworkOperator
 class Gradients(NetworkOperator):
     """Per-example gradients, (N, D): row n is g_n = J_nᵀ r_n, the gradient of −log p(y_n | f(x_n, θ)) at θ*.
 
-    Made by `lin.gradients()`. Rows stand in the order of the data, and sum to `lin.gradient()`. The sign is that of a
-    loss (a step along −g_n makes point n more likely); class and sample weights multiply a row once. A sequence is one
-    row, the sum over its tokens; with `per_token=True` (N·T, D), token t of sequence n is row n·T + t. Products carry
-    gradients through the vectors and the likelihood's hyperparameters.
+    Made by `lin.gradients()`; the constructor takes the stored form. Rows stand in the order of the data, and sum to
+    `lin.gradient()`. The sign is that of a loss (a step along −g_n makes point n more likely); class and sample weights
+    multiply a row once. A sequence is one row, the sum over its tokens; with `per_token=True` (N·T, D), token t of
+    sequence n is row n·T + t. Products carry gradients through the vectors and the likelihood's hyperparameters.
 
     Influence functions (Koh & Liang 2017): by how much would the loss of a test point change if point n were left out?
 
@@ -37,11 +37,6 @@ class Gradients(NetworkOperator):
     """
 
     OPTIONS = ("per_token",)
-
-    def __init__(
-        self, theta: Tensor, *hyperparameters: Tensor, lin: Any = None, per_token: bool = False, space: Any = None
-    ) -> None:
-        super().__init__(theta, *hyperparameters, lin=lin, per_token=per_token, space=space)
 
     @property
     def lin(self) -> Any:

@@ -19,22 +19,14 @@ from curvops.progress import Progress
 
 
 class Jacobian(NetworkOperator):
-    """J (n·C, D): row n·C + c holds ∂f_c(x_n)/∂θ. Made by `lin.jacobian(x)`.
+    """J (n·C, D): row n·C + c holds ∂f_c(x_n)/∂θ.
 
-    J @ V and J.mT @ U cost about half a GGN product each (`lin.plan`); nothing of its size is ever formed. The tensors
-    `differentiated` are those of the inputs in which products and outputs have a gradient, which `graph` computes.
+    Made by `lin.jacobian(x)`; the constructor takes the stored form. J @ V and J.mT @ U cost about half a GGN product
+    each (`lin.plan`); nothing of its size is ever formed.
     """
 
-    def __init__(
-        self,
-        theta: Tensor,
-        *differentiated: Tensor,
-        passes: Passes | None = None,
-        rows: int = 0,
-        space: Any = None,
-        graph: Any = None,
-    ) -> None:
-        super().__init__(theta, *differentiated, passes=passes, rows=rows, space=space, graph=graph)
+    # Stored are θ, the inputs in which products and outputs have a gradient, `passes`, the number of `rows`, the
+    # `graph` that computes the outputs from those inputs (None without them) and, once detached, the `space`.
 
     @property
     def passes(self) -> Passes:
@@ -110,6 +102,6 @@ class Jacobian(NetworkOperator):
     def _converted(
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
-        passes, graph = self.passes.cast(dtype, device), self._kwargs["graph"]
+        passes, graph = self.passes.cast(dtype, device), self._kwargs.get("graph")
         changed = {"passes": passes, "graph": graph and graph.cast(passes.engines, device, dtype)}
         return Jacobian(passes.model.theta, *hyperparameters, **self._kwargs | changed)

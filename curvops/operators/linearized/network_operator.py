@@ -83,7 +83,7 @@ class NetworkOperator(Operator):
         self, hyperparameters: list[Tensor], dtype: torch.dtype | None, device: torch.device | None
     ) -> LinearOperator:
         options = {name: convert(value, device, dtype) for name, value in self.options.items()}
-        return self.made_at(self._kwargs["lin"].cast(dtype, device), hyperparameters, **options)
+        return self.build_at(self._kwargs["lin"].cast(dtype, device), hyperparameters, **options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,6 +91,6 @@ class NetworkOperator(Operator):
         return {name: self._kwargs[name] for name in self.OPTIONS}
 
     @classmethod
-    def made_at(cls, lin: Any, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
+    def build_at(cls, lin: Any, hyperparameters: Sequence[Tensor], **options: Any) -> LinearOperator:
         """The operator of a linearisation, with these hyperparameters of the likelihood and these options."""
         return cls(lin.theta, *hyperparameters, lin=lin, **options)

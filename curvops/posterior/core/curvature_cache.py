@@ -43,7 +43,7 @@ from curvops.linalg.preconditioners.factored import LowRankPreconditioner
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import GGN, Linearization
 from curvops.operators.function_space.gram_matrix import gram_cost
-from curvops.operators.linearized.reading import require_no_gradient
+from curvops.operators.linearized.user_operator import require_no_gradient
 from curvops.records import from_record
 
 SKETCHES = ("weights", "functions")

@@ -16,7 +16,7 @@ from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
 from curvops.operators import Linearization
-from curvops.operators.curvatures.curvature_root import CurvatureRoot, root_of
+from curvops.operators.curvatures.curvature import CurvatureRoot, root_of
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
 

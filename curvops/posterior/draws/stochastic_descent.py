@@ -22,7 +22,7 @@ from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Reason, Solution
 from curvops.linalg.core.solve_routes import EPOCHS
 from curvops.linalg.core.vectors import norm
-from curvops.operators.curvatures.curvature_root import CurvatureRoot
+from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.posterior.draws.noise import Systems
 from curvops.progress import as_step, at_work, remark
 

@@ -17,7 +17,7 @@ from curvops.linalg.core.sources import sources_of
 from curvops.linalg.estimators.relative_distance import relative_distance
 from curvops.operators import Linearization
 from curvops.operators.kfac.kfac_sum import has_kronecker_blocks
-from curvops.operators.linearized.reading import OfLinearization
+from curvops.operators.linearized.user_operator import UserOperator
 
 FORMS = ("low_rank", "low_rank_diagonal", "kronecker")
 """The forms in which an earlier posterior may be kept."""
@@ -73,7 +73,7 @@ def remake_curvature(
     curvature: LinearOperator, lin: Linearization, generator: torch.Generator | None
 ) -> LinearOperator:
     """Make the curvature of `lin` by the class and options of an earlier one; ValueError where these are not known."""
-    found = curvature.of(lin, generator) if isinstance(curvature, OfLinearization) else None
+    found = curvature.of(lin, generator) if isinstance(curvature, UserOperator) else None
     if found is None:
         raise ValueError(
             f"curvature= is needed: that of the earlier posterior is a {type(curvature).__name__}, which does not say "

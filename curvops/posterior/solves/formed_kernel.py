@@ -26,8 +26,7 @@ from curvops.linalg.estimators.brackets import single
 from curvops.linalg.estimators.dense_spectrum import DenseSpectrum
 from curvops.network import Batch, Exact
 from curvops.operators import GGN, Linearization
-from curvops.operators.curvatures.curvature_root import CurvatureRoot
-from curvops.operators.curvatures.displaced_ggn import pushed
+from curvops.operators.curvatures.curvature import CurvatureRoot
 from curvops.operators.function_space.gram_matrix import gram_matrix
 from curvops.posterior.solves.newton import Point, minimise
 
@@ -181,7 +180,7 @@ class FormedKernel:
 
     def _outputs_at(self, theta: Float[Tensor, " D"]) -> Float[Tensor, "N C"]:
         """Return the linear model's outputs."""
-        return self.outputs + pushed(self.lin, theta - self.lin.theta).double()
+        return self.outputs + self.lin.push(theta - self.lin.theta).double()
 
     def loss(self, f: Float[Tensor, "N C"]) -> tuple[Tensor, Float[Tensor, " NC"]]:
         """Return −log p(y | f) and its gradient, float64."""

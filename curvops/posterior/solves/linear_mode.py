@@ -25,7 +25,7 @@ from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd
 from curvops.network.likelihoods import Gaussian
 from curvops.operators import GGN, Linearization
-from curvops.operators.curvatures.displaced_ggn import DisplacedGGN, pushed
+from curvops.operators.curvatures.ggn import DisplacedGGN
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.solves.newton import ROUNDINGS, Point, minimise
@@ -76,7 +76,7 @@ class _LinearModel(Point):
         self.lins, self.power = lins, power
         self.prior, self.delta, self.theta = prior, delta, lins[0].theta + delta
         self.eps = torch.finfo(delta.dtype).eps
-        self.parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in lins]
+        self.parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in lins]
         of_data = power * reduce(add, (part.gradient() for part in self.parts))
         of_prior = prior.gradient(self.theta)
         self.gradient = of_data + of_prior
@@ -107,7 +107,7 @@ class _LinearModel(Point):
         return float(self.gradient.double() @ step.double())
 
     def losses(self, step: Tensor) -> Callable[[float], float]:
-        pushes = [pushed(lin, step) for lin in self.lins]
+        pushes = [lin.push(step) for lin in self.lins]
         return lambda share: self._loss([share * each for each in pushes], share * step)
 
     def moved(self, step: Tensor, share: float) -> _LinearModel:
@@ -188,5 +188,5 @@ def problem_of_mode(cache: CurvatureCache, prior: Prior) -> dict[str, Any]:
 def linear_log_likelihood(cache: CurvatureCache, theta: Float[Tensor, " D"]) -> Float[Tensor, ""]:
     """Return the log-likelihood of the linear model at other weights, with its gradient in hyperparameters."""
     delta = theta - cache.lin.theta
-    parts = [DisplacedGGN.at(lin, pushed(lin, delta)) for lin in cache.known_data("the log evidence")]
+    parts = [DisplacedGGN.at(lin, lin.push(delta)) for lin in cache.known_data("the log evidence")]
     return cache.power * torch.stack([part.log_likelihood() for part in parts]).sum()

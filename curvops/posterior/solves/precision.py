@@ -31,7 +31,7 @@ from curvops.linalg.core.solve_routes import (
 )
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner
-from curvops.operators.curvatures.curvature_root import root_of
+from curvops.operators.curvatures.curvature import root_of
 from curvops.operators.curvatures.formed import Formed
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior

@@ -14,7 +14,7 @@ from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Dense, Diagonal, LowRank, Operator
 from curvops.network import Empirical, Exact, own_randomness, score_and_diagonal
 from curvops.operators import GGN, EmpiricalFisher, Linearization
-from curvops.operators.curvatures.curvature_root import root_of
+from curvops.operators.curvatures.curvature import root_of
 from curvops.posterior.core.arguments import check_linearization
 from curvops.posterior.gaussians import continual
 from curvops.posterior.gaussians.gaussian_posterior import GaussianPosterior

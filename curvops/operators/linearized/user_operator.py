@@ -21,7 +21,7 @@ ASIDE = ("lin", "generator", "checkpoint")
 """Arguments that do not determine which operator of a linearisation is built."""
 
 
-class OfLinearization(LinearOperator):
+class UserOperator(LinearOperator):
     """An operator that users build from a linearisation, and linear_operator rebuilds from its stored form.
 
     The `__init__` of a subclass is for users: it takes `lin` and options, and passes tensors and keywords on to that of
@@ -54,7 +54,7 @@ class OfLinearization(LinearOperator):
         """Return this class's `__init__`, which passes stored forms by the one that is written for users."""
 
         @wraps(written)
-        def init(self: OfLinearization, *args: Any, **kwargs: Any) -> None:
+        def init(self: UserOperator, *args: Any, **kwargs: Any) -> None:
             if self._is_stored(args, kwargs):
                 super(cls, self).__init__(*args, **kwargs)
                 return
@@ -99,7 +99,7 @@ class OfLinearization(LinearOperator):
         return bound
 
 
-class ScaledByNoise(OfLinearization, Scaled):
+class ScaledByNoise(UserOperator, Scaled):
     """An operator built at one observation noise, as a function of it: A(σ²) = (σ₀²/σ²)ᵖ A(σ₀²).
 
     For a Gaussian likelihood every curvature is proportional to 1/σ² (p = 1), and empirical Fishers, whose residuals
@@ -143,7 +143,7 @@ class ScaledByNoise(OfLinearization, Scaled):
         return base
 
 
-def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
+def scaled_by_noise(kind: type[UserOperator], *args: Any, **kwargs: Any) -> ScaledByNoise | None:
     """Return `kind(*args, **kwargs)` as a function of the noise; None where no gradient for a single one is needed."""
     lin = args[0] if args else kwargs.get("lin")
     if not isinstance(lin, Linearization):  # refused where arguments are read
@@ -156,11 +156,6 @@ def scaled_by_noise(kind: type[OfLinearization], *args: Any, **kwargs: Any) -> S
     assert base.asked is not None  # a user's call
     power = 2 if base.asked.get("fisher") == "empirical" else 1
     return ScaledByNoise(base, noise, reference=float(noise.detach()), power=power)
-
-
-def made_of(lin: Linearization) -> dict[str, Any]:
-    """Return the keywords that record, without the linearisation, the weights and data of an operator."""
-    return {"space": lin.tangent_space, "sources": lin.sources}
 
 
 def require_no_gradient(likelihood: likelihoods.Likelihood, what: str) -> None:

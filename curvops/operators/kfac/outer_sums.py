@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.linalg.core.symmetry import mirrored
 from curvops.linalg.operators.dense import round_with_rest
 from curvops.linalg.operators.kronecker import Details
 from curvops.network import Passes
@@ -29,8 +30,6 @@ ROUNDING_UNITS = 1
 ROWS_ROUNDING_UNITS = 4
 """Rounding units that rows are off by at most, relative to all of them, as a forward and a backward pass make them:
 3.8 were seen (8 layers of 64)."""
-TILE = 256
-"""Columns that are mirrored at a time."""
 
 
 @dataclass(eq=False)
@@ -167,16 +166,4 @@ def _outer_sum(rows: Float[Tensor, "g m p"]) -> Float[Tensor, "g p p"]:
     total = rows.new_zeros(len(rows), rows.shape[-1], rows.shape[-1], dtype=torch.float64)
     for piece in rows.split(ROWS_A_SUM, 1):
         total += piece.mT @ piece
-    return total
-
-
-def mirrored(total: Tensor) -> Tensor:
-    """(g, p, p) with what is below the diagonal copied from above it, in place; diagonals (g, p) as they are."""
-    p = total.shape[-1]
-    for start in range(0, p if total.ndim == 3 else 0, TILE):
-        here, after = slice(start, start + TILE), slice(start + TILE, None)
-        corner = total[:, here, here].triu()
-        total[:, here, here] = corner + corner.triu(1).mT
-        if start + TILE < p:
-            total[:, after, here] = total[:, here, after].mT
     return total

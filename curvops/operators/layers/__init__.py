@@ -1,1 +1,0 @@
-"""Rows of a curvature by layer: as matrices, their sums and squares."""
