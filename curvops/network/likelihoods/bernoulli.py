@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -89,14 +87,6 @@ class Bernoulli(Independent):
                 "Bernoulli targets lie in [0, 1]: 0, 1 or probabilities. Labels of more than two classes are for "
                 "Categorical, -1 and 1 become (y + 1) / 2."
             )
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Bernoulli:
-        new = copy.copy(self)
-        if self.weight is not None:
-            new.weight = self.weight.to(device=device, dtype=dtype)
-        if self.pos_weight is not None:
-            new.pos_weight = self.pos_weight.to(device=device, dtype=dtype)
-        return new
 
     def _mass(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target mass of yes and of no, (n, C) each."""

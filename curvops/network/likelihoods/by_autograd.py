@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.network.data.inputs import require_finite
 from curvops.network.likelihoods.likelihood import Likelihood, OutputBlock, Outputs, RootBlock, Weights, weighted
 
 
@@ -48,8 +49,7 @@ class ByAutograd(Likelihood):
 
     def check_targets(self, y: Tensor, num_outputs: int | None = None) -> None:
         """Check that targets are finite; shapes and values are checked when targets are scored."""
-        if y.is_floating_point() and y.numel() and not bool(y.isfinite().all()):
-            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
+        require_finite("targets", y)
 
     def _residual(self, f: Tensor, y: Tensor) -> Tensor:
         gradient: Tensor = torch.func.grad(lambda g: -self._log_factors(g, y).sum())(f)

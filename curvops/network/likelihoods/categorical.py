@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -127,12 +125,6 @@ class Categorical(Likelihood):
     def counted(self, y: Tensor, w: Weights = None) -> Bool[Tensor, " n"]:
         f = y if y.is_floating_point() else torch.zeros((), device=y.device)
         return (self._curvature_weight(f, y, w) != 0).squeeze(-1)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Categorical:
-        new = copy.copy(self)
-        if self.weight is not None:
-            new.weight = self.weight.to(device=device, dtype=dtype)
-        return new
 
     def _check_classes(self, num_outputs: int) -> None:
         if num_outputs < 2:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from curvops.network.likelihoods.by_autograd import ByAutograd
-from curvops.network.likelihoods.likelihood import Outputs, Weights
+from curvops.network.likelihoods.likelihood import Outputs
 
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true", "truth")
 
@@ -100,15 +100,6 @@ class FromLoss(ByAutograd):
             "fisher='exact', or co.EmpiricalFisher(lin); or give the distribution, a function from outputs to a "
             "torch.distributions.Distribution."
         )
-
-    def mc_residual(
-        self,
-        f: Outputs,
-        y: Tensor,
-        w: Weights = None,
-        generator: torch.Generator | None = None,
-    ) -> Outputs:
-        return self.sample(f, generator)
 
     def mean(self, f: Outputs) -> Float[Tensor, "n m"]:
         return self.sample(f)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from curvops.network.data.inputs import require_finite
 from curvops.network.likelihoods.likelihood import (
     Independent,
     Outputs,
@@ -85,8 +86,7 @@ class Gaussian(Independent):
             raise ValueError(
                 f"{self.noise.numel()} noise variances were given, but the model has {num_outputs} outputs."
             )
-        if y.numel() and not within(y, -math.inf, strict=True):
-            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
+        require_finite("targets", y)
 
     @property
     def single_noise(self) -> Tensor | None:
@@ -101,6 +101,3 @@ class Gaussian(Independent):
         new = copy.copy(self)
         new.noise = noise
         return new
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Gaussian:
-        return self.with_hyperparameters((self.noise.to(device=device, dtype=dtype),))

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, normal_like, weighted, within
+from curvops.network.data.inputs import require_finite
+from curvops.network.likelihoods.likelihood import Independent, Outputs, Weights, normal_like, weighted
 
 
 class HeteroscedasticGaussian(Independent):
@@ -70,8 +71,7 @@ class HeteroscedasticGaussian(Independent):
                 f"HeteroscedasticGaussian targets have shape (n, {m}), one column for each of the {m} means among the "
                 f"outputs; given {tuple(y.shape)}."
             )
-        if y.numel() and not within(y, -math.inf, strict=True):
-            raise ValueError("Targets contain NaN or infinite values. Remove or impute them.")
+        require_finite("targets", y)
 
 
 def _standardised(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

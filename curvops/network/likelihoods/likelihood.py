@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.network.data.inputs import extremes, own
+from curvops.network.data.inputs import extremes, move_tensor, own
 
 Outputs = Float[Tensor, "n C"]
 OutputBlock = Float[Tensor, "*K n C"]
@@ -119,7 +119,13 @@ class Likelihood(ABC):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
         """Return a copy with its tensors on another device or in another floating dtype; gradients flow through."""
-        return self
+        new = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Likelihood):
+                setattr(new, name, value.to(device, dtype))
+            elif isinstance(value, Tensor):
+                setattr(new, name, move_tensor(value, device, dtype))
+        return new
 
     def snapshot(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Likelihood:
         """Return `to` with copied tensors, so that later changes have no effect; those with a gradient are kept."""

@@ -109,14 +109,8 @@ class Sequences(Likelihood):
         return self.likelihood.hyperparameters
 
     def with_hyperparameters(self, tensors: Sequence[Tensor]) -> Sequences:
-        return self._around(self.likelihood.with_hyperparameters(tensors))
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sequences:
-        return self._around(self.likelihood.to(device, dtype))
-
-    def _around(self, likelihood: Likelihood) -> Sequences:
         new = copy.copy(self)
-        new.likelihood = likelihood
+        new.likelihood = self.likelihood.with_hyperparameters(tensors)
         return new
 
     def _split(self, x: Tensor) -> Tensor:

@@ -14,20 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from curvops.network.engines.rules.rule import Local
+from curvops.network.engines.rules.rule import Local, Rule
 
 
-class ConvolutionRule:
+class ConvolutionRule(Rule):
     """Cross-correlation. An input that is padded by other than as many zeros on both sides is kept padded."""
 
-    operands = 1
-    matrix_is_transposed = False
     transposed = False
 
-    def supports(self, layer: _ConvNd) -> bool:
-        return True
-
-    def keep(self, layer: _ConvNd, a: Tensor) -> Tensor:
+    def keep(self, layer: _ConvNd, *inputs: Any) -> Tensor:
+        a: Tensor = inputs[0]
         if not _is_kept_padded(layer):
             return a
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

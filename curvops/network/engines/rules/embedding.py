@@ -13,20 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local
+from curvops.network.engines.rules.rule import Local, Rule
 
 
-class EmbeddingRule:
-    """Rows of a table. Its own Jacobian (n, K, V, E) is made only where the engine finds V below t."""
+class TableRule(Rule):
+    """The base of layers that look rows up in a table by indices."""
 
-    operands = 1
     matrix_is_transposed = True
 
-    def supports(self, layer: nn.Embedding) -> bool:
-        return True
+    def keep(self, layer: Any, *inputs: Any) -> Tensor:
+        indices: Tensor = inputs[0].long()  # torch counts, scatters and fills by these alone
+        return indices
 
-    def keep(self, layer: nn.Embedding, a: Tensor) -> Tensor:
-        return a.long()  # torch counts, scatters and fills by these alone
+    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
+        """The indices (n, 1, t)."""
+        return kept.reshape(kept.shape[0], 1, -1)
+
+
+class EmbeddingRule(TableRule):
+    """Rows of a table. Its own Jacobian (n, K, V, E) is made only where the engine finds V below t."""
 
     def push(self, layer: nn.Embedding, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         looked_up = tangents["weight"][:, kept].transpose(0, 1)
@@ -34,49 +39,30 @@ class EmbeddingRule:
         return looked_up if counted is None else looked_up.masked_fill(~counted[:, None, ..., None], 0)
 
     def pull(self, layer: nn.Embedding, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        if not names:
-            return {}
         left = _per_position(layer, kept, s).transpose(0, 1).flatten(1, 2)
         return {"weight": s.new_zeros(s.shape[1], *layer.weight.shape).index_add_(1, kept.flatten(), left)}
 
     def rows(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        if not names:
-            return {}
         left = _per_position(layer, kept, s)
         index = self.right(layer, kept, names).unsqueeze(-1).expand(-1, s.shape[1], -1, s.shape[-1])
         return {"weight": s.new_zeros(*s.shape[:2], *layer.weight.shape).scatter_add_(2, index, left)}
 
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
         """(n, R, 1, t, E), zero at padding."""
-        return _per_position(layer, kept, s).unsqueeze(2) if "weight" in names else None
-
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """The indices (n, 1, t)."""
-        return kept.reshape(kept.shape[0], 1, -1)
-
-    def multiply_adds(self, layer: nn.Embedding, output: Tensor) -> int:
-        return output[0].numel()
+        return _per_position(layer, kept, s).unsqueeze(2)
 
 
-class EmbeddingBagRule:
+class EmbeddingBagRule(TableRule):
     """Sums or means of rows of a table, (n, t) indices to (n, E): one bag a point."""
-
-    operands = 1
-    matrix_is_transposed = True
 
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.mode in ("sum", "mean")
-
-    def keep(self, layer: nn.EmbeddingBag, a: Tensor) -> Tensor:
-        return a.long()
 
     def push(self, layer: nn.EmbeddingBag, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         mode, padding = layer.mode, layer.padding_idx
         return torch.stack([F.embedding_bag(kept, v, mode=mode, padding_idx=padding) for v in tangents["weight"]], 1)
 
     def pull(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        if not names:
-            return {}
         total = s.new_zeros(s.shape[1], *layer.weight.shape)
         columns, weights = s.transpose(0, 1), _weights(layer, kept, s.dtype)
         for index, weight in zip(kept.unbind(1), weights.unbind(1)):  # not all positions at once: t times the memory
@@ -84,24 +70,13 @@ class EmbeddingBagRule:
         return {"weight": total}
 
     def rows(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
-        if not names:
-            return {}
         counts = s.new_zeros(len(kept), layer.num_embeddings)
         counts.scatter_add_(1, kept, _weights(layer, kept, s.dtype))
         return {"weight": counts[:, None, :, None] * s.unsqueeze(2)}
 
-    def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor | None:
+    def left(self, layer: nn.EmbeddingBag, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Tensor:
         """(n, R, 1, t, E), s at every position with its share of the mean."""
-        if "weight" not in names:
-            return None
         return s[:, :, None, None] * _weights(layer, kept, s.dtype)[:, None, None, :, None]
-
-    def right(self, layer: nn.EmbeddingBag, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        """The indices (n, 1, t)."""
-        return kept.unsqueeze(1)
-
-    def multiply_adds(self, layer: nn.EmbeddingBag, output: Tensor) -> int:
-        return output[0].numel()
 
 
 def _counted(layer: Any, indices: Tensor) -> Tensor | None:

@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local
+from curvops.network.engines.rules.rule import Local, Rule
 
 
-class LinearRule:
+class LinearRule(Rule):
     """y = a Wᵀ + b on the last dimension, shared by the positions in between."""
-
-    operands = 1
-    matrix_is_transposed = False
-
-    def supports(self, layer: Any) -> bool:
-        return True
-
-    def keep(self, layer: Any, a: Tensor) -> Tensor:
-        return a
 
     def push(self, layer: Any, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         n, positions = kept.shape[0], kept.shape[1:-1]
@@ -97,17 +88,16 @@ def with_ones(right: Tensor) -> Tensor:
 OUTER = LinearRule()
 
 
-class BilinearRule:
-    """y = x₁ᵀ W x₂ + b; the two inputs are kept side by side on the last dimension."""
+class BilinearRule(Rule):
+    """y = x₁ᵀ W x₂ + b; the two inputs are kept side by side on the last dimension.
+
+    It has no left side: of an outer product of inputs the factors would be those inputs' sizes squared.
+    """
 
     operands = 2
-    matrix_is_transposed = False
 
-    def supports(self, layer: nn.Bilinear) -> bool:
-        return True
-
-    def keep(self, layer: nn.Bilinear, a: Tensor, second: Tensor) -> Tensor:
-        return torch.cat([a, second], -1)
+    def keep(self, layer: nn.Bilinear, *inputs: Any) -> Tensor:
+        return torch.cat(inputs, -1)
 
     def push(self, layer: nn.Bilinear, kept: Tensor, tangents: Mapping[str, Tensor]) -> Tensor:
         flat = {name: tangent.flatten(2) if name == "weight" else tangent for name, tangent in tangents.items()}
@@ -118,13 +108,6 @@ class BilinearRule:
 
     def rows(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> Local:
         return _shaped(layer, OUTER.rows(layer, _outer(layer, kept), s, names))
-
-    def left(self, layer: nn.Bilinear, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
-        """None: of an outer product of inputs the factors would be those inputs' sizes squared."""
-        return None
-
-    def right(self, layer: nn.Bilinear, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        raise NotImplementedError  # there is no left side
 
     def multiply_adds(self, layer: nn.Bilinear, output: Tensor) -> int:
         return output[0].numel() * layer.weight[0].numel()

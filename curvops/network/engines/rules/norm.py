@@ -8,17 +8,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.network.engines.rules.rule import Local
+from curvops.network.engines.rules.rule import Local, Rule
 
 
-class ScaleRule:
+class ScaleRule(Rule):
     """y = x̂ ∘ w + b for a layer that normalises its input first: x̂ is kept, the rest is elementwise.
 
     `leading` says whether the parameters run along dimension 1 (channels) or along the last dimensions.
     """
-
-    operands = 1
-    matrix_is_transposed = False
 
     def __init__(self, leading: bool) -> None:
         self.leading = leading
@@ -29,7 +26,8 @@ class ScaleRule:
             return tracked and not layer.training
         return not tracked or not layer.training
 
-    def keep(self, layer: Any, a: Tensor) -> Tensor:
+    def keep(self, layer: Any, *inputs: Any) -> Tensor:
+        (a,) = inputs
         if isinstance(layer, nn.GroupNorm):
             return F.group_norm(a, layer.num_groups, eps=layer.eps)
         if isinstance(layer, nn.LayerNorm):
@@ -62,16 +60,6 @@ class ScaleRule:
         else:
             shared = tuple(range(2, s.ndim - weight.ndim))
         return {name: _sum(s * kept.unsqueeze(1) if name == "weight" else s, shared) for name in names}
-
-    def multiply_adds(self, layer: Any, output: Tensor) -> int:
-        return output[0].numel()
-
-    def left(self, layer: Any, kept: Tensor, s: Tensor, names: tuple[str, ...]) -> None:
-        """No weight that is a matrix."""
-        return None
-
-    def right(self, layer: Any, kept: Tensor, names: tuple[str, ...]) -> Tensor:
-        raise NotImplementedError  # there is no left side
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
