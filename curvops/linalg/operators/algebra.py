@@ -121,8 +121,7 @@ class SumForm(ClosedForm):
     @cached_property
     def inner(self) -> Any:
         """The closed form of A + diag(d), None where there is none."""
-        form: Any = self.rest.add_diagonal(self.shift)._closed_form()
-        return form
+        return self.rest.add_diagonal(self.shift)._closed_form()
 
     @property
     def _cancellation(self) -> float:
@@ -253,8 +252,7 @@ class ScaledForm(ClosedForm):
     @cached_property
     def inner(self) -> Any:
         """The closed form of A + diag(d / c), None where there is none."""
-        form: Any = closed_form(self.base.base, self.shift / self.factor)
-        return form
+        return closed_form(self.base.base, self.shift / self.factor)
 
     @property
     def factor(self) -> Tensor:
