@@ -15,7 +15,7 @@ from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed
 from curvops.checks import check_choice, check_flag, checked_whole
 from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
 from curvops.evidence.precision_groups import precision_groups
-from curvops.linalg.core.same_matrix import problem_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.arguments import check_accuracy, checked_count
 from curvops.posterior.core.curvature_cache import CurvatureCache

@@ -1,6 +1,6 @@
 """Values without probes in single precision: they are within their intervals, which are narrow where A is ordinary.
 
-Tests `limits.py`, `relative_distance.py`.
+Tests `rounding.py`, `relative_distance.py`.
 """
 
 import pytest

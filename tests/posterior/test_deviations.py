@@ -208,7 +208,7 @@ def test_draws_in_groups_are_those_together(monkeypatch):
     for curvature in (co.GGN, lambda lin: co.GGN(lin) + 0.5 * co.KFAC(lin)):
         post = setting(curvature=curvature)
         whole = post.deviations(11, method="cg", rtol=1e-10, generator=seeded())
-        monkeypatch.setattr("curvops.posterior.draws.noise.solved_at_a_time", lambda *_: (3, 0))
+        monkeypatch.setattr("curvops.posterior.draws.noise.solve_width", lambda *_: (3, 0))
         parts = post.deviations(11, whole.noise, method="cg", rtol=1e-10, x0=whole.draws)
         monkeypatch.undo()
         torch.testing.assert_close(parts.draws, whole.draws, rtol=1e-8, atol=1e-9)

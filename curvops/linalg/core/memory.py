@@ -145,7 +145,7 @@ def longest(A: Any) -> int:
     return max([*A.shape[-2:], *map(longest, parts)])
 
 
-def solved_at_a_time(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
+def solve_width(A: Any, count: int, memories: Memories | None = None) -> tuple[int, int]:
     """Return how many of ``count`` columns go through block solves together, and the bytes to hold beside."""
     memories = memories_of(A) if memories is None else memories
     if not memories:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 
 from curvops.checks import check_limits
-from curvops.linalg.core.limits import ROUNDING_SEEN
 from curvops.linalg.core.memory import Multiply, columns_at_a_time, vector_bytes, working
+from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.solve_routes import EXACT_SIZE
 from curvops.linalg.core.vectors import Description, Matrix, Vectors, describe, norm, random_block
 

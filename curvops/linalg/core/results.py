@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import checked_number
-from curvops.linalg.core.limits import ROUNDING_SEEN
+from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Vectors
 
@@ -94,7 +94,7 @@ def converged(reasons: Sequence[Reason]) -> Bool[Tensor, " K"]:
     return torch.tensor([r in (Reason.CONVERGED, Reason.ZERO_RIGHT_HAND_SIDE) for r in reasons], dtype=torch.bool)
 
 
-def joined_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
+def join_histories(histories: Sequence[Tensor]) -> Float[Tensor, "steps K"]:
     """Put the columns of several histories side by side; the last row of a shorter one is repeated."""
     steps = max(map(len, histories))
     return torch.cat([torch.cat([one, one[-1:].expand(steps - len(one), -1)]) for one in histories], 1)

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -20,11 +22,6 @@ class Sources:
     detached: bool = False
     repeated: bool = False
 
-    def times(self, factor: Any) -> Sources:
-        """Return the sources of the operator times a number."""
-        scale = float(factor)
-        return replace(self, counts={name: scale * count for name, count in self.counts.items()})
-
     def detach(self) -> Sources:
         """Return the sources of a copy that is detached from its weights."""
         return replace(self, detached=True)
@@ -36,12 +33,15 @@ def sources_of(operator: Any) -> Sources | None:
     return found
 
 
-def scaled(sources: Sources | None, factor: Any) -> Sources | None:
+def scale_sources(sources: Sources | None, factor: Tensor) -> Sources | None:
     """Return the sources of an operator times a number (a 0-d tensor, whose gradient does not matter)."""
-    return None if sources is None else sources.times(factor.detach() if hasattr(factor, "detach") else factor)
+    if sources is None:
+        return None
+    scale = float(factor.detach())
+    return replace(sources, counts={name: scale * count for name, count in sources.counts.items()})
 
 
-def merged(*sources: Sources | None) -> Sources | None:
+def merge_sources(*sources: Sources | None) -> Sources | None:
     """Return the sources of a sum, in which a term of unknown sources adds no data, as a prior."""
     known = [found for found in sources if found is not None]
     if len(known) < 2:
@@ -59,5 +59,5 @@ def merged(*sources: Sources | None) -> Sources | None:
 def sources_of_sum(terms: Sequence[Any]) -> Sources | None:
     """Return the sources of a sum of operators, in which a term of unknown sources may have further data."""
     found = [sources_of(term) for term in terms]
-    total = merged(*found)
+    total = merge_sources(*found)
     return total if total is None or None not in found else replace(total, partial=True)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate, Reason, caution
+from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.vectors import CHUNK, Matrix, combine, describe_square, largest, norm, product, unit_blocks
 from curvops.linalg.estimators.adaptive import Estimator, Quantity, require_finite
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, NystromSketch, RangeSketch

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.probed import Limits, Probed
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import Matrix, axpy, combine, describe, gram, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Estimator, Quantity
 from curvops.linalg.estimators.exchangeable import LeaveOneOut, RangeSketch, TwoLeftOut, leave_one_out, mean_over_pairs

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import working
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.vectors import Matrix, describe, norm, product, random_block, spawn_generator, unit_block
 
 PROBES = 16

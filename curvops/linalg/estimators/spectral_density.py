@@ -19,10 +19,10 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from curvops.checks import check_choice, check_limits, checked_number, checked_whole
-from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.memory import columns_at_a_time
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import Matrix, describe_square
 from curvops.linalg.spectra.lanczos import LEAST_VECTORS, LockStep, depth_within, first_capacity

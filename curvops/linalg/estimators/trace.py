@@ -18,9 +18,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.probed import BLOCK, Limits, Probed
 from curvops.linalg.core.results import Estimate
+from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.vectors import Matrix, describe_square, inner, norm, unit_blocks
 from curvops.linalg.estimators.adaptive import Quantity
 from curvops.linalg.estimators.carried_gradients import attach_gradient, needs_gradient

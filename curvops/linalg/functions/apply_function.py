@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import FunctionProduct, Reason
-from curvops.linalg.core.usable import UsableColumns
+from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     ScalarFunction,
@@ -127,7 +127,7 @@ class FunctionRun:
         self.given = multiply, memory_budget
         self.seen, self.search_matvecs = torch.zeros(0, dtype=torch.float64), 0
         self.run = LockStep(
-            multiply, self.usable.scaled(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
+            multiply, self.usable.scale(B), first_capacity(FIRST_CAPACITY, self.wanted, *size), self.limit
         )
         self.best: list[Tensor | None] = [None] * len(self.live)
         self.stopped = [False] * len(self.live)
@@ -251,7 +251,7 @@ class FunctionRun:
             found = self.best[k]
             if found is not None:
                 put(X, k, self.run.expand(k, found * (self.run.sizes[k].cpu() * height)))
-        X, lost = self.usable.placed(X)
+        X, lost = self.usable.place(X)
         for j in lost:
             self.reasons[j], self.errors[j] = Reason.NON_FINITE, math.inf
         self._note_underflow(X)

@@ -16,10 +16,10 @@ from jaxtyping import Float
 from scipy.linalg import eigh_tridiagonal, solve_banded
 from torch import Tensor
 
-from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.memory import Multiply, room_for
 from curvops.linalg.core.results import INDEFINITE_REMEDY, FunctionProduct, NotPositiveSemidefinite, Reason
-from curvops.linalg.core.usable import UsableColumns
+from curvops.linalg.core.rounding import NEAR_ZERO
+from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -87,7 +87,7 @@ def contour(
     with torch.no_grad(), at_work("inverse_sqrt" if inverse else "sqrt", max_matvecs, None, A):
         usable = UsableColumns.of(as_columns(B))
         live = usable.live
-        unit = usable.scaled(as_columns(B))
+        unit = usable.scale(as_columns(B))
         sizes = norm(unit)
         unit = unit / sizes.to(unit.dtype)
         parts: list[_Part] = []
@@ -107,11 +107,11 @@ def contour(
                 parts.append(job)
         scale = (sizes.cpu() * usable.heights[live]).to(unit.device, unit.dtype)
         blocks = [job.value for job in parts]
-        value, lost = usable.placed(join(*blocks) * scale if blocks else zero_block(unit, len(live)))
+        value, lost = usable.place(join(*blocks) * scale if blocks else zero_block(unit, len(live)))
         solutions: list[Vectors] = []
         if keep and parts:
             joined = zip(*(job.run.solutions for job in parts))
-            solutions = [usable.placed(join(*blocks) * scale)[0] for blocks in joined]
+            solutions = [usable.place(join(*blocks) * scale)[0] for blocks in joined]
     reasons, errors = _joined(usable, trouble, parts)
     for j in lost:
         reasons[j], errors[j] = Reason.NON_FINITE, math.inf

@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from curvops.linalg.core.limits import NEAR_ZERO
 from curvops.linalg.core.results import INDEFINITE_REMEDY, NotPositiveSemidefinite
+from curvops.linalg.core.rounding import NEAR_ZERO
 from curvops.linalg.core.vectors import ScalarFunction
 
 # Products in a dtype are those of a matrix this many eps ‖A‖ away.

@@ -13,7 +13,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sources import Sources, scaled, sources_of, sources_of_sum
+from curvops.linalg.core.sources import Sources, scale_sources, sources_of, sources_of_sum
 from curvops.linalg.core.spaces import Spaces, common, spaces_of, spaces_of_sum
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.functions.root_gradients import inverse_root_product
@@ -306,7 +306,7 @@ class Scaled(UnaryOperator):
 
     @property
     def sources(self) -> Sources | None:
-        return scaled(super().sources, self.factor) if self.factor.ndim == 0 else None
+        return scale_sources(super().sources, self.factor) if self.factor.ndim == 0 else None
 
     @property
     def psd(self) -> bool:

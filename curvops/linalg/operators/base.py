@@ -26,10 +26,10 @@ from curvops.checkpoint import Place
 from curvops.checks import checked_whole
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, carries_graph
-from curvops.linalg.core.limits import ROUNDINGS
-from curvops.linalg.core.memory import Memories, holding, memories_of, solved_at_a_time
+from curvops.linalg.core.memory import Memories, holding, memories_of, solve_width
 from curvops.linalg.core.partition import Partition
 from curvops.linalg.core.results import Estimate, indefinite
+from curvops.linalg.core.rounding import ROUNDINGS
 from curvops.linalg.core.sources import Sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import clearly_indefinite
@@ -288,7 +288,7 @@ class Operator(LinearOperator):
 
     def _by_columns(self, index: Tensor, most: int = COLUMN_BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (positions, A[:, positions]), at most ``most`` columns at a time, fewer where memory is short."""
-        width, beside = solved_at_a_time(self, min(most, len(index)))
+        width, beside = solve_width(self, min(most, len(index)))
         for part in index.split(width):
             with holding(self, beside):
                 found = self._columns(part)
@@ -313,7 +313,7 @@ class Operator(LinearOperator):
 
     def _form_dense(self) -> Tensor:
         m, n = self.matrix_shape
-        if self.batch_shape or solved_at_a_time(self, n)[0] >= n:
+        if self.batch_shape or solve_width(self, n)[0] >= n:
             operator, size = (self.mT, m) if m < n else (self, n)
             unit = torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.batch_shape, size, size)
             found = operator.matmul(unit)

@@ -20,8 +20,8 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.limits import ROUNDING_SEEN
 from curvops.linalg.core.results import Estimate, NotPositiveSemidefinite, PrecisionLimit
+from curvops.linalg.core.rounding import ROUNDING_SEEN
 from curvops.linalg.operators.draws import normal
 
 MOST_EXPONENT = 50.0

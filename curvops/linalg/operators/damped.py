@@ -17,7 +17,7 @@ from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.memory import keep, room_for, vector_bytes
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.solve_routes import SKETCH_SERVES, SOLVE_VECTORS
-from curvops.linalg.core.sources import Sources, merged, scaled
+from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Spaces
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.core.vectors import describe, require_precision
@@ -70,7 +70,7 @@ class Damped(UnaryOperator):
         of_base, of_shift = super().sources, self._shift_sources
         if of_base is None and of_shift is not None:
             return replace(of_shift, partial=True)
-        return merged(of_base, of_shift)
+        return merge_sources(of_base, of_shift)
 
     @property
     def _shift_sources(self) -> Sources | None:
@@ -81,7 +81,7 @@ class Damped(UnaryOperator):
         """Return the operator with further sources of its shift."""
         if sources is None:
             return self
-        return Damped(self.base, self.shift, self._cache, sources=merged(self._shift_sources, sources))
+        return Damped(self.base, self.shift, self._cache, sources=merge_sources(self._shift_sources, sources))
 
     @property
     def _cache(self) -> Cache:
@@ -119,7 +119,7 @@ class Damped(UnaryOperator):
 
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, Damped):
-            of_shift = merged(self._shift_sources, other._shift_sources)
+            of_shift = merge_sources(self._shift_sources, other._shift_sources)
             return Damped(self.base + other.base, self.shift + other.shift, sources=of_shift)
         return super().__add__(other)
 
@@ -130,7 +130,8 @@ class Damped(UnaryOperator):
         return Damped(self.base + other, self.shift, sources=self._shift_sources)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=scaled(self._shift_sources, factor))
+        sources = scale_sources(self._shift_sources, factor)
+        return Damped(self.base._mul_constant(factor), self.shift * factor, sources=sources)
 
     def _map_batch(self, base: LinearOperator, change: Any) -> LinearOperator:
         shift = change(self.shift) if self.shift.ndim > 1 else self.shift

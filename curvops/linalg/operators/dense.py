@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core import solve_routes as routes
-from curvops.linalg.core.sources import Sources, scaled
+from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.functions.root_gradients import inverse_root
 from curvops.linalg.operators.base import Operator
@@ -154,7 +154,7 @@ class Dense(Operator):
 
     def _times(self, factor: Tensor) -> LinearOperator:
         rest = None if self.rest is None else self.rest * factor
-        psd, sources = self.psd and bool(factor >= 0), scaled(self.sources, factor)
+        psd, sources = self.psd and bool(factor >= 0), scale_sources(self.sources, factor)
         return Dense(self.tensor * factor, psd=psd, space=self.spaces[0], rest=rest, sources=sources)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:

@@ -8,7 +8,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.sources import Sources, merged, scaled
+from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Space, common, spaces_of
 from curvops.linalg.operators.base import Operator
 from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite
@@ -75,7 +75,7 @@ class Diagonal(Operator):
     def __add__(self, other: Any) -> LinearOperator:
         if not isinstance(other, Diagonal):
             return super().__add__(other)
-        space, sources = common(*self.spaces, *other.spaces), merged(self.sources, other.sources)
+        space, sources = common(*self.spaces, *other.spaces), merge_sources(self.sources, other.sources)
         return Diagonal(self.entries + other.entries, space, sources=sources)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
@@ -88,7 +88,7 @@ class Diagonal(Operator):
         return left._plus_diagonal(self.entries, self.sources)
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        return Diagonal(self.entries * factor, self.spaces[0], sources=scaled(self.sources, factor))
+        return Diagonal(self.entries * factor, self.spaces[0], sources=scale_sources(self.sources, factor))
 
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvops.linalg.core import solve_routes as routes
 from curvops.linalg.core.cache import Cache, carries_graph
 from curvops.linalg.core.partition import Partition, partition
-from curvops.linalg.core.sources import Sources, scaled
+from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.symmetry import is_psd, is_symmetric
 from curvops.linalg.operators.base import Operator
@@ -190,7 +190,7 @@ class DirectSum(Operator):
         return self.partition.join_columns([draw(block, k, generator) for block in self.blocks])
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        blocks, sources = (block._mul_constant(factor) for block in self.blocks), scaled(self.sources, factor)
+        blocks, sources = (block._mul_constant(factor) for block in self.blocks), scale_sources(self.sources, factor)
         return DirectSum(*blocks, positions=self.partition, space=self.spaces[0], sources=sources)
 
     def _closed_form(self) -> Any:

@@ -6,7 +6,7 @@ import torch
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.memory import Memories, hold, memories_of, solved_at_a_time
+from curvops.linalg.core.memory import Memories, hold, memories_of, solve_width
 from curvops.linalg.core.results import NotPositiveSemidefinite
 from curvops.linalg.core.vectors import Description, empty_block, join, put, random_block, require_precision
 from curvops.linalg.functions.square_roots import sqrt
@@ -30,7 +30,7 @@ def draw(
     for any other large operator. Where the memory budget (of A's networks, or ``memories``) has no room for the working
     vectors of all draws, some of them are made at a time: equal seeds then need equal budgets.
     """
-    width, beside = solved_at_a_time(operator, k, memories)
+    width, beside = solve_width(operator, k, memories)
     held = memories_of(operator) if memories is None else memories
     if width >= k:
         with hold(held, beside):

@@ -13,9 +13,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg.core.cache import carries_graph
-from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.results import Estimate
-from curvops.linalg.core.sources import Sources, scaled
+from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.vectors import gram, inner
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
@@ -295,7 +295,7 @@ class LowRank(Operator):
         return self.vectors.square() @ self.values
 
     def _times(self, factor: Tensor) -> LinearOperator:
-        sources = scaled(self.sources, factor)
+        sources = scale_sources(self.sources, factor)
         return LowRank(self.vectors, self.values * factor, error=self.error, space=self.spaces[0], sources=sources)
 
     def with_diagonal(self, diagonal: Float[Tensor, " n"]) -> LinearOperator:

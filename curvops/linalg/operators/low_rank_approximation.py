@@ -14,11 +14,11 @@ from torch import Tensor
 from curvops.checkpoint import Checkpoint, Place, begin, resumable
 from curvops.checks import check_choice, checked_number
 from curvops.linalg.core.cache import require_no_graph
-from curvops.linalg.core.limits import rounding_level
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import vector_bytes, working
 from curvops.linalg.core.probed import Probed
 from curvops.linalg.core.results import Estimate, Reason, indefinite
-from curvops.linalg.core.same_matrix import problem_of
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.sources import sources_of
 from curvops.linalg.core.spaces import spaces_of
 from curvops.linalg.core.symmetry import is_psd
@@ -35,7 +35,7 @@ from curvops.linalg.core.vectors import (
     spawn_generator,
 )
 from curvops.linalg.operators.low_rank import LowRank
-from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible
+from curvops.linalg.preconditioners.nystrom import FIRST_RANK, MOST_RANK, grow, negligible_size
 from curvops.linalg.spectra.lanczos import LockStep
 from curvops.progress import Progress, at_work
 
@@ -182,7 +182,7 @@ def _ritz(run: LockStep, known_psd: bool) -> tuple[Tensor, Tensor]:
     check_finite(T)
     values, rotation = torch.linalg.eigh(T)
     noise = 10 * len(values) * run.eps * float(values.abs().max())
-    if -float(values[0]) > max(noise, negligible(run.eps, known_psd) * float(values.abs().max())):
+    if -float(values[0]) > max(noise, negligible_size(run.eps, known_psd) * float(values.abs().max())):
         raise indefinite(f"A is not positive semidefinite: an eigenvalue is at most {float(values[0]):.3e}.")
     kept = (values > noise).nonzero().squeeze(1).flip(0)
     basis = run.vectors(0, len(values))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, resumable
 from curvops.checks import check_limits
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.orthogonal import tall_qr
 from curvops.linalg.core.probed import Limits, Probed, probing
 from curvops.linalg.core.results import Reason, indefinite
-from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd, require_symmetric
 from curvops.linalg.core.vectors import (
@@ -147,7 +147,7 @@ def grow(
     """Sketch up to ``rank``, or until more does not pay, within ``limit`` products and the memory.
 
     Earlier products are kept. ``satisfied(U, eigenvalues)`` replaces the test of whether doubling pays. ``known_psd``:
-    see `negligible`.
+    see `negligible_size`.
     """
     facts, n, memory = probed.facts, probed.facts.rows, probed.limits.memory
     if memory is not None:
@@ -190,7 +190,7 @@ def grow(
     return Nystrom(U, values, shift, tail, Y.shape[1], reason, torch.tensor(history, dtype=torch.float64))
 
 
-def negligible(eps: float, known_psd: bool) -> float:
+def negligible_size(eps: float, known_psd: bool) -> float:
     """Return the size of a negative eigenvalue, relative to the matrix, that rounding explains.
 
     The products of an operator that is positive semidefinite by construction may round by far more than their own
@@ -215,7 +215,7 @@ def _factor(Omega: Vectors, Y: Vectors, known_psd: bool) -> tuple[Vectors, Tenso
     L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):
         lowest = float(torch.linalg.eigvalsh(core)[0])
-        if -lowest <= negligible(torch.finfo(Y.dtype).eps, known_psd) * size:
+        if -lowest <= negligible_size(torch.finfo(Y.dtype).eps, known_psd) * size:
             nu = nu + 2 * abs(lowest)  # rounding inside the products, covered by a larger shift
             L, info = torch.linalg.cholesky_ex(core + nu * eye)
     if bool(info != 0):

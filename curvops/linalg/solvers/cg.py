@@ -21,10 +21,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint, Place, begin, named_part, resumable
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply
 from curvops.linalg.core.orthogonal import independent_basis
 from curvops.linalg.core.results import Reason, Solution
-from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,

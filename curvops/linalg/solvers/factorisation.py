@@ -9,8 +9,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.results import Reason, Solution, accept, converged
+from curvops.linalg.core.rounding import rounding_level
 from curvops.linalg.core.symmetry import clearly_indefinite
 from curvops.linalg.solvers.verdicts import precision_limited
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.results import Reason, Solution, converged
-from curvops.linalg.core.usable import UsableColumns
+from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Matrix,
     Vectors,
@@ -112,7 +112,7 @@ class Refinement:
     def solution(self, rtol: float, exhausted: bool) -> Solution:
         """Return the solution reached, with its reasons."""
         backward = self.last / ((self.norm_A * norm(self.best) / self.sizes).cpu() + 1)
-        X, _ = self.usable.placed(columns(self.best, self.usable.live))
+        X, _ = self.usable.place(columns(self.best, self.usable.live))
         level = rounding_level(torch.float64, X.shape[0])
         facts = zip(self.reasons, self.last.tolist(), backward.tolist())
         reasons = tuple(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from curvops.checkpoint import NOTHING, Checkpoint
 from curvops.checks import check_limits
-from curvops.linalg.core.limits import rounding_level
 from curvops.linalg.core.memory import (
     Halving,
     Multiply,
@@ -24,8 +23,9 @@ from curvops.linalg.core.memory import (
     room_for,
     vector_bytes,
 )
-from curvops.linalg.core.results import Reason, Solution, converged, joined_histories
-from curvops.linalg.core.usable import UsableColumns
+from curvops.linalg.core.results import Reason, Solution, converged, join_histories
+from curvops.linalg.core.rounding import rounding_level
+from curvops.linalg.core.usable_columns import UsableColumns
 from curvops.linalg.core.vectors import (
     Description,
     Matrix,
@@ -138,7 +138,7 @@ class UnitSystems:
     def of(cls, B: Float[Vectors, "m K"], X0: Vectors | None, like: Vectors | Description) -> UnitSystems:
         """Leave out zero and non-finite columns; solutions are ``like`` these vectors."""
         usable = UsableColumns.of(B)
-        unit = usable.scaled(B)
+        unit = usable.scale(B)
         length = norm(unit).to(B.dtype)
         height = usable.heights[usable.live].to(B.device, B.dtype)
         if X0 is None:
@@ -164,7 +164,7 @@ class UnitSystems:
         history[:, usable.live] = torch.tensor(records.history, dtype=torch.float64).reshape(
             len(history), len(usable.live)
         )
-        x, lost = usable.placed(records.X * self.length * self.height)
+        x, lost = usable.place(records.X * self.length * self.height)
         for j in lost:
             known[j] = Reason.NON_FINITE
             residuals[j] = backward[j] = math.inf
@@ -251,7 +251,7 @@ def _join(parts: list[Solution], X: Vectors) -> Solution:
         torch.cat([part.backward_errors for part in parts]),
         max(part.iterations for part in parts),
         sum(part.matvecs for part in parts),
-        joined_histories([part.history for part in parts]),
+        join_histories([part.history for part in parts]),
         normal_residuals=torch.cat(normal) if normal else None,
         exact_matvecs=sum(part.exact_matvecs for part in parts),
         groups=len(parts),

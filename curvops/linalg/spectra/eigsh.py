@@ -19,9 +19,9 @@ from torch import Tensor
 
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, check_limits
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.memory import Multiply, working
 from curvops.linalg.core.results import Eigenpairs, Reason
-from curvops.linalg.core.same_matrix import problem_of
 from curvops.linalg.core.vectors import (
     CHUNK,
     Description,

@@ -13,7 +13,7 @@ from curvops.checkpoint import Place, begin, resumable, seed_of
 from curvops.linalg import DirectSum, Kronecker, Operator
 from curvops.linalg.core.cache import Cache
 from curvops.linalg.core.partition import whole_partition
-from curvops.linalg.core.sources import Sources, scaled
+from curvops.linalg.core.sources import Sources, scale_sources
 from curvops.linalg.core.spaces import Space
 from curvops.linalg.operators.closed_form import ClosedForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
@@ -71,7 +71,7 @@ class LayerBlocks(DirectSum):
     def _times(self, factor: Tensor) -> LinearOperator:
         kept = {name: self._kwargs[name] for name in ("positions", "space", "names", "progress")}
         blocks = (block._mul_constant(factor) for block in self.blocks)
-        return LayerBlocks(*blocks, **kept, sources=scaled(self.sources, factor))
+        return LayerBlocks(*blocks, **kept, sources=scale_sources(self.sources, factor))
 
     def add_diagonal(self, diag: float | Tensor) -> LinearOperator:
         if isinstance(diag, Tensor) and diag.ndim == 2 and diag.shape == self.shape and len(diag) > 1:

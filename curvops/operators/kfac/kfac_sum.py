@@ -14,9 +14,9 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import Dense, Diagonal, Estimate, Kronecker, Operator
-from curvops.linalg.core.limits import ROUNDINGS
 from curvops.linalg.core.partition import Partition
-from curvops.linalg.core.sources import merged
+from curvops.linalg.core.rounding import ROUNDINGS
+from curvops.linalg.core.sources import merge_sources
 from curvops.linalg.core.spaces import common
 from curvops.linalg.operators.nearest_kronecker import nearest_kronecker
 from curvops.operators.kfac.kfac import LayerBlocks
@@ -70,7 +70,7 @@ def kfac_sum(*terms: LayerBlocks) -> KFACSum:
     found = [_block_sum(kept[names]) for names in order]
     error, size = (torch.stack([each[i] for each in found]).sum() for i in (1, 2))
     value = (error / size).sqrt() if bool(size > 0) else torch.zeros_like(size)
-    sources = merged(*(term.sources for term in terms))
+    sources = merge_sources(*(term.sources for term in terms))
     parts = Partition(tuple(places[names] for names in order))
     operator = LayerBlocks(
         *(each[0] for each in found),

@@ -21,7 +21,7 @@ from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
-from curvops.linalg.core.results import Reasoned, Solution, joined_histories
+from curvops.linalg.core.results import Reasoned, Solution, join_histories
 from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
@@ -129,7 +129,7 @@ def _join(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
         reasons=tuple(reason for part in parts for reason in part.reasons),
         relative_residuals=torch.cat([part.relative_residuals for part in parts]),
         matvecs=sum(part.matvecs for part in parts),
-        history=joined_histories([part.history for part in parts]),
+        history=join_histories([part.history for part in parts]),
     )
 
 

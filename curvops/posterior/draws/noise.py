@@ -11,7 +11,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.linalg import draw
-from curvops.linalg.core.memory import Memories, solved_at_a_time
+from curvops.linalg.core.memory import Memories, solve_width
 from curvops.linalg.core.symmetry import is_psd
 from curvops.linalg.core.vectors import join
 from curvops.network import PointNormals
@@ -119,7 +119,7 @@ class Systems:
     @property
     def at_a_time(self) -> tuple[int, int]:
         """The number of draws that memory has room for together, and the bytes to hold beside their solves."""
-        return solved_at_a_time(self.precision, self.count, self.memories)
+        return solve_width(self.precision, self.count, self.memories)
 
     @property
     def like(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from curvops.checkpoint import Place, begin, resumable
 from curvops.checks import check_choice, checked_number, checked_whole
 from curvops.linalg import Estimate
-from curvops.linalg.core.same_matrix import problem_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.solve_routes import SolvePlan
 from curvops.operators import GGN, Linearization
 from curvops.posterior.core.arguments import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvops.linalg import Dense, Operator
 from curvops.linalg.core.cache import carries_graph
-from curvops.linalg.core.memory import holding, solved_at_a_time
+from curvops.linalg.core.memory import holding, solve_width
 from curvops.linalg.core.vectors import unit_block
 from curvops.linalg.operators.algebra import Product
 from curvops.network import LEAST_ROOM, JacobianRows
@@ -137,7 +137,7 @@ def with_graph(
 @torch.no_grad()
 def solved(jacobian: Jacobian, inverse: LinearOperator, rows: Float[Tensor, "r D"]) -> Float[Tensor, "r D"]:
     """Solve with P for the rows, which are taken as constants."""
-    width, beside = solved_at_a_time(jacobian, min(BLOCK, len(rows)))
+    width, beside = solve_width(jacobian, min(BLOCK, len(rows)))
     with holding(jacobian, beside):
         return torch.cat([inverse._matmul(part.mT).mT for part in rows.detach().split(width)])
 
@@ -209,7 +209,7 @@ class PointCovariance(PointBlocks):
         """Return the number of points with `BLOCK` rows in all, fewer where memory is short; at least one."""
         jacobian, _ = self._args
         rows = jacobian.passes.engines.plan.num_outputs
-        return max(1, solved_at_a_time(jacobian, max(BLOCK, rows))[0] // rows)
+        return max(1, solve_width(jacobian, max(BLOCK, rows))[0] // rows)
 
     def _solve_points(self, jacobian: Jacobian) -> Float[Tensor, "m C C"]:
         """Compute the blocks of some points: their rows of J are solved for and multiplied with each other.
@@ -222,7 +222,7 @@ class PointCovariance(PointBlocks):
             points, solved = (block.mT.unflatten(0, (-1, c)) for block in formed)
             return points @ solved.mT
         differentiated = carries_graph(self.representation())
-        width, beside = solved_at_a_time(jacobian, rows)
+        width, beside = solve_width(jacobian, rows)
         found = []
         for start in range(0, rows, width):
             units = unit_block(rows, start, min(width, rows - start), dtype=self.dtype, device=self.device)
@@ -238,7 +238,7 @@ def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tenso
     None where memory has no room for all rows, a parameter has no layer rule, or a gradient is recorded.
     """
     rows = jacobian.shape[-2]
-    width, beside = solved_at_a_time(jacobian, rows)
+    width, beside = solve_width(jacobian, rows)
     held = (*jacobian.representation(), *inverse.representation())
     if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others:
         return None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvops.checkpoint import current, digest
 from curvops.linalg import Reason, cg
-from curvops.linalg.core.same_matrix import problem_of
+from curvops.linalg.core.matrix_identity import problem_of
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.symmetry import is_psd
 from curvops.network.likelihoods import Gaussian

@@ -1,6 +1,6 @@
 """Runs that were killed go on to the same bits; other problems are refused by name.
 
-Tests `same_matrix.py`.
+Tests `matrix_identity.py`.
 """
 
 import pytest

@@ -12,7 +12,7 @@ from curvops.linalg.core.memory import (
     in_parts,
     is_out_of_memory,
     memories_of,
-    solved_at_a_time,
+    solve_width,
     working,
 )
 from curvops.linalg.core.solve_routes import SOLVE_VECTORS
@@ -54,8 +54,8 @@ def test_operators_know_the_networks_in_them():
     both = G.detached_from_weights() + co.GGN(other).detached_from_weights()
     assert memories_of(both) == {lin.memory, other.memory}
     assert memories_of(torch.eye(2)) == memories_of(co.linalg.Diagonal(torch.ones(2))) == frozenset()
-    assert solved_at_a_time(both, 9) == (1, CALLER_VECTORS * VECTOR)  # the smallest decides
-    assert solved_at_a_time(co.GGN(linearized(2 * SOLVE_VECTORS)), 9) == (2, 2 * CALLER_VECTORS * VECTOR)
+    assert solve_width(both, 9) == (1, CALLER_VECTORS * VECTOR)  # the smallest decides
+    assert solve_width(co.GGN(linearized(2 * SOLVE_VECTORS)), 9) == (2, 2 * CALLER_VECTORS * VECTOR)
 
 
 def test_a_product_in_parts_is_the_product():

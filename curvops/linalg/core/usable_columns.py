@@ -32,7 +32,7 @@ class UsableColumns:
         live = [j for j in range(len(heights)) if j not in reasons]
         return cls(heights, torch.tensor(live, dtype=torch.long), reasons)
 
-    def scaled(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
+    def scale(self, B: Float[Vectors, "n K"]) -> Float[Vectors, "n k"]:
         """Return the usable columns with a largest entry of 1."""
         return columns(B, self.live) / self.heights[self.live].to(B.device, B.dtype)
 
@@ -41,7 +41,7 @@ class UsableColumns:
         every = torch.zeros(len(self.heights), dtype=torch.float64)
         return every.index_copy(0, self.live, torch.as_tensor(values, dtype=torch.float64))
 
-    def placed(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
+    def place(self, X: Float[Vectors, "n k"]) -> tuple[Float[Vectors, "n K"], list[int]]:
         """Put answers in their places among zero (or NaN) columns, and list the columns that are not finite."""
         every = zero_block(X, len(self.heights))
         put_columns(every, self.live, X)
