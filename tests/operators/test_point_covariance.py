@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import curvops as co
+from curvops.network.data.inputs import take
 from curvops.operators.function_space import point_covariance
 from curvops.operators.function_space.point_covariance import point_covariances
 from curvops.posterior.predictions.covariance import Kept, PointCovariance
@@ -77,6 +78,28 @@ def test_each_structure_is_what_solves_for_the_rows_give(name, structure):
     torch.testing.assert_close(found, by_solves(J, inverse, lin.output_shape[-1]), **TIGHT)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_points_together_are_what_solves_for_the_rows_give(name, structure):
+    lin, inputs = linearized(name)
+    inverse, J = STRUCTURES[structure](lin).inverse(), lin.jacobian(take(inputs, slice(0, 2)))
+    found = point_covariances(J, inverse, J.shape[0])
+    if found is None:
+        assert structure == "BlockDiagonal" and name in ("tied_embedding", "shared_parameter")
+        return
+    torch.testing.assert_close(found, by_solves(J, inverse, J.shape[0]), **TIGHT)
+
+
+def test_points_together_in_several_pieces_go_by_solves():
+    lin, inputs = linearized("mlp")
+    J = lin.jacobian(inputs)
+    assert point_covariances(J, STRUCTURES["DiagonalGGN"](lin).inverse(), J.shape[0]) is None
+    post = co.laplace(lin, co.KFAC, prior_precision=0.7, check_mode=False)
+    dense, P = J.to_dense(), post.precision.to_dense()
+    expected = dense @ torch.linalg.solve(P, dense.mT)
+    torch.testing.assert_close(post.predict(inputs, joint=True).covariance_matrix, expected, **TIGHT)
+
+
 @pytest.mark.parametrize("structure", ["DiagonalGGN", "LowRank", "BlockDiagonal"])
 @pytest.mark.parametrize("parameters", ["last_layer", "*weight", ["*bias"], torch.arange(0, 27, 3)])
 def test_selections_and_subnetworks(structure, parameters):
@@ -128,6 +151,8 @@ def test_linear_operations_after_a_position_wise_layer(end, structure):
         J = lin.jacobian(new)
         expected = by_solves(J, inverse, C)
         torch.testing.assert_close(point_covariances(J, inverse, C), expected, **TIGHT)
+        together = by_solves(J, inverse, J.shape[0])
+        torch.testing.assert_close(point_covariances(J, inverse, J.shape[0]), together, **TIGHT)
         variances = point_covariances(J, inverse, C, diagonals=True)
         torch.testing.assert_close(variances, expected.diagonal(dim1=1, dim2=2), **TIGHT)
         products = (J @ J.mT).to_dense()

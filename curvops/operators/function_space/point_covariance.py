@@ -3,7 +3,7 @@
 Under KFAC and EKFAC a and δ are rotated into the eigenbases; under a diagonal P they are weighted as they are; low rank
 plus a diagonal is the latter less what Woodbury's identity takes away, which needs J U; each of several dense blocks
 takes the rows of its layer, and one dense P all rows of the selected weights. Of a last layer, whose δ is the identity,
-everything comes from its inputs.
+everything comes from its inputs. Several points, whose covariances are asked for, too, count as one with more outputs.
 
 What is added to is the blocks (m, C, C) of m points, or their diagonals (m, C): of thousands of outputs the blocks
 would be more numbers than everything else.
@@ -72,11 +72,13 @@ def point_covariances(
 ) -> Target | None:
     """The diagonal blocks of J P⁻¹ Jᵀ of `outputs` rows each, for P = G + prior with a structured G, or such a P⁻¹.
 
+    The rows are those of positions, of points, or of several points: with all rows it is the joint covariance.
     With `diagonals` their diagonals alone. A forward pass, C backward passes (of a last layer none) and, for each
     layer, two rotations (none for a diagonal P); where it is applied at one position Σ_i δ̃_ci δ̃_di Σ_j ã_j² / p_ij, at
-    few the same for each pair of them, elsewhere the layer's own Jacobian, in chunks. Low rank adds J U from the same a
-    and δ. None for other operators, where parameters have no layer rule, and where Woodbury's difference would cancel
-    too many digits. `rows` with a graph take the place of those of the Jacobian's walk, and give the result one.
+    few the same for each pair of them, elsewhere (and between points) the layer's own Jacobian, in chunks. Low rank
+    adds J U from the same a and δ. None for other operators, where parameters have no layer rule, where Woodbury's
+    difference would cancel too many digits, and where the points of a block do not come in one piece. `rows` with a
+    graph take the place of those of the Jacobian's walk, and give the result one.
     """
     precision = inverse.base if isinstance(inverse, Inverse) else None
     if not isinstance(jacobian, Jacobian):
@@ -124,7 +126,9 @@ def _summed(
         if tangents is not None and pushed is not None:
             pushed += torch.cat([features.push(tangents).flatten(1) for features in last], 1)
         return total
-    for first, _, groups in walk.jacobian_rows():
+    for first, rows, groups in walk.jacobian_rows():
+        if rows % outputs:
+            return None
         for group in groups:
             start, count = (first + group.first_row) // outputs, group.num_rows // outputs
             if not metric.add(total[start : start + count], group, walk.chunk_bytes):
@@ -160,10 +164,12 @@ def _add_last(target: Target, layer: LayerMetric, inputs: Float[Tensor, "m q"]) 
         target.add_((layer.left[0] * kernel.unsqueeze(1)) @ layer.left[0].mT)
 
 
-def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target:
+def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Target | None:
     """J P⁻¹ Jᵀ = ‖L⁻¹ Jᵀ‖² from the rows of the selected weights, some points at a time."""
     total, start = walk.model.theta.new_zeros(shape), 0
     for rows in walk.selected_rows():
+        if len(rows) % shape[1]:
+            return None
         half = torch.linalg.solve_triangular(form.chol, rows.to(form.chol.dtype).mT, upper=False).mT.to(rows.dtype)
         part = half.unflatten(0, (-1, shape[1]))
         _add_products(total[start : start + len(part)], part, part)
@@ -323,15 +329,19 @@ def _order(positions: Mapping[str, Tensor], names: tuple[str, ...], block: Tenso
 def _add(target: Target, matrices: list[Sides], layer: LayerMetric, most_bytes: int) -> None:
     """target += the blocks of one layer, or of layers that share weights."""
     sides = [(left if layer.left is None else rotate(left, layer.left), right) for left, right in matrices]
-    if len(sides) == 1 and not sides[0][1].is_floating_point():
+    together = len(target) < len(sides[0][0])  # points in one block
+    if len(sides) == 1 and not sides[0][1].is_floating_point() and not together:
         _add_embedded(target, *sides[0], layer.weights)
         return
     # Calls that share weights add up their rows: to a sum over the positions of all of them.
     left = _along([left for left, _ in sides], 3)
     right = _along([_rotated(right, layer).to(left.dtype) for _, right in sides], 2)
     columns, positions, outputs = left.shape[1], left.shape[3], target.shape[1]
-    if positions * (positions + 1) // 2 <= columns * (positions + outputs):
+    if not together and positions * (positions + 1) // 2 <= columns * (positions + outputs):
         _add_pairs(target, left, right, layer.weights, most_bytes)
+    elif together or carries_graph((left, right)):
+        formed = (torch.einsum("nrgtp,ngtq->nrgpq", left, right) * layer.weights.sqrt()).flatten(2)
+        _add_products(target, formed, formed)
     else:
         _add_rows(target, left, right, layer.weights.sqrt(), most_bytes)
 
@@ -391,10 +401,6 @@ def _add_rows(
     """The layer's own Jacobian in the eigenbasis, divided by √p: few lines of it at a time, which stay in a cache."""
     n, outputs = len(left), target.shape[1]
     blocks = target.shape[0] // n
-    if carries_graph((left, right)):  # each block below is written over by the next
-        formed = (torch.einsum("nrgtp,ngtq->nrgpq", left, right) * roots).flatten(2)
-        _add_products(target, formed, formed)
-        return
     for points, lines, rows in row_blocks([(left, right)], most_bytes):
         rows.mul_(roots[:, lines].unsqueeze(1))
         flat = rows.flatten(3).unflatten(2, (blocks, outputs)).flatten(0, 2)
@@ -405,7 +411,7 @@ def _add_rows(
 def _rows(target: Target, group: Group, most_bytes: int) -> Iterator[tuple[Target, Float[Tensor, "n R p"]]]:
     """The group's rows of some points at a time, its tensors one after the other, with their part of the target."""
     start = 0
-    for rows in group.pieces(most_bytes):
+    for rows in group.pieces(most_bytes) if len(target) >= group.num_points else [group.rows()]:
         flat = torch.cat([rows[name].flatten(2) for name in group.names], 2)
         count = flat.shape[0] * flat.shape[1] // target.shape[1]
         yield target[start : start + count], flat

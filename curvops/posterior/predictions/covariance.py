@@ -233,18 +233,23 @@ class PointCovariance(PointBlocks):
 
 
 def _from_rows(jacobian: Jacobian, inverse: LinearOperator) -> tuple[Float[Tensor, "D r"], Float[Tensor, "D r"]] | None:
-    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J.
-
-    None where memory has no room for all rows, a parameter has no layer rule, or a gradient is recorded.
-    """
-    rows = jacobian.shape[-2]
-    width, beside = solve_width(jacobian, rows)
-    held = (*jacobian.representation(), *inverse.representation())
-    if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others:
+    """Return Jᵀ and W Jᵀ from the layers' own rows, without products with J; None where `_beside_rows` is."""
+    if (beside := _beside_rows(jacobian, inverse)) is None:
         return None
     with holding(jacobian, beside), torch.no_grad():
         formed = jacobian.formed()
         return formed, inverse._matmul(formed)
+
+
+def _beside_rows(jacobian: Jacobian, inverse: LinearOperator) -> int | None:
+    """Return the bytes to hold beside all rows of J.
+
+    None where memory has no room for these, a parameter has no layer rule, or a gradient is recorded.
+    """
+    rows = jacobian.shape[-2]
+    width, beside = solve_width(jacobian, rows)
+    held = (*jacobian.representation(), *inverse.representation())
+    return None if width < rows or carries_graph(held) or jacobian.passes.engines.plan.others else beside
 
 
 class JointCovariance(Product):
@@ -260,10 +265,15 @@ class JointCovariance(Product):
                 "samples=post.sample(k), points as independent ones (joint=False), fewer points, or a larger "
                 "memory_budget of co.linearize."
             )
+        weighted = self.factors[1]
         if jacobian.is_recorded:
-            weighted = self.factors[1]
             return with_graph(jacobian, lambda _: None, lambda R: quadratic(R, solved(jacobian, weighted, R)))
-        if (found := _from_rows(jacobian, self.factors[1])) is not None:
+        if (beside := _beside_rows(jacobian, weighted)) is not None:
+            with holding(jacobian, beside):
+                together = point_covariances(jacobian, weighted, self.shape[-1])
+            if together is not None:
+                return together[0]
+        if (found := _from_rows(jacobian, weighted)) is not None:
             return found[0].mT @ found[1]
         return super().to_dense()
 

@@ -77,10 +77,10 @@ class Predictive(ABC):
             noise: add the observation noise of a Gaussian likelihood: the distribution of targets.
 
         Covariances are lazy: exact ones solve for N·C rows of J when they are first used; of up to 2,048 weights, the
-        matrix is formed and factorised instead once D / 8 rows have been asked for. Those of independent points
-        under a structured curvature (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected
-        weights) come from each layer's inputs and sensitivities instead, at C backward passes and a few matrix
-        products; of a last layer from its inputs, without a further pass. Variances need no C × C block.
+        matrix is formed and factorised instead once D / 8 rows have been asked for. Those under a structured curvature
+        (KFAC, EKFAC, diagonal, low rank, dense blocks of layers or of all selected weights) come from each layer's
+        inputs and sensitivities instead, at C backward passes and a few matrix products (joint ones where memory has
+        room for all rows); of a last layer from its inputs, without a further pass. Variances need no C × C block.
 
         Where x requires a gradient, the mean and the covariance have it (first derivatives, never in θ), for 2 to 3
         times the cost of the covariance; exact solves are not repeated for it.
