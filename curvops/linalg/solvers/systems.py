@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -238,10 +238,11 @@ def _in_groups(
             put(X, start, one.x)
             found.append(replace(one, x=X))  # its own is freed
             start = stop
-    return _join(found, X)
+    return join_solutions(found, X)
 
 
-def _join(parts: list[Solution], X: Vectors) -> Solution:
+def join_solutions(parts: Sequence[Solution], X: Vectors) -> Solution:
+    """Join solutions of groups of columns, whose x are parts of X."""
     normal = [part.normal_residuals for part in parts if part.normal_residuals is not None]
     return Solution(
         X,

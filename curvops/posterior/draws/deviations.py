@@ -7,7 +7,6 @@ points, ε standard normal and θ⁰ ~ N(0, A⁻¹). One noise gives one answer,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +20,12 @@ from curvops.checks import check_choice
 from curvops.linalg import Diagonal, Estimate, NotConverged, Reason, cg, draw
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.core.memory import hold
-from curvops.linalg.core.results import Reasoned, Solution, join_histories
+from curvops.linalg.core.results import Reasoned, Solution
 from curvops.linalg.core.solve_routes import SKETCHED
 from curvops.linalg.core.summary import Summarised
 from curvops.linalg.core.vectors import inner, norm
 from curvops.linalg.estimators.hutchinson import sample_mean
+from curvops.linalg.solvers.systems import join_solutions
 from curvops.posterior.core.curvature_cache import CurvatureCache
 from curvops.posterior.core.priors import Prior
 from curvops.posterior.draws.noise import Noise, Systems
@@ -91,14 +91,16 @@ def draw_deviations(
     systems = Systems(cache, prior, noise, range(k), route.name, P)
     named = asked or BY_ROUTE.get(route.name, route.name)
     chosen = method if isinstance(method, StochasticDescent) else StochasticDescent() if named == "sgd" else named
-    found = _drawn(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
+    found = _solve(systems, chosen, x0 if x0 is None or root == 1 else x0 / root, rtol)
+    draws, history = found.x.mT, found.history
+    drawn = Deviations(draws, noise, named, found.reasons, found.relative_residuals, found.matvecs, history)
     if not found.accepted:
-        raise NotSolved(found, rtol)
-    return replace(found, draws=found.draws if root == 1 else found.draws * root)
+        raise NotSolved(drawn, rtol)
+    return drawn if root == 1 else replace(drawn, draws=draws * root)
 
 
-def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
-    """Draw at temperature 1, as many together as memory has room for; failures come back as reasons."""
+def _solve(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
+    """Solve for draws at temperature 1, as many together as memory has room for; failures come back as reasons."""
     carried = carries_graph(systems.precision.representation())
     if current() and carried:
         raise ValueError(
@@ -109,53 +111,32 @@ def _drawn(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Dev
         return _exact(systems, x0, rtol)
     width, beside = systems.at_a_time
     if current() or width >= systems.count or carried:
-        return _together(systems, chosen, x0, rtol)
+        return _solve_together(systems, chosen, x0, rtol)
     draws, found = systems.like.new_empty(systems.count, systems.precision.shape[-1]), []
     for start in range(0, systems.count, width):
-        part = systems.columns[start : start + width]
+        part = slice(start, start + width)
         with hold(systems.memories, beside):
-            guess = None if x0 is None else x0[:, start : start + width]
-            each = _together(replace(systems, columns=part), chosen, guess, rtol)
-        place = draws[start : start + len(part)].copy_(each.draws)
-        found.append(replace(each, draws=place))  # its own are freed
-    return _join(draws, found)
+            guess = None if x0 is None else x0[:, part]
+            each = _solve_together(replace(systems, columns=systems.columns[part]), chosen, guess, rtol)
+        found.append(replace(each, x=draws[part].copy_(each.x.mT).mT))  # its own are freed
+    return join_solutions(found, draws.mT)
 
 
-def _join(draws: Tensor, parts: Sequence[Deviations]) -> Deviations:
-    """Join groups of draws, one after the other."""
-    return replace(
-        parts[0],
-        draws=draws,
-        reasons=tuple(reason for part in parts for reason in part.reasons),
-        relative_residuals=torch.cat([part.relative_residuals for part in parts]),
-        matvecs=sum(part.matvecs for part in parts),
-        history=join_histories([part.history for part in parts]),
-    )
-
-
-def _together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Deviations:
+def _solve_together(systems: Systems, chosen: Any, x0: Tensor | None, rtol: float) -> Solution:
     if chosen == "cg":
-        return _deviations(systems, "cg", _in_weight_space(systems, x0, rtol))
+        return _in_weight_space(systems, x0, rtol)
     with torch.no_grad():
-        if chosen == "dual":
-            return _deviations(systems, "dual", _in_function_space(systems, x0, rtol))
-        return _deviations(systems, "sgd", chosen.solve(systems, x0, rtol))
+        return _in_function_space(systems, x0, rtol) if chosen == "dual" else chosen.solve(systems, x0, rtol)
 
 
-def _deviations(systems: Systems, method: str, found: Solution) -> Deviations:
-    return Deviations(
-        found.x.mT, systems.noise, method, found.reasons, found.relative_residuals, found.matvecs, found.history
-    )
-
-
-def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Deviations:
+def _exact(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:
     """Draw by the closed form's own root of P⁻¹, which loses less to rounding than a perturbation and a solve."""
     if x0 is not None:
         raise ValueError("x0 is where an iteration starts; a closed form takes none.")
-    k, noise = systems.count, systems.noise
-    drawn = draw(systems.precision.inverse(rtol), k, noise.generator(systems.like.device), systems.memories)
+    k, generator = systems.count, systems.noise.generator(systems.like.device)
+    drawn = draw(systems.precision.inverse(rtol), k, generator, systems.memories)
     none = torch.zeros(k, dtype=torch.float64)
-    return Deviations(drawn.mT, noise, "closed form", (Reason.CONVERGED,) * k, none, 0, none.new_zeros(0, k))
+    return Solution(drawn, (Reason.CONVERGED,) * k, none == 0, none, none, 0, 0, none.new_zeros(0, k))
 
 
 def _in_weight_space(systems: Systems, x0: Tensor | None, rtol: float) -> Solution:

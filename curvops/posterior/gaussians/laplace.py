@@ -42,8 +42,8 @@ from curvops.posterior.gaussians.updating import (
     replace_noise,
     replace_prior,
 )
-from curvops.posterior.log_evidence.determinants import log_determinant
-from curvops.posterior.log_evidence.evidence_parts import Evidence, count_of, find_evidence
+from curvops.posterior.log_evidence.determinants import count_parameters, log_determinant
+from curvops.posterior.log_evidence.evidence_parts import Evidence, find_evidence
 from curvops.posterior.log_evidence.tuning import Tuning, Validation
 from curvops.posterior.predictions.outputs import DrawnOutputs, NormalOutputs
 from curvops.posterior.solves.linear_mode import LinearMode, find_mode, problem_of_mode
@@ -337,7 +337,7 @@ class Laplace(GaussianWeights):
             ValueError: a gradient is asked for where P has no closed form.
         """
         check_accuracy(rtol, generator)
-        return count_of(self.cache, self.prior, rtol, generator)
+        return count_parameters(self.cache, self.prior, rtol, generator)
 
     def update(
         self,

@@ -130,6 +130,7 @@ def count_parameters(
     cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None = None
 ) -> Estimate:
     """Compute tr(G (G + A)⁻¹) = D − Σ_d A_dd (P⁻¹)_dd; it has gradients where G + A has a closed form."""
+    cache.require_gradients()
     P, A = prior.plus(cache.curvature), prior.diagonal
     form = P._closed_form()
     if form is not None and A is not None:

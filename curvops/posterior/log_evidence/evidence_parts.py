@@ -99,14 +99,8 @@ def find_evidence(
         log_likelihood=log_likelihood,
         scatter=scatter,
         log_determinant_ratio=ratio,
-        count=partial(count_of, cache, prior, rtol, generator),
+        count=partial(count_parameters, cache, prior, rtol, generator),
         theta=theta,
         mode=mode,
         power=cache.power,
     )
-
-
-def count_of(cache: CurvatureCache, prior: Prior, rtol: float, generator: torch.Generator | None) -> Estimate:
-    """Return γ = tr(P⁻¹G) at the present hyperparameters."""
-    cache.require_gradients()
-    return count_parameters(cache, prior, rtol, generator)

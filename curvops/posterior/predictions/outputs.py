@@ -43,6 +43,10 @@ LARGE = 2**18
 with weights of their own for each draw take 2.5 times as long)."""
 
 
+OutputMoments = tuple[Float[Tensor, "N C"], LinearOperator]
+"""The mean of the outputs and their covariance, (N·C, N·C) where joint, else (N, C, C)."""
+
+
 class OutputDistribution(ABC):
     """The outputs of a linearised network at any inputs, under a distribution of the weights."""
 
@@ -51,10 +55,8 @@ class OutputDistribution(ABC):
     """The standard error of means over the draws of the outputs."""
 
     @abstractmethod
-    def moments(
-        self, x: Any, joint: bool = False, rtol: float | None = None
-    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
-        """Return the mean and the covariance, (N·C, N·C) where joint, else (N, C, C)."""
+    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
+        """Return the mean and the covariance of the outputs at x, of all points together where joint."""
 
     @abstractmethod
     def draws(self, x: Any, generator: torch.Generator | None) -> Iterator[Float[Tensor, "k n C"]]:
@@ -80,9 +82,7 @@ class NormalOutputs(OutputDistribution):
     temperature: float
     error: ErrorOfMean = error_of_mean
 
-    def moments(
-        self, x: Any, joint: bool = False, rtol: float | None = None
-    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
         """Return f* and T J P⁻¹ Jᵀ, which is solved for when it is first used."""
         jacobian = self.lin.jacobian(x, differentiable=True)
         return self.by_position(jacobian.outputs()), self._covariance(jacobian, joint, rtol)
@@ -119,9 +119,7 @@ class DrawnOutputs(OutputDistribution):
     weights: Float[Tensor, "k D"]
     error: ErrorOfMean = error_of_mean
 
-    def moments(
-        self, x: Any, joint: bool = False, rtol: float | None = None
-    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
         """Return f* and the mean over draws of the outer products of J(θ_k − θ*)."""
         jacobian = self.lin.jacobian(x, differentiable=True)
         return self.by_position(jacobian.outputs()), self.covariance_of(self._push(jacobian), joint)

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from curvops.checks import check_choice
 from curvops.network.likelihoods import Likelihood
 from curvops.operators import Linearization
 from curvops.posterior.core.arguments import check_accuracy, check_linearization, checked_count
-from curvops.posterior.predictions.outputs import DrawnOutputs, network_outputs
+from curvops.posterior.predictions.outputs import DrawnOutputs, OutputMoments, network_outputs
 from curvops.posterior.predictions.predictive import Predictive
 from curvops.posterior.predictions.uncertainty import Uncertainty, decompose_drawn_numbers
 from curvops.sampling.core.log_density import as_vectors
@@ -75,9 +74,7 @@ class EmpiricalOutputs(DrawnOutputs):
     def functions(self, x: Any) -> Float[Tensor, "k N C"]:
         return network_outputs(self.lin, x, self.weights) if self.through == "network" else super().functions(x)
 
-    def moments(
-        self, x: Any, joint: bool = False, rtol: float | None = None
-    ) -> tuple[Float[Tensor, "N C"], LinearOperator]:
+    def moments(self, x: Any, joint: bool = False, rtol: float | None = None) -> OutputMoments:
         outputs = self.functions(x)
         mean = outputs.mean(0)
         return mean, self.covariance_of(outputs - mean, joint)
