@@ -16,8 +16,8 @@ from curvops.sampling.families.variational import (
     vi,
 )
 from curvops.sampling.repriorisation.gap import FewEffectiveDraws, GradientGap
-from curvops.sampling.repriorisation.ntk_precision import ntk_precision
 from curvops.sampling.repriorisation.reprior import Reprior, reprior
+from curvops.sampling.repriorisation.reprior_problem import ntk_precision
 from curvops.sampling.runs.empirical_posterior import EmpiricalPosterior, empirical
 from curvops.sampling.runs.running import chains, run
 from curvops.sampling.samplers.baoa import baoa

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,19 +17,6 @@ from torch import Tensor
 ReadoutFeatures = Float[Tensor, "n p"]
 Targets = Float[Tensor, "n k"]
 ReadoutWeights = Float[Tensor, "p k"]
-
-
-@runtime_checkable
-class Conjugate(Protocol):
-    """A change of variables ω = T(φ) at features Ψ and targets Y, with its log-determinant and its inverse."""
-
-    def forward(
-        self, features: ReadoutFeatures, targets: Targets, phi: ReadoutWeights
-    ) -> tuple[ReadoutWeights, Float[Tensor, ""]]:
-        """Return T(φ) and log|det ∂T/∂φ| of all columns, in float64."""
-
-    def inverse(self, features: ReadoutFeatures, targets: Targets, omega: ReadoutWeights) -> ReadoutWeights:
-        """Return T⁻¹(ω)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +112,10 @@ class DataSpace:
 
     def _shifted(self, L: Tensor) -> Tensor:
         return L + math.sqrt(self.level) * torch.eye(len(L), dtype=L.dtype, device=L.device)
+
+
+Conjugate = Identity | FeatureSpace | DataSpace
+"""A change of variables ω = T(φ) at features Ψ and targets Y, with its log-determinant in float64 and its inverse."""
 
 
 def factor(gram: Float[Tensor, "m m"], level: float) -> Float[Tensor, "m m"]:

@@ -6,9 +6,10 @@ of the time of differentiating a Cholesky factor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -40,36 +41,48 @@ class MappedWeights(NamedTuple):
         return problem.log_likelihood(self.outputs) + log_normal(self.white) + self.logdet
 
 
-@runtime_checkable
-class Change(Protocol):
-    """A one-to-one change of variables φ -> v of white weights."""
-
-    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """Return v = T(φ)."""
-
-    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
-        """Return T(φ), its log-determinant and the network's outputs there."""
-
-    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return log p̃(φ)."""
-
-    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
-        """Return the φ with T(φ) = v."""
-
-
 @dataclass(frozen=True, eq=False)
-class ReadoutMap:
-    """A change of variables of the readout's blocks by `conjugate`; all other blocks stay as they are.
+class Change(ABC):
+    """A change of variables φ -> v of white weights, by a Gaussian model of `targets`.
 
-    It is block-triangular, so its determinant is that of the readout's block (Hron et al. 2022, section 3). `targets`
-    are those of the regression, `root` the square roots of the points' weights.
+    `root` are the square roots of the points' weights, None where all are 1.
     """
 
     problem: RepriorProblem
-    readout: Readout
-    conjugate: Conjugate
     targets: Float[Tensor, "N C"]
     root: Float[Tensor, "N 1"] | None
+
+    @abstractmethod
+    def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
+        """Return T(φ), its log-determinant and the network's outputs there."""
+
+    @abstractmethod
+    def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
+        """Return the φ with T(φ) = v."""
+
+    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
+        """Return v = T(φ)."""
+        return self.forward(phi).white
+
+    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
+        """Return log p̃(φ), at the cost of `forward`."""
+        return self.forward(phi).log_density(self.problem)
+
+    def weigh(self, rows: Float[Tensor, "N k"]) -> Float[Tensor, "N k"]:
+        """Multiply the row of each point by the square root of its weight."""
+        return rows if self.root is None else self.root * rows
+
+
+@dataclass(frozen=True, eq=False)
+class ReadoutMap(Change):
+    """A change of variables of the readout's blocks by `conjugate`; all other blocks stay as they are.
+
+    It is block-triangular, so its determinant is that of the readout's block (Hron et al. 2022, section 3). Each
+    method costs one forward pass.
+    """
+
+    readout: Readout
+    conjugate: Conjugate
 
     def features(self, white: Mapping[str, Tensor]) -> Float[Tensor, "N p"]:
         """Return Ψ for all data, which does not depend on the readout's blocks. One forward pass."""
@@ -78,27 +91,20 @@ class ReadoutMap:
         each = (self.readout.features(problem.model, values, inputs, problem.scale) for inputs in problem.inputs)
         return torch.cat(list(each))
 
-    def map(self, phi: Mapping[str, Tensor]) -> Blocks:
-        """Return T(φ). One forward pass."""
-        return self.forward(phi).white
-
     def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
-        """Return T(φ), its log-determinant and the outputs, by one forward pass."""
+        """Return T(φ), its log-determinant and the outputs."""
         features = self.features(phi)
-        omega, logdet = self.conjugate.forward(*self._weighted(features), self.readout.matrix(phi))
+        omega, logdet = self.conjugate.forward(*self._regression(features), self.readout.matrix(phi))
         return MappedWeights({**phi, **self.readout.blocks(omega)}, logdet, features @ omega)
-
-    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return log p̃(φ). One forward pass."""
-        return self.forward(phi).log_density(self.problem)
 
     def inverse(self, white: Mapping[str, Tensor]) -> Blocks:
         """Return φ, whose blocks of the readout are in closed form."""
-        features = self._weighted(self.features(white))
-        return {**white, **self.readout.blocks(self.conjugate.inverse(*features, self.readout.matrix(white)))}
+        omega = self.conjugate.inverse(*self._regression(self.features(white)), self.readout.matrix(white))
+        return {**white, **self.readout.blocks(omega)}
 
-    def _weighted(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        return (features, self.targets) if self.root is None else (self.root * features, self.root * self.targets)
+    def _regression(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features and targets of the regression."""
+        return self.weigh(features), self.weigh(self.targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +122,7 @@ class ExactReadoutMap(ReadoutMap):
         if in_forward_mode():  # where PyTorch's own operations have all derivatives
             return super().log_density(phi)
         noise = self.problem.log_likelihood(self.targets)  # at outputs equal to the targets
-        return log_normal(phi) + noise + log_marginal(self.conjugate, *self._weighted(self.features(phi)))
+        return log_normal(phi) + noise + log_marginal(self.conjugate, *self._regression(self.features(phi)))
 
 
 def log_marginal(space: FeatureSpace | DataSpace, features: ReadoutFeatures, targets: Targets) -> Float[Tensor, ""]:

@@ -16,8 +16,7 @@ from curvops.linalg import Estimate, NotConverged, Operator, eigsh, logdet, minr
 from curvops.linalg.core.results import Reason
 from curvops.network import Blocks
 from curvops.sampling.repriorisation.conjugate import factor, solve_triangle
-from curvops.sampling.repriorisation.map import MappedWeights
-from curvops.sampling.repriorisation.reprior_problem import RepriorProblem
+from curvops.sampling.repriorisation.map import Change, MappedWeights
 
 MOST_STEPS = 20
 """The most Newton steps of the inverse at each λ."""
@@ -61,20 +60,16 @@ class SquaredIdentity(CurvedIdentity):
 
 
 @dataclass(frozen=True, eq=False)
-class TangentMap:
+class TangentMap(Change):
     """The change of variables T(φ) = φ + Jᵀ(JJᵀ + λI)⁻¹(y − f(φ)) of all white weights, J at φ.
 
     It is near the identity for large λ, and one to one there. For small λ it may fold: two φ have one image, and a
     chain in φ would count that θ twice. `inverse(map(φ))` then finds another φ.
 
-    `targets` are the targets of a Gaussian model of the outputs, `root` the square roots of the points' weights. The
-    derivative takes second derivatives of the network, the gradient of its determinant third ones, in reverse mode.
+    The derivative takes second derivatives of the network, the gradient of its determinant third ones, in reverse mode.
     """
 
-    problem: RepriorProblem
     level: float
-    targets: Float[Tensor, "N C"]
-    root: Float[Tensor, "N 1"] | None
 
     def forward(self, phi: Mapping[str, Tensor]) -> MappedWeights:
         """Return T(φ), its exact log-determinant and the outputs; forms J (N·C, D) and a matrix (D, D)."""
@@ -83,10 +78,6 @@ class TangentMap:
         white = self._blocks(v + at.step)
         outputs = self.problem.outputs(white)
         return MappedWeights(white, self._logdet(v, at), outputs)
-
-    def log_density(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return log p̃(φ), at the cost of `forward`."""
-        return self.forward(phi).log_density(self.problem)
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
         """Return T(φ), at the cost of a forward pass and J."""
@@ -158,14 +149,12 @@ class TangentMap:
         return self.problem.model.selection.unflatten(v)
 
     def _outputs(self, v: Float[Tensor, " D"]) -> Float[Tensor, " m"]:
-        f = self.problem.outputs(self._blocks(v))
-        return (f if self.root is None else self.root * f).flatten()
+        return self.weigh(self.problem.outputs(self._blocks(v))).flatten()
 
     def _tangents(self, v: Float[Tensor, " D"], level: float) -> Tangents:
-        targets = self.targets if self.root is None else self.root * self.targets
         J: Tensor = jacrev(self._outputs)(v)
         L = factor(J @ J.mT, level)
-        gap = (targets.flatten() - self._outputs(v)).unsqueeze(1)
+        gap = (self.weigh(self.targets).flatten() - self._outputs(v)).unsqueeze(1)
         alpha = solve_triangle(L.mT, solve_triangle(L, gap), upper=True).squeeze(1)
         return Tangents(J, L, alpha, J.mT @ alpha)
 
@@ -247,8 +236,12 @@ def _by_taylor(
         raise ValueError(
             f"the Taylor series of log det(I + H) does not converge: ‖H‖ = {radius:.3g} ≥ 1; use method='slq'."
         )
+
+    def remainder(terms: int) -> float:
+        return size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))
+
     terms = 1
-    while size * radius ** (terms + 1) / ((terms + 1) * (1 - radius)) > rtol and terms < 10_000:
+    while remainder(terms) > rtol and terms < 10_000:
         terms += 1
     if max_matvecs is not None:
         terms = max(1, min(terms, (max_matvecs - spent) // probes))
@@ -258,7 +251,7 @@ def _by_taylor(
     for k in range(1, terms + 1):
         power = -product(power)
         sums -= (V * power).double().sum(0) / k
-    bias = size * radius ** (terms + 1) / ((terms + 1) * (1 - radius))
+    bias = remainder(terms)
     reason = Reason.CONVERGED if bias <= rtol else Reason.MATVEC_LIMIT
     stderr = sums.std() / math.sqrt(probes)
     return Estimate(sums.mean(), stderr, probes, spent + terms * probes, bias, reason)

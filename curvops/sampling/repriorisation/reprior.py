@@ -24,7 +24,7 @@ from curvops.sampling.repriorisation.conjugate import DataSpace, FeatureSpace, I
 from curvops.sampling.repriorisation.gap import GradientGap, divergence, plain_mean, warn_of_few, weighted_mean
 from curvops.sampling.repriorisation.map import Change, ExactReadoutMap, ReadoutMap
 from curvops.sampling.repriorisation.ntk import TangentMap
-from curvops.sampling.repriorisation.readout import Readout, find_readout
+from curvops.sampling.repriorisation.readout import find_readout
 from curvops.sampling.repriorisation.reprior_problem import RepriorProblem, log_normal
 
 Form = Literal["feature", "data", "ntk"]
@@ -74,13 +74,13 @@ class Reprior:
         """
         if batch is None:
             return -self.energy(phi) / self.data_size
-        moved = self._change.forward(self._white(phi))
+        moved = self._change.forward(self._checked(phi))
         prior = log_normal(moved.white) + moved.logdet
         return self._problem.batch_mean(moved.white, batch) + prior / self.data_size
 
     def map(self, phi: Mapping[str, Tensor]) -> Blocks:
         """Return θ = T(φ), the weights that the network stores. One forward pass over all data."""
-        return self._problem.theta(self._change.map(self._white(phi)))
+        return self._problem.theta(self._change.map(self._checked(phi)))
 
     def inverse(self, theta: Mapping[str, Tensor]) -> Blocks:
         """Return φ with T(φ) = θ; the tangent-kernel form uses Newton's method and raises ValueError if it fails."""
@@ -88,8 +88,7 @@ class Reprior:
 
     def logdet(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return log|det ∂θ/∂φ|, in float64."""
-        scales = torch.stack([scale.double().log().sum() for scale in self._problem.scale.values()]).sum()
-        return self._change.forward(self._white(phi)).logdet + scales
+        return self._change.forward(self._checked(phi)).logdet + self._problem.log_scale
 
     def estimated_logdet(
         self,
@@ -113,15 +112,15 @@ class Reprior:
         check_generator(generator)
         if not isinstance(self._change, TangentMap):
             raise ValueError(f"form={self.form!r} has its log-determinant in closed form: use logdet(phi).")
-        scales = float(torch.stack([scale.double().log().sum() for scale in self._problem.scale.values()]).sum())
-        return self._change.estimated_logdet(self._white(phi), method, rtol, max_matvecs, generator) + scales
+        found = self._change.estimated_logdet(self._checked(phi), method, rtol, max_matvecs, generator)
+        return found + float(self._problem.log_scale)
 
     def energy(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return −log p̃(φ) = −log p(y | T(φ)) − log p(T(φ)) − log|det ∂T/∂φ| in nats, with all constants, in float64.
 
         The integral of e^−energy over φ is the evidence p(y), whatever the form and λ.
         """
-        return -self._change.log_density(self._white(phi))
+        return -self._change.log_density(self._checked(phi))
 
     def normal(self, k: int, generator: torch.Generator | None = None) -> Blocks:
         """Draw φ ~ N(0, I) k times, {name: (k, *shape)}."""
@@ -143,7 +142,7 @@ class Reprior:
     @torch.no_grad()
     def log_ratio(self, phi: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return h(φ) = log p̃(φ) − log N(φ; 0, I), constant where the posterior of φ is its prior; E e^h = p(y)."""
-        return -self.energy(phi) - log_normal(self._white(phi))
+        return -self.energy(phi) - log_normal(self._checked(phi))
 
     def divergence(self, samples: int = 1000, generator: torch.Generator | None = None) -> Estimate:
         """Estimate KL(N(0, I) ‖ p̃) = log E e^h − E h ≥ 0 in nats from draws of N(0, I) (Hron et al. 2022, theorem 2.1).
@@ -187,10 +186,7 @@ class Reprior:
 
         return GradientGap(mean(list(parts)), mean(self.readout) if self.readout else None)
 
-    def _white(self, phi: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self._checked(phi, "phi")
-
-    def _checked(self, given: Any, what: str) -> Mapping[str, Tensor]:
+    def _checked(self, given: Any, what: str = "phi") -> Mapping[str, Tensor]:
         """Check names, shapes and dtype of parameter blocks; raise TypeError or ValueError where they differ."""
         scale = self._problem.scale
         if not isinstance(given, Mapping):
@@ -301,9 +297,9 @@ def reprior(
     level = (variance if stated is None else stated) if level is None else level
     assert level is not None
     problem = RepriorProblem.of(lin, _diagonal_precision(prior_precision, lin))
+    model_of_targets = problem, problem.regression_targets(), problem.root
     if form == "ntk":
-        change: Change = TangentMap(problem, level, problem.regression_targets(), problem.root)
-        return Reprior("ntk", level, variance, (), lin.num_data, problem, change)
+        return Reprior("ntk", level, variance, (), lin.num_data, problem, TangentMap(*model_of_targets, level))
     readout = find_readout(lin.model, problem.inputs[0], last)
     for name in readout.names:
         scale = problem.scale[name]
@@ -315,17 +311,13 @@ def reprior(
     width = problem.scale[readout.weight].shape[1] + (readout.bias is not None)
     chosen: Form = form if form is not None else "feature" if width <= lin.num_data else "data"
     space = FeatureSpace(level) if chosen == "feature" else DataSpace(level)
-    change = _readout_map(problem, readout, space, exact=level == variance)
+    # At λ = σ² the density has a closed form, without a gradient in the noise.
+    if level == variance and not (isinstance(lin.likelihood, Gaussian) and lin.likelihood.noise.requires_grad):
+        change: ReadoutMap = ExactReadoutMap(*model_of_targets, readout, space)
+    else:
+        change = ReadoutMap(*model_of_targets, readout, space if level < math.inf else Identity())
     _require_precise(change, level)
     return Reprior(chosen, level, variance, readout.names, lin.num_data, problem, change)
-
-
-def _readout_map(problem: RepriorProblem, readout: Readout, space: FeatureSpace | DataSpace, exact: bool) -> ReadoutMap:
-    """Build the map; `exact` (λ = σ²) gives its density in closed form, without a gradient in the noise."""
-    targets, root, likelihood = problem.regression_targets(), problem.root, problem.likelihood
-    if exact and not (isinstance(likelihood, Gaussian) and likelihood.noise.requires_grad):
-        return ExactReadoutMap(problem, readout, space, targets, root)
-    return ReadoutMap(problem, readout, space if space.level < math.inf else Identity(), targets, root)
 
 
 def _likelihood(given: Any, noise: float | None) -> Any:

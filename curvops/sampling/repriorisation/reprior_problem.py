@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from curvops.checks import checked_number
 from curvops.network import Blocks, Model
 from curvops.network.data.batches import parts_of
 from curvops.network.data.inputs import Inputs, copy, move, move_tensor, normalise, num_points
 from curvops.network.likelihoods import Categorical, Likelihood
+from curvops.network.model.model import unwrapped
 from curvops.operators import Linearization
 from curvops.sampling.core.structure import long_dot
+
+FAN_IN_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *FAN_IN_FIRST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +74,11 @@ class RepriorProblem:
             targets = torch.nn.functional.one_hot(targets.long().masked_fill(~known, 0), C)
         return targets.to(self.model.theta.dtype) - 1 / C
 
+    @property
+    def log_scale(self) -> Float[Tensor, ""]:
+        """log det A^-½, in float64."""
+        return torch.stack([scale.double().log().sum() for scale in self.scale.values()]).sum()
+
     def theta(self, white: Mapping[str, Tensor]) -> Blocks:
         """Return the weights θ that the model stores."""
         return {name: scale * white[name] for name, scale in self.scale.items()}
@@ -101,3 +112,56 @@ def log_normal(white: Mapping[str, Tensor]) -> Float[Tensor, ""]:
     """Return log N(v; 0, I), in float64."""
     squares = torch.stack([long_dot(block.flatten(), block.flatten()) for block in white.values()]).sum()
     return -0.5 * (squares + math.log(2 * math.pi) * sum(block.numel() for block in white.values()))
+
+
+def ntk_precision(model: nn.Module, weight_std: float = 2**0.5, bias_std: float = 1.0) -> dict[str, float]:
+    """Return prior precisions fan_in/σ_w² for weights and 1/σ_b² for biases, by name: a `prior_precision=`.
+
+    Under them θ = σ_w v/√fan_in (and σ_b v) with v ~ N(0, I): the tangent-kernel scaling (Jacot et al. 2018) for the
+    weights as the model stores them.
+
+    Args:
+        model: a network of linear and convolutional layers, which are identified by their class. Frozen parameters are
+            left out.
+        weight_std: σ_w; √2 keeps the size of activations through rectified layers.
+        bias_std: σ_b.
+
+    Raises:
+        TypeError: the model is not a module, or a standard deviation not a number.
+        ValueError: a parameter of another layer (a normalisation, an embedding): add {glob: number} for it to a mapping
+            of your own; a standard deviation that is not positive and finite.
+
+    >>> import curvops as co
+    >>> co.sampling.ntk_precision(nn.Linear(8, 2), weight_std=2.0, bias_std=0.1)
+    {'weight': 2.0, 'bias': 99.99999999999999}
+    """
+    found: dict[str, float] = {}
+    module: Any = unwrapped(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; for a function give a mapping.")
+    sw, sb = checked_number("weight_std", weight_std), checked_number("bias_std", bias_std)
+    known = {id(layer.weight): layer for layer in module.modules() if isinstance(layer, LAYERS)}
+    biases = {id(layer.bias) for layer in known.values() if layer.bias is not None}
+    others = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if (layer := known.get(id(parameter))) is not None:
+            outputs = layer.out_channels if isinstance(layer, FAN_IN_FIRST) else parameter.shape[0]
+            inputs = parameter.numel() // outputs
+            found[_as_glob(name)] = inputs / sw**2
+        elif id(parameter) in biases:
+            found[_as_glob(name)] = 1 / sb**2
+        else:
+            others.append(name)
+    if others:
+        raise ValueError(
+            f"{others} belong to no linear or convolutional layer, so that their fan-in is not known: give "
+            "prior_precision a mapping {glob: number} that names each parameter, these too."
+        )
+    return found
+
+
+def _as_glob(name: str) -> str:
+    """Return a pattern that matches this name alone."""
+    return name if not set(name) & set("*?[") else "".join(f"[{c}]" if c in "*?[" else c for c in name)
