@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit, require_inside
+from curvops.evidence.hyperparameters import FURTHEST, Hyperparameters, Misfit, misfit
 from curvops.linalg import cg
 from curvops.linalg.core.vectors import describe, random_block
 from curvops.posterior.gaussians.laplace import Laplace
@@ -85,7 +85,7 @@ class Ascent:
             if largest <= self.xtol:
                 ending = Ending.CONVERGED
                 break
-        self._check_limits(start, furthest)
+        self._check_limits(start)
         targets = None if data is None else data.targets
         tuning = Tuning("gradient", start.groups.names, self.mode, tuple(self.taken), ending, targets=targets)
         tuning.warn_of_ending(f"after {len(self.taken)} steps of maximize: ", stacklevel=3)
@@ -135,17 +135,15 @@ class Ascent:
             alpha, gamma, spread = alpha.log().mean(0, True).exp(), gamma.sum(0, True), spread.norm().reshape(1)
         self.taken.append(TuningStep(alpha, gamma, spread, self.now.noise, matvecs))
 
-    def _check_limits(self, start: Hyperparameters, furthest: float) -> None:
-        moved = (self.now.alpha / start.alpha).log()
-        stuck = moved.abs() > math.log(furthest) * (1 - 1e-6)
-        if self.over == "weights" and bool(stuck.any()):
+    def _check_limits(self, start: Hyperparameters) -> None:
+        if self.over != "weights":
+            self.now.require_near(start)
+            return
+        stuck = (self.now.alpha / start.alpha).log().abs() > math.log(FURTHEST_WEIGHT) * (1 - 1e-6)
+        if bool(stuck.any()):
             warnings.warn(
                 f"the evidence has no maximum in the precision of {int(stuck.sum()):,} of {len(stuck):,} weights "
-                f"within a factor {furthest:.0g} of its start, where they now stand.",
+                f"within a factor {FURTHEST_WEIGHT:.0g} of its start, where they now stand.",
                 Undetermined,
                 stacklevel=4,
             )
-        if self.over == "weights":
-            return
-        names = [f"the prior precision of {name!r}" for name in start.groups.names]
-        require_inside(names, moved)

@@ -46,8 +46,7 @@ def grid(
     check_accuracy(rtol, generator)
     at = checked_mode(mode, post.lin)
     values = checked_precisions(prior_precisions)
-    smallest = min(float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values)
-    prepare(post.cache, smallest, rtol, generator)
+    prepare(post.cache, min(map(_number, values)), rtol, generator)
     found: list[Evidence] = []
     for value in values:
         start = found[-1].theta if found else None
@@ -64,7 +63,10 @@ def checked_precisions(prior_precisions: Any) -> list[float | Tensor]:
     values = list(prior_precisions)  # tensors keep their gradients
     if not all(isinstance(value, numbers.Real | Tensor) for value in values):
         raise TypeError(f"prior_precisions must be numbers, got {values}.")
-    numbers_given = [float(value.detach()) if isinstance(value, Tensor) else float(value) for value in values]
-    if not values or not all(0 < value < math.inf for value in numbers_given):
+    if not values or not all(0 < _number(value) < math.inf for value in values):
         raise ValueError(f"prior_precisions must be positive finite numbers, at least one; got {values}.")
     return values
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

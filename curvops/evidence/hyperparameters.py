@@ -1,4 +1,4 @@
-"""The prior precisions and the noise while they are tuned, and what the evidence says of them.
+"""The prior precisions and the noise while they are tuned: which weights share one, and how the evidence changes.
 
 For a curvature that is proportional to 1 / noise, G = G₀ σ₀²/σ², every posterior is that of the first noise under
 another prior: P = (σ₀²/σ²) (G₀ + A σ²/σ₀²). So one curvature serves all of them, and a new one is made at the end.
@@ -8,30 +8,80 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from curvops.evidence.precision_groups import PrecisionGroups
 from curvops.linalg.core.summary import summary
 from curvops.network import Batch, BatchMap
-from curvops.operators import EmpiricalFisher
+from curvops.operators import EmpiricalFisher, Linearization
 from curvops.operators.linearized.user_operator import UserOperator
 from curvops.posterior.gaussians.laplace import Laplace
 from curvops.posterior.log_evidence.determinants import normal_mode, prepare, shares_of_weights
 from curvops.posterior.log_evidence.tuning import Tuning
 from curvops.posterior.solves.linear_mode import REMEDIES
 
+OVER = ("scalar", "layers", "tensors", "weights")
+
+"""What may have a prior precision of its own."""
 # A search reaches this factor below and above the start.
 FURTHEST = 1e10
 # Products with one vector serve all precisions down to this factor below the present one.
 WINDOW = 100.0
 # γ below this many units of rounding for each weight of a group is none.
 ROUNDING = 50
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionGroups:
+    """A = α[index] · base: one α for each group of weights."""
+
+    names: tuple[str, ...]
+    index: Int[Tensor, " D"]
+    base: Float[Tensor, " D"]
+    counts: Float[Tensor, " G"]
+
+    def totals(self, each: Float[Tensor, " D"]) -> Float[Tensor, " G"]:
+        """The sum over each group."""
+        return torch.zeros_like(self.counts).index_add_(0, self.index, each.to(self.counts))
+
+    def precision(self, alpha: Float[Tensor, " G"]) -> Tensor:
+        """A as a posterior takes it: 0-d where it is one number."""
+        if len(alpha) == 1 and bool((self.base == 1).all()):
+            return alpha[0].to(self.base.dtype)
+        return (alpha.to(self.base.dtype)[self.index]) * self.base
+
+    def start(self, precision: Tensor) -> Float[Tensor, " G"]:
+        """The α of a diagonal precision: in each group the geometric mean over its weights."""
+        logs = (precision.detach().expand_as(self.base) / self.base).double().log()
+        return (self.totals(logs) / self.counts).exp()
+
+
+def precision_groups(lin: Linearization, over: str, base: Float[Tensor, " D"] | None = None) -> PrecisionGroups:
+    """One group of all weights ("scalar"), one a layer ("layers": a module's own parameters), a tensor or a weight."""
+    selection, size = lin.model.selection, lin.num_parameters
+    names: tuple[str, ...]
+    if over == "scalar":
+        names, index = ("all",), torch.zeros(size, dtype=torch.long)
+    elif over == "weights":
+        names, index = ("weights",), torch.arange(size)
+    else:
+        owners = [(over == "layers" and name.rpartition(".")[0]) or name for name in selection.names]
+        names = tuple(dict.fromkeys(owners))
+        places = selection.positions()
+        index = torch.empty(size, dtype=torch.long)
+        for owner, name in zip(owners, selection.names):
+            chosen = places[name].flatten()
+            index[chosen[chosen >= 0].cpu()] = names.index(owner)
+        used = index.unique()  # of a subnetwork some layers may have no weight
+        names, index = tuple(names[i] for i in used.tolist()), torch.searchsorted(used, index)
+    index = index.to(lin.theta.device)
+    base = torch.ones_like(lin.theta) if base is None else base
+    groups = int(index.max()) + 1
+    return PrecisionGroups(names, index, base, index.bincount(minlength=groups).double())
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +155,28 @@ class Hyperparameters:
         rounding = ROUNDING * torch.finfo(post.mean.dtype).eps * counts
         return torch.where(gamma > rounding, gamma, 0.0), spread
 
+    @property
+    def logs(self) -> Float[Tensor, " H"]:
+        """The logarithms of the precisions, and of the noise where it is tuned."""
+        logs = self.alpha.log()
+        return logs if self.noise is None else torch.cat([logs, logs.new_tensor([math.log(self.noise)])])
+
+    def require_near(self, start: Hyperparameters) -> None:
+        """Raise ValueError unless all lie within the search's reach of the start; it says which do not, and why."""
+        names = [f"the prior precision of {name!r}" for name in self.groups.names] + ["the noise"]
+        edge = math.log(FURTHEST) * (1 - 1e-6)
+        lost = [(name, by) for name, by in zip(names, (self.logs - start.logs).tolist()) if not abs(by) < edge]
+        if not lost:
+            return
+        why = {
+            True: "it still rises as {} grows (the data ask for nothing but the prior's mean there)",
+            False: "it still rises as {} falls (the data do not determine it)",
+        }
+        listed = "; ".join(why[by > 0].format(name) for name, by in lost)
+        raise ValueError(f"the log evidence has no maximum within a factor {FURTHEST:.0g} of the start: {listed}.")
+
     def with_values(self, alpha: Float[Tensor, " G"], noise: float | None) -> Hyperparameters:
+        """Return other values of the same hyperparameters."""
         return dataclasses.replace(self, alpha=alpha, noise=noise)
 
     def posterior_with(self, tuning: Tuning, generator: torch.Generator | None) -> Laplace:
@@ -151,17 +222,3 @@ def check_noise_scales(post: Laplace) -> None:
             "the noise is tuned with a curvature that is proportional to 1 / noise; an empirical Fisher falls with its "
             "square. Take co.GGN, or the same class with fisher='exact'."
         )
-
-
-def require_inside(names: Sequence[str], moved: Float[Tensor, " H"], furthest: float = FURTHEST) -> None:
-    """ValueError unless all logarithms have moved by less than the search reaches, with which have not and why."""
-    edge = math.log(furthest) * (1 - 1e-6)
-    lost = [(name, by) for name, by in zip(names, moved.tolist()) if not abs(by) < edge]
-    if not lost:
-        return
-    why = {
-        True: "it still rises as {} grows (the data ask for nothing but the prior's mean there)",
-        False: "it still rises as {} falls (the data do not determine it)",
-    }
-    said = "; ".join(why[by > 0].format(name) for name, by in lost)
-    raise ValueError(f"the log evidence has no maximum within a factor {furthest:.0g} of the start: {said}.")

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seeded_as
 from curvops.checks import check_choice, check_flag, checked_whole
-from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, require_inside
-from curvops.evidence.precision_groups import precision_groups
+from curvops.evidence.hyperparameters import Hyperparameters, Misfit, check_noise_scales, misfit, precision_groups
 from curvops.linalg.core.matrix_identity import problem_of
 from curvops.operators import DiagonalGGN
 from curvops.posterior.core.arguments import check_accuracy, checked_count
@@ -213,8 +212,8 @@ class _FixedPoint:
             self.past = [*self.past[-1:], StepSolution(self._position(), theta, None if drawn is None else drawn.draws)]
             self.taken.append(TuningStep(self.now.alpha, gamma, stderr, self.now.noise, spent + products, saved))
             new = self._next_hyperparameters(gamma, self.now.scatter(theta), data)
-            self._check(new, start)
-            changes.append(_logs(new) - _logs(self.now))
+            new.require_near(start)
+            changes.append(new.logs - self.now.logs)
             bar = self._error_bar(gamma, stderr, data)
             if not self.halved and _oscillates(changes, bar):
                 self.halved = True
@@ -321,17 +320,6 @@ class _FixedPoint:
             of_noise = stderr.norm() / max(data.targets - float(gamma.sum()), 1.0)
             bars = torch.cat([bars, of_noise.reshape(1)])
         return (bars / 4).clamp_min(self.xtol)
-
-    def _check(self, new: Hyperparameters, start: Hyperparameters) -> None:
-        """ValueError where a precision or the noise has left the range in which the data can be said to tell it."""
-        names = [f"the prior precision of {name!r}" for name in start.groups.names] + ["the noise"]
-        require_inside(names, _logs(new) - _logs(start))
-
-
-def _logs(at: Hyperparameters) -> Float[Tensor, " H"]:
-    """The logarithms of the precisions, and of the noise where it is tuned."""
-    logs = at.alpha.log()
-    return logs if at.noise is None else torch.cat([logs, logs.new_tensor([math.log(at.noise)])])
 
 
 def _geometric_mean(one: Hyperparameters, other: Hyperparameters) -> Hyperparameters:

@@ -10,8 +10,14 @@ import torch
 
 from curvops.checks import checked_whole
 from curvops.evidence.ascent import Ascent
-from curvops.evidence.hyperparameters import FURTHEST, WINDOW, Hyperparameters, check_noise_scales
-from curvops.evidence.precision_groups import OVER, precision_groups
+from curvops.evidence.hyperparameters import (
+    FURTHEST,
+    OVER,
+    WINDOW,
+    Hyperparameters,
+    check_noise_scales,
+    precision_groups,
+)
 from curvops.posterior.core.arguments import check_accuracy
 from curvops.posterior.gaussians.laplace import Laplace, check_posterior, checked_mode
 from curvops.posterior.log_evidence.determinants import prepare

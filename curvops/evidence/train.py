@@ -47,7 +47,9 @@ def train(
 
     Args:
         model: trained in place, and left in evaluation mode; after an error or an interruption in the modes that it was
-            given in, the weights as far as they came. Parameters that require a gradient are trained.
+            given in, the weights as far as they came. Parameters that require a gradient are trained. Modules in
+            evaluation mode within a model in training mode (normalisations that were frozen) stay in it while the
+            others train; a model that is given in evaluation mode trains as a whole.
         data: all training points, as `co.linearize` takes them: tensors (X, y), a Dataset, or a DataLoader (or list of
             batches), whose own batches are then trained on, in its own order.
         likelihood: as `co.linearize` takes it.
@@ -81,7 +83,9 @@ def train(
     if any(group.get("weight_decay", 0) for group in stepper.param_groups):
         raise ValueError("the optimiser has a weight decay of its own: leave it out, prior_precision is that.")
 
-    with _modes_restored_on_failure(model):
+    given_modes = _modes(model)
+    training_modes = given_modes if model.training else [(module, True) for module, _ in given_modes]
+    with _restore_on_failure(given_modes):
         post, record = _posterior(model, data, likelihood, curvature, prior_precision), list[Tuning]()
         epoch_of, size = _batches(data, batch_size, generator), post.lin.num_data
         for epoch in range(1, epochs + 1):
@@ -91,7 +95,7 @@ def train(
             penalties = lin.unflatten_tangent(post.prior_precision.detach().expand_as(lin.theta))
             weights = {name: p for name, p in model.named_parameters() if name in penalties}
             at = lin.theta.device, lin.theta.dtype
-            model.train()
+            _set(training_modes)
             for item in epoch_of():
                 given, targets, _ = parts_of(item, False)
                 inputs, y = move(normalise(given), *at), move_tensor(targets, *at)
@@ -126,15 +130,26 @@ def train(
     return replace(post, tuning=whole)
 
 
+Modes = list[tuple[nn.Module, bool]]
+"""Modules, parents first, and whether each trains."""
+
+
+def _modes(model: nn.Module) -> Modes:
+    return [(module, module.training) for module in model.modules()]
+
+
+def _set(modes: Modes) -> None:
+    for module, training in modes:  # parents first: each call sets what lies below, too
+        module.train(training)
+
+
 @contextmanager
-def _modes_restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Each module trains or evaluates again as before, whatever interrupts the work, an impatient user included."""
-    modes = [(module, module.training) for module in model.modules()]
+def _restore_on_failure(modes: Modes) -> Iterator[None]:
+    """Set these modes again, whatever interrupts the work, an impatient user included."""
     try:
         yield
     except BaseException:
-        for module, training in modes:  # parents first: each call sets what lies below, too
-            module.train(training)
+        _set(modes)
         raise
 
 

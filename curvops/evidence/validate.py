@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,14 +82,14 @@ def validate(
                 raise ValueError("prior_precisions are for over='scalar'; leave them out to search.")
             for value in checked_precisions(prior_precisions):
                 search.score(post.with_prior(value))
-            return search.best()
+            return search.result()
         if "noise" in parts:
-            _ = post.observation_noise
+            _ = post.observation_noise  # refuses another likelihood
         for part in parts:
             search.along(part, xtol)
         if len(parts) > 1:
             search.together(xtol)
-        return search.best()
+        return search.result()
 
 
 def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
@@ -102,6 +102,14 @@ def _held_out_data(data: Any, post: Laplace) -> tuple[Inputs, Tensor]:
     return inputs, torch.cat([y for _, y, _ in parts])
 
 
+class _Trial(NamedTuple):
+    """A posterior with its mean held-out log-likelihood, and the standard error of that."""
+
+    post: Laplace
+    score: float
+    stderr: float
+
+
 @dataclass(eq=False)
 class _Search:
     post: Laplace
@@ -109,7 +117,7 @@ class _Search:
     y: Tensor
     joint: bool
     generator: torch.Generator | None
-    tried: list[tuple[Laplace, float, float]] = field(default_factory=list)
+    trials: list[_Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         device = None if self.generator is None else self.generator.device
@@ -122,15 +130,19 @@ class _Search:
         found = post.log_likelihood(self.x, self.y, joint=self.joint, generator=draws)
         value, count = float(found.value.mean()), found.value.numel()
         error = float(torch.as_tensor(found.stderr).norm()) / count
-        self.tried.append((post, value, error))
+        self.trials.append(_Trial(post, value, error))
         return value
 
+    @property
+    def best(self) -> Laplace:
+        """The posterior of largest score so far."""
+        return max(self.trials, key=lambda trial: -math.inf if math.isnan(trial.score) else trial.score).post
+
     def along(self, part: str, xtol: float) -> None:
-        """Around the best so far, in one hyperparameter."""
+        """Search around the best so far, in one hyperparameter."""
         from scipy.optimize import minimize_scalar  # a slow import, for those who tune
 
-        start = (self.tried and max(self.tried, key=_value)[0]) or self.post
-        move = _moves(start)[part]
+        move = _moves(self.best if self.trials else self.post)[part]
         scores = [self.score(move(factor)) for factor in COARSE]
         best = max(range(len(COARSE)), key=scores.__getitem__)
         if best in (0, len(COARSE) - 1):
@@ -147,10 +159,10 @@ class _Search:
         minimize_scalar(lambda u: -self.score(move(math.exp(u))), bounds=span, method="bounded", options=options)
 
     def together(self, xtol: float) -> None:
-        """From the best so far, in both hyperparameters at once (Nelder & Mead 1965)."""
+        """Search from the best so far, in both hyperparameters at once (Nelder & Mead 1965)."""
         from scipy.optimize import minimize
 
-        start = max(self.tried, key=_value)[0]
+        start = self.best
 
         def loss(logs: Any) -> float:
             scale, noise = (math.exp(float(u)) for u in logs)
@@ -167,16 +179,12 @@ class _Search:
                 stacklevel=3,
             )
 
-    def best(self) -> Laplace:
-        post = max(self.tried, key=_value)[0]
-        precisions = tuple(_precision(each.prior.diagonal) for each, *_ in self.tried)
-        noises = None if not post.lin.likelihood.hyperparameters else tuple(_noise(each) for each, *_ in self.tried)
-        scores, errors = (tuple(part) for part in list(zip(*self.tried))[1:])
-        return replace(post, tuning=Validation(precisions, noises, scores, errors))
-
-
-def _value(tried: tuple[Laplace, float, float]) -> float:
-    return -math.inf if math.isnan(tried[1]) else tried[1]
+    def result(self) -> Laplace:
+        """The best posterior, with the record of all trials."""
+        post, (posts, scores, stderrs) = self.best, zip(*self.trials)
+        precisions = tuple(_precision(each.prior.diagonal) for each in posts)
+        noises = tuple(_noise(each) for each in posts) if post.lin.likelihood.hyperparameters else None
+        return replace(post, tuning=Validation(precisions, noises, scores, stderrs))
 
 
 def _precision(A: Tensor | None) -> float:

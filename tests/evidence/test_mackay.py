@@ -1,6 +1,6 @@
 """Prior precisions and noise from draws: dense fixed points, monotone EM, coverage, and what must be refused.
 
-Tests `hyperparameters.py`, `precision_groups.py`, `tuning.py`.
+Tests `hyperparameters.py`, `tuning.py`.
 """
 
 import math
@@ -13,9 +13,8 @@ from scipy.stats import chi2
 from torch import nn
 
 import curvops as co
-from curvops.evidence.hyperparameters import Hyperparameters, Misfit
+from curvops.evidence.hyperparameters import Hyperparameters, Misfit, precision_groups
 from curvops.evidence.mackay import StepSolution, _FixedPoint, _geometric_mean, _oscillates, _remaining
-from curvops.evidence.precision_groups import precision_groups
 
 DOUBLE = torch.float64
 

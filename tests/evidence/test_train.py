@@ -127,3 +127,19 @@ def test_interrupted_training_leaves_each_module_in_its_mode(digits, failure, ca
     with pytest.raises(TypeError):
         co.evidence.train(model, x, "classification", epochs=1)
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("given", ["training", "a frozen normalisation", "evaluation"])
+def test_a_frozen_normalisation_stays_frozen_while_the_rest_trains(digits, given, annotations_unchecked):
+    """A model in evaluation mode, as it is after an earlier run, trains as a whole."""
+    x, y = (part[:20] for part in digits)
+    model = nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10), nn.Dropout())
+    if given != "training":
+        (model if given == "evaluation" else model[1]).eval()
+    seen = []
+    model[2].register_forward_hook(lambda *_: seen.append((model[1].training, model[2].training)))
+    co.evidence.train(model, (x, y), "classification", epochs=2, every=1, steps=1, curvature=co.DiagonalGGN)
+    frozen = given == "a frozen normalisation"
+    assert {modes for modes in seen if modes[1]} == {(not frozen, True)}
+    assert bool((model[1].running_mean == 0).all()) == frozen
+    assert not any(module.training for module in model.modules())
