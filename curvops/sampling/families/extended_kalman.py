@@ -133,7 +133,8 @@ class ExtendedKalmanFilter(Transition):
             # (P⁻¹ + q I)⁻¹ of P = D + W Wᵀ is D/E + E⁻¹W (I + q WᵀE⁻¹W)⁻¹ WᵀE⁻¹ for E = I + q D: of the same form.
             q, E = self.transition_noise, 1 + self.transition_noise * diagonal
             scaled = W / E.unsqueeze(1)
-            factor = torch.linalg.cholesky(q * W.mT @ scaled + _eye(W.mT @ W))
+            inner = q * W.mT @ scaled
+            factor = torch.linalg.cholesky(inner + _eye(inner))
             diagonal, W = diagonal / E, torch.linalg.solve_triangular(factor, scaled.mT, upper=False).mT
         root = root_of(self._curvature(lin))
         assert root is not None

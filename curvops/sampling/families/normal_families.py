@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from jaxtyping import Float
@@ -129,8 +129,8 @@ class LowRankDiagonalFamily(GaussianFamily):
         inner, _ = torch.linalg.cholesky_ex(
             torch.eye(self.rank, dtype=W.dtype, device=W.device) + W.mT @ W
         )  # at least 1
-        taken = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
-        return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * taken.square().sum(0)
+        projected = torch.linalg.solve_triangular(inner, (white @ W).mT, upper=False)
+        return _standard(white, s.sum() + inner.diagonal().log().sum()) + 0.5 * projected.square().sum(0)
 
     def misfits(
         self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
@@ -152,7 +152,7 @@ class KroneckerFamily(GaussianFamily):
 
     def start(self, structure: Structure, scale: float, like: Tensor, source: NoiseSource) -> dict[str, Tensor]:
         found = {}
-        for i, (p, q) in enumerate(sizes(structure)):
+        for i, p, q, _ in factors(structure):
             # The right factor of a vector would be 1 × 1, a second scale for the left one.
             of_each = math.log(scale) / (1 if q == 1 else 2)
             found[f"left.{i}"] = torch.diag(like.new_full((p,), of_each))
@@ -161,22 +161,15 @@ class KroneckerFamily(GaussianFamily):
         return found
 
     def transform(self, tensors: Tensors, structure: Structure, noise: Float[Tensor, "k m"]) -> Float[Tensor, "k d"]:
-        return self._each(
-            tensors,
-            structure,
-            noise,
-            lambda factor, block: triangle(factor) @ block,
-        )
+        return self._each(tensors, structure, noise, lambda factor, block: triangle(factor) @ block)
 
     def log_density(self, tensors: Tensors, structure: Structure, z: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-        white = self._each(
-            tensors,
-            structure,
-            z,
-            lambda factor, block: torch.linalg.solve_triangular(triangle(factor), block, upper=False),
-        )
+        def whiten(factor: Tensor, block: Tensor) -> Tensor:
+            return torch.linalg.solve_triangular(triangle(factor), block, upper=False)
+
+        white = self._each(tensors, structure, z, whiten)
         log_root = z.new_zeros(())
-        for i, (p, q) in enumerate(sizes(structure)):
+        for i, p, q, _ in factors(structure):
             log_root = log_root + q * tensors[f"left.{i}"].diagonal().sum()
             if q > 1:
                 log_root = log_root + p * tensors[f"right.{i}"].diagonal().sum()
@@ -185,40 +178,37 @@ class KroneckerFamily(GaussianFamily):
     def misfits(
         self, structure: Structure, residual: Float[Tensor, "k m"], noise: Float[Tensor, "k m"]
     ) -> dict[str, Tensor]:
-        found, start = {}, 0
-        for i, (p, q) in enumerate(sizes(structure)):
-            u, Z = (rows[:, start : start + p * q].unflatten(1, (p, q)) for rows in (residual, noise))
+        found = {}
+        for i, p, q, part in factors(structure):
+            u, Z = (rows[:, part].unflatten(1, (p, q)) for rows in (residual, noise))
             found[f"left.{i}"] = (u @ Z.mT).mean(0) / q
             if q > 1:
                 found[f"right.{i}"] = (u.mT @ Z).mean(0) / p
-            start += p * q
         return found
 
     def covariance(self, tensors: Tensors, structure: Structure, order: Tensor) -> tuple[Operator, Operator | None]:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)  # the new place of each position of the vector
-        blocks, inverses, positions, start = [], [], [], 0
-        for i, (p, q) in enumerate(sizes(structure)):
+        blocks, inverses, positions = [], [], []
+        for i, _, q, part in factors(structure):
             left = triangle(tensors[f"left.{i}"])
             right = triangle(tensors[f"right.{i}"]) if q > 1 else left.new_ones(1, 1)
             blocks.append(Kronecker((left @ left.mT).unsqueeze(0), (right @ right.mT).unsqueeze(0)))
             inverse_left, inverse_right = (torch.cholesky_inverse(factor).unsqueeze(0) for factor in (left, right))
             inverses.append(Kronecker(inverse_left, inverse_right))
-            positions.append(place[start : start + p * q])
-            start += p * q
+            positions.append(place[part])
         return DirectSum(*blocks, positions=positions), DirectSum(*inverses, positions=positions)
 
     def _each(
         self, tensors: Tensors, structure: Structure, rows: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
     ) -> Float[Tensor, "k d"]:
         """Apply L from the left and R from the right, tensor by tensor."""
-        found, start = [], 0
-        for i, (p, q) in enumerate(sizes(structure)):
-            block = apply(tensors[f"left.{i}"], rows[:, start : start + p * q].unflatten(1, (p, q)))
+        found = []
+        for i, p, q, part in factors(structure):
+            block = apply(tensors[f"left.{i}"], rows[:, part].unflatten(1, (p, q)))
             if q > 1:
                 block = apply(tensors[f"right.{i}"], block.mT).mT
             found.append(block.flatten(1))
-            start += p * q
         return torch.cat(found, 1)
 
 
@@ -247,9 +237,13 @@ def triangle(factor: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     return factor.tril(-1) + torch.diag(factor.diagonal().exp())
 
 
-def sizes(structure: Structure) -> list[tuple[int, int]]:
-    """Return the shape (p, q) of each tensor as a matrix; q = 1 for a vector or a number."""
-    return [(shape[0] if shape else 1, shape[1:].numel() if len(shape) > 1 else 1) for shape in structure.shapes]
+def factors(structure: Structure) -> Iterator[tuple[int, int, int, slice]]:
+    """Yield the number of each tensor, its shape (p, q) as a matrix, q = 1 for a vector, and its part of the vector."""
+    start = 0
+    for i, shape in enumerate(structure.shapes):
+        p, q = shape[0] if shape else 1, shape[1:].numel()
+        yield i, p, q, slice(start, start + p * q)
+        start += p * q
 
 
 def _standard(white: Float[Tensor, "k d"], log_root: Tensor) -> Float[Tensor, " k"]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from curvops.checkpoint import Checkpoint, Place, begin, digest, resumable, seed_of
 from curvops.checks import check_flag, check_generator, checked_number, checked_whole
@@ -70,11 +69,7 @@ def run(
     """
     if not isinstance(sampler, Transition):
         raise TypeError(f"sampler must be one of co.sampling (sgld, …), got {type(sampler).__name__}.")
-    steps, warmup, thin = (
-        checked_whole("steps", steps, 1),
-        checked_whole("warmup", warmup, 0),
-        checked_whole("thin", thin, 1),
-    )
+    steps, warmup, thin = checked_whole("steps", steps), checked_whole("warmup", warmup, 0), checked_whole("thin", thin)
     if thin > steps:
         raise ValueError(f"thin={thin} is more than steps={steps}: no draw would be kept.")
     check_generator(generator)
@@ -148,13 +143,7 @@ class _RunState:
 
     def restore(self, record: Any) -> _RunState:
         """Return the state that a record holds, with this one's structure."""
-        device = self.state.theta.device
-        held = {
-            name: _to_device(value, device) if name not in ("step", "random") else value.cpu()
-            for name, value in record["state"].items()
-        }
-        moved = {name: _to_device(record[name], device) for name in ("draws", "traces")}
-        return from_record(_RunState, {**record, **moved, "state": replace(self.state, **held)})
+        return from_record(_RunState, {**record, "state": replace(self.state, **record["state"])})
 
     def chain(self, sampler: Transition, thin: int) -> Chain:
         """The result."""
@@ -236,10 +225,6 @@ def _options(sampler: Transition) -> dict[str, str]:
     if isinstance(sampler.log_posterior, LogPosterior):
         found["log posterior"] = sampler.log_posterior.fingerprint
     return found
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 DECAY = 0.75
