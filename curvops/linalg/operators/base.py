@@ -39,7 +39,7 @@ from curvops.linalg.estimators.logdet import logdet
 from curvops.linalg.estimators.spectral_density import spectral_density
 from curvops.linalg.estimators.trace import trace
 from curvops.linalg.operators import indexing, roots
-from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.draws import draw, draw_by_products, draw_dense
 from curvops.linalg.solvers.cg import cg
 from curvops.linalg.solvers.solve import Promises, default_rtol, solve, system_of
@@ -416,6 +416,10 @@ class Operator(LinearOperator):
         """Form the dense matrix, symmetrised where A is symmetric so that gradients inside A are too."""
         matrix = self.to_dense()
         return (matrix + matrix.mT) / 2 if self.symmetric else matrix
+
+    def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
+        """Return this matrix as a diagonal and a term of low rank, where it is one."""
+        return None
 
     def _closed_form(self) -> Any:
         """Return the `ClosedForm` of this operator, None where it has none."""

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from linear_operator.operators import LinearOperator
@@ -37,6 +37,15 @@ class Eigenbasis:
     """The map B -> U B."""
     rotate_back: Callable[[Tensor], Tensor]
     """The map B -> Uᵀ B."""
+
+
+class DiagonalPlusRoot(NamedTuple):
+    """A matrix diag(w) ± (V M)(V M)ᵀ as its parts: w alone, or with V (n, r), M (r, s) and the sign."""
+
+    weights: Tensor
+    vectors: Tensor | None = None
+    mixing: Tensor | None = None
+    sign: int = 1
 
 
 class ClosedForm(ABC):
@@ -86,6 +95,10 @@ class ClosedForm(ABC):
     def inverse_diagonal_error(self) -> Tensor:
         """Return the largest change of `inverse_diagonal`, (n,), by that rounding."""
         return self.inverse_diagonal().detach() * math.expm1(min(self.logdet_error(), MOST_EXPONENT))
+
+    def inverse_parts(self) -> DiagonalPlusRoot | None:
+        """Return P⁻¹ as a diagonal and a term of low rank, where it is one."""
+        return None
 
     @abstractmethod
     def draw(self, k: int, generator: torch.Generator | None) -> Tensor:

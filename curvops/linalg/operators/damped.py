@@ -24,7 +24,7 @@ from curvops.linalg.core.vectors import describe, require_precision
 from curvops.linalg.estimators.logdet import ShiftedParts
 from curvops.linalg.operators.algebra import Product, UnaryOperator
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm, closed_form
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, closed_form
 from curvops.linalg.operators.diagonal_matrix import Diagonal
 from curvops.linalg.operators.draws import draw_by_products, draw_dense, draw_together, normal
 from curvops.linalg.preconditioners.closed_form_preconditioner import ClosedFormPreconditioner, as_preconditioner
@@ -64,6 +64,10 @@ class Damped(UnaryOperator):
     def shift(self) -> Tensor:
         """The shift d: 0-d, (n,) or (..., n)."""
         return self._args[1]
+
+    def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
+        parts = self.base.diagonal_plus_root() if isinstance(self.base, Operator) else None
+        return None if parts is None else parts._replace(weights=parts.weights + self.shift)
 
     @property
     def sources(self) -> Sources | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvops.linalg.core.sources import Sources, merge_sources, scale_sources
 from curvops.linalg.core.spaces import Space, common, spaces_of
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm, Spectral, not_definite
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot, Spectral, not_definite
 from curvops.linalg.operators.draws import normal, require_not_negative
 
 
@@ -35,6 +35,9 @@ class DiagonalForm(Spectral):
 
     def inverse_diagonal(self) -> Tensor:
         return self.definite_spectrum.reciprocal()
+
+    def inverse_parts(self) -> DiagonalPlusRoot:
+        return DiagonalPlusRoot(self.inverse_diagonal())
 
 
 class Diagonal(Operator):
@@ -92,6 +95,9 @@ class Diagonal(Operator):
 
     def _closed_form(self) -> Any:
         return self.add_diagonal(0.0)._closed_form()
+
+    def diagonal_plus_root(self) -> DiagonalPlusRoot:
+        return DiagonalPlusRoot(self.entries)
 
     def _draw(self, k: int, generator: torch.Generator | None) -> Tensor:
         require_not_negative(self.entries)

@@ -20,7 +20,7 @@ from curvops.linalg.core.spaces import Space
 from curvops.linalg.core.vectors import gram, inner
 from curvops.linalg.functions.root_gradients import inverse_root, inverse_root_product
 from curvops.linalg.operators.base import Operator
-from curvops.linalg.operators.closed_form import ClosedForm
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.draws import draw, normal, require_not_negative
 from curvops.linalg.solvers.solve import default_rtol
 
@@ -96,6 +96,21 @@ class LowRankForm(ClosedForm):
     def _scale(self) -> float:
         """The number 1/d on the host, fetched once."""
         return float(self.inverse_shift)
+
+    def inverse_parts(self) -> DiagonalPlusRoot:
+        """Return P⁻¹ = D⁻¹ − (D⁻¹U M)(D⁻¹U M)ᵀ with M = √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
+        weights = self.shift.reciprocal().expand(self.base.shape[-1])
+        values, kept = self.base.values, self.base.values > 0
+        if not bool(kept.any()):
+            return DiagonalPlusRoot(weights)
+        roots, capacitance = values[kept].sqrt(), self.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
+        factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
+        unit = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
+        own = roots.unsqueeze(-1) * torch.linalg.solve_triangular(factor.mT, unit, upper=True)
+        mixing = values.new_zeros(len(values), len(roots)).index_copy(0, kept.nonzero().squeeze(1), own)
+        if self.shift.ndim:
+            return DiagonalPlusRoot(weights, self.scaled, mixing, -1)
+        return DiagonalPlusRoot(weights, self.base.vectors, mixing * self.inverse_shift, -1)
 
     def logdet(self) -> Tensor:
         shift = self.shift.expand(self.base.shape[-1])
@@ -272,6 +287,9 @@ class LowRank(Operator):
     def root(self) -> Tensor:
         """The root W = U √s with A = W Wᵀ, (n, r)."""
         return self.vectors * self.values.sqrt()
+
+    def diagonal_plus_root(self) -> DiagonalPlusRoot | None:
+        return DiagonalPlusRoot(self.values.new_zeros(len(self.vectors)), self.root) if self.psd else None
 
     @property
     def low_rank_root(self) -> Tensor | None:

@@ -12,8 +12,9 @@ would be more numbers than everything else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +23,15 @@ from jaxtyping import Float, Int
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
-from curvops.linalg import Damped, Diagonal, Inverse, LowRank
+from curvops.linalg import Damped, Inverse, Operator
 from curvops.linalg.core.cache import carries_graph
 from curvops.linalg.operators.algebra import ScaledForm
+from curvops.linalg.operators.closed_form import ClosedForm, DiagonalPlusRoot
 from curvops.linalg.operators.dense import DenseForm
-from curvops.linalg.operators.diagonal_matrix import DiagonalForm
 from curvops.linalg.operators.direct_sum import DirectSumForm
 from curvops.linalg.operators.kronecker import EigenKroneckerForm
-from curvops.linalg.operators.low_rank import LowRankForm
 from curvops.network import Group, JacobianRows, Layer, row_blocks
-from curvops.operators.kfac.kfac import LayerBlocks
+from curvops.operators.kfac.kfac import LayerBlocksForm
 from curvops.operators.kfac.kfac_factors import PARTS, Sides, members, rotate
 from curvops.operators.linearized.jacobian import Jacobian
 
@@ -49,6 +49,14 @@ class LayerMetric(NamedTuple):
     weights: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
+
+    @classmethod
+    def of(cls, form: EigenKroneckerForm) -> LayerMetric:
+        """The metric of a Kronecker product plus a number."""
+        base = form.eigen
+        return cls(
+            form.definite_spectrum.reshape(base.values.shape).reciprocal(), base.left_vectors, base.right_vectors
+        )
 
 
 class Metric(ABC):
@@ -80,35 +88,32 @@ def point_covariances(
     difference would cancel too many digits, and where the points of a block do not come in one piece. `rows` with a
     graph take the place of those of the Jacobian's walk, and give the result one.
     """
-    precision = inverse.base if isinstance(inverse, Inverse) else None
-    if not isinstance(jacobian, Jacobian):
+    if not isinstance(jacobian, Jacobian) or not isinstance(inverse, Operator):
         return None
     shape = (jacobian.shape[0] // outputs, outputs, outputs)[: 2 if diagonals else 3]
     with torch.no_grad() if rows is None else nullcontext():
         walk = jacobian.passes if rows is None else rows
-        if not isinstance(precision, Damped):
-            return None if jacobian.passes.engines.plan.others else _of_covariance(walk, inverse, shape)
-        form = precision._closed_form()
+        form, factor = _closed_form(inverse)
         if isinstance(form, DenseForm):
-            return _of_dense(walk, form, shape)
-        if isinstance(form, ScaledForm):
-            unscaled = Damped(form.base.base, form.shift / form.factor).inverse()
-            found = point_covariances(jacobian, unscaled, outputs, diagonals, rows)
-            return None if found is None else found / form.factor
-        if jacobian.passes.engines.plan.others:
+            found: Target | None = _of_dense(walk, form, shape)
+        elif jacobian.passes.engines.plan.others:
             return None
-        if isinstance(form, LowRankForm):
-            return _of_low_rank(walk, form, shape)
-        metric = _metric(walk, precision, form)
-        return None if metric is None else _summed(walk, metric, shape)
+        elif isinstance(form, DirectSumForm):
+            in_eigenbases = isinstance(form, LayerBlocksForm)
+            found = _summed(walk, InEigenbases(walk, form) if in_eigenbases else InDenseBlocks(walk, form), shape)
+        else:
+            parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
+            found = None if parts is None else _of_parts(walk, parts, shape)
+        return found if found is None or factor is None else found / factor
 
 
-def _metric(walk: JacobianRows, precision: Damped, form: Any) -> Metric | None:
-    if isinstance(form, DiagonalForm):
-        return Elementwise(walk, form.inverse_diagonal())
-    if isinstance(form, DirectSumForm) and isinstance(precision.base, LayerBlocks):
-        return InEigenbases(walk, precision.base, form)
-    return InDenseBlocks(walk, form) if isinstance(form, DirectSumForm) else None
+def _closed_form(inverse: Operator) -> tuple[ClosedForm | None, Tensor | None]:
+    """The closed form of the operator that is inverted, if any, and the number that divides its result."""
+    form = inverse.base._closed_form() if isinstance(inverse, Inverse) and isinstance(inverse.base, Damped) else None
+    factor = None
+    while isinstance(form, ScaledForm):
+        form, factor = form.inner, form.factor if factor is None else form.factor * factor
+    return form, factor
 
 
 def _summed(
@@ -177,51 +182,23 @@ def _of_dense(walk: JacobianRows, form: DenseForm, shape: tuple[int, ...]) -> Ta
     return total
 
 
-def _of_low_rank(walk: JacobianRows, form: LowRankForm, shape: tuple[int, ...]) -> Target | None:
-    """J D⁻¹ Jᵀ − (J M)(J M)ᵀ with M = D⁻¹U √S C⁻ᵀ and C Cᵀ = I + √S UᵀD⁻¹U √S."""
-    base, shift = form.base, form.shift
-    metric = Elementwise(walk, shift.reciprocal().expand(base.shape[-1]))
-    if not bool((base.values > 0).any()):
+def _of_parts(walk: JacobianRows, parts: DiagonalPlusRoot, shape: tuple[int, ...]) -> Target | None:
+    """J diag(w) Jᵀ ± (J V M)(J V M)ᵀ; None where the difference would cancel too many digits."""
+    metric = Elementwise(walk, parts.weights)
+    if parts.vectors is None:
         return _summed(walk, metric, shape)
-    pushed = walk.model.theta.new_zeros(len(base.values), shape[0] * shape[1])
-    vectors = form.scaled if shift.ndim else base.vectors
-    total = _summed(walk, metric, shape, walk.model.selection.split(vectors), pushed)
+    pushed = walk.model.theta.new_zeros(parts.vectors.shape[1], shape[0] * shape[1])
+    total = _summed(walk, metric, shape, walk.model.selection.split(parts.vectors), pushed)
     if total is None:
         return None
-    found = total.clone()
-    taken = (pushed.mT @ _whitening(form)).unflatten(0, (-1, shape[1]))
-    _add_products(found, taken, taken, alpha=-1)
+    found, added = total.clone(), pushed.mT if parts.mixing is None else pushed.mT @ parts.mixing
+    added = added.unflatten(0, (-1, shape[1]))
+    _add_products(found, added, added, alpha=parts.sign)
+    if parts.sign > 0:
+        return found
     left, before = (t if t.ndim == 2 else t.diagonal(dim1=1, dim2=2) for t in (found.detach(), total.detach()))
     enough = left / before.clamp_min(torch.finfo(total.dtype).tiny) > LEAST_LEFT[total.dtype]
     return found if bool(enough.all()) else None
-
-
-def _of_covariance(walk: JacobianRows, covariance: LinearOperator, shape: tuple[int, ...]) -> Target | None:
-    """J Σ Jᵀ for a Σ that is itself a diagonal, or low rank plus a diagonal: a sum, in which nothing cancels."""
-    if isinstance(covariance, Diagonal):
-        return _summed(walk, Elementwise(walk, covariance.entries), shape)
-    if not isinstance(covariance, Damped) or not isinstance(covariance.base, LowRank):
-        return None
-    root = covariance.base.root
-    pushed = walk.model.theta.new_zeros(root.shape[1], shape[0] * shape[1])
-    metric = Elementwise(walk, covariance.shift.expand(len(root)))
-    total = _summed(walk, metric, shape, walk.model.selection.split(root), pushed)
-    if total is None:
-        return None
-    found, added = total.clone(), pushed.mT.unflatten(0, (-1, shape[1]))
-    _add_products(found, added, added)
-    return found
-
-
-def _whitening(form: LowRankForm) -> Float[Tensor, "K r"]:
-    """√S C⁻ᵀ, with D⁻¹ where that is a number: one product with what was pushed, in place of as many solves as rows."""
-    values, kept = form.base.values, form.base.values > 0
-    roots, capacitance = values[kept].sqrt(), form.capacitance[kept][:, kept]  # I + UᵀD⁻¹U S
-    factor = torch.linalg.cholesky(roots.unsqueeze(-1) * capacitance / roots)
-    unit = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
-    own = roots.unsqueeze(-1) * torch.linalg.solve_triangular(factor.mT, unit, upper=True)
-    found = values.new_zeros(len(values), len(roots)).index_copy(0, kept.nonzero().squeeze(1), own)
-    return found if form.shift.ndim else found * form.inverse_shift
 
 
 class Elementwise(Metric):
@@ -246,68 +223,26 @@ class Elementwise(Metric):
         return [(LayerMetric(layer.to_matrix(self.weights)), inputs)]
 
 
-class InEigenbases(Metric):
-    """KFAC or EKFAC plus a prior: by name, the form of each block."""
-
-    def __init__(self, walk: JacobianRows, blocks: LayerBlocks, form: DirectSumForm) -> None:
-        self.forms: Mapping[tuple[str, ...], Any] = dict(zip(blocks.names, form.decomposed))
-        self.parts = dict(zip(blocks.names, blocks.partition.parts))
-        self.positions = walk.model.selection.positions()
-
-    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
-        """False where the layers were found otherwise when the curvature was built."""
-        whole, parts = self.forms.get(group.names), members(group, self.forms)
-        if whole is not None and not isinstance(whole, EigenKroneckerForm):
-            order = _order(self.positions, group.names, self.parts[group.names])
-            if order is None:
-                return False
-            for part, rows in _rows(target, group, most_bytes):
-                _add_solved(part, rows[..., order.to(rows.device)], whole)
-            return True
-        if not all(isinstance(self.forms[names], EigenKroneckerForm) for names, _ in parts):
-            return False
-        for names, matrices in parts:
-            _add(target, matrices, self._of_layer(names), most_bytes)
-        return bool(parts)
-
-    def _of_layer(self, names: tuple[str, ...]) -> LayerMetric:
-        form = self.forms[names]
-        assert isinstance(form, EigenKroneckerForm)
-        base = form.eigen
-        weights = form.definite_spectrum.reshape(base.values.shape).reciprocal()
-        return LayerMetric(weights, base.left_vectors, base.right_vectors)
-
-    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
-        names = layer.names
-        whole = tuple(sorted(names.values()))
-        if isinstance(self.forms.get(whole), EigenKroneckerForm):
-            return [(self._of_layer(whole), inputs)]
-        if (
-            not all(isinstance(self.forms.get((name,)), EigenKroneckerForm) for name in names.values())
-            or len(names) == 1
-        ):
-            return None
-        return [(self._of_layer((names[local],)), inputs[:, part]) for local, part in PARTS.items()]
-
-
 class InDenseBlocks(Metric):
     """Blocks of whole layers plus a prior."""
 
     def __init__(self, walk: JacobianRows, form: DirectSumForm) -> None:
-        self.positions = walk.model.selection.positions()
-        parts = form.base.partition.parts
-        self.forms = {
-            int(part[0] if isinstance(part, range) else part.min()): (part, own)
-            for part, own in zip(parts, form.decomposed)
-        }
+        self.form, self.positions = form, walk.model.selection.positions()
+
+    @cached_property
+    def blocks(self) -> dict[int, tuple[Tensor | range, ClosedForm]]:
+        """The positions and the form of each block, by the first position."""
+        parts = self.form.base.partition.parts
+        firsts = (int(part[0] if isinstance(part, range) else part.min()) for part in parts)
+        return dict(zip(firsts, zip(parts, self.form.decomposed)))
 
     def add(self, target: Target, group: Group, most_bytes: int) -> bool:
         """False where the group's weights are not those of one block."""
         entries = torch.cat([self.positions[name].flatten() for name in group.names])
         if not bool((entries >= 0).any()):
             return True
-        positions, form = self.forms.get(int(entries[entries >= 0].min()), (range(0), None))
-        order = _order(self.positions, group.names, positions)
+        positions, form = self.blocks.get(int(entries[entries >= 0].min()), (range(0), None))
+        order = _order(entries, positions)
         if order is None:
             return False
         for part, rows in _rows(target, group, most_bytes):
@@ -315,9 +250,35 @@ class InDenseBlocks(Metric):
         return True
 
 
-def _order(positions: Mapping[str, Tensor], names: tuple[str, ...], block: Tensor | range) -> Int[Tensor, " p"] | None:
-    """Where each weight of a block stands in the rows of these tensors; None where they hold others."""
-    entries = torch.cat([positions[name].flatten() for name in names])
+class InEigenbases(InDenseBlocks):
+    """KFAC or EKFAC plus a prior: Kronecker products in their eigenbases, other blocks as they are."""
+
+    def __init__(self, walk: JacobianRows, form: LayerBlocksForm) -> None:
+        super().__init__(walk, form)
+        forms = zip(form.base.names, form.decomposed)
+        self.layers = {names: LayerMetric.of(own) for names, own in forms if isinstance(own, EigenKroneckerForm)}
+
+    def add(self, target: Target, group: Group, most_bytes: int) -> bool:
+        """False where the layers were found otherwise when the curvature was built."""
+        parts = members(group, self.layers)
+        for names, matrices in parts:
+            if names not in self.layers:
+                return False
+            _add(target, matrices, self.layers[names], most_bytes)
+        return bool(parts) or super().add(target, group, most_bytes)
+
+    def of_last(self, layer: Layer, inputs: Float[Tensor, "m q"]) -> list[tuple[LayerMetric, Tensor]] | None:
+        names = layer.names
+        whole = tuple(sorted(names.values()))
+        if whole in self.layers:
+            return [(self.layers[whole], inputs)]
+        if len(names) == 1 or not all((name,) in self.layers for name in names.values()):
+            return None
+        return [(self.layers[(names[local],)], inputs[:, part]) for local, part in PARTS.items()]
+
+
+def _order(entries: Int[Tensor, " p"], block: Tensor | range) -> Int[Tensor, " s"] | None:
+    """Where each weight of a block stands among these entries; None where they hold others."""
     index = torch.arange(block.start, block.stop) if isinstance(block, range) else block.cpu()
     kept = (entries >= 0).nonzero().squeeze(1)
     ascending = kept[entries[kept].argsort()]
