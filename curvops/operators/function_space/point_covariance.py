@@ -98,9 +98,10 @@ def point_covariances(
             found: Target | None = _of_dense(walk, form, shape)
         elif jacobian.passes.engines.plan.others:
             return None
+        elif isinstance(form, LayerBlocksForm):
+            found = _summed(walk, InEigenbases(walk, form), shape)
         elif isinstance(form, DirectSumForm):
-            in_eigenbases = isinstance(form, LayerBlocksForm)
-            found = _summed(walk, InEigenbases(walk, form) if in_eigenbases else InDenseBlocks(walk, form), shape)
+            found = _summed(walk, InDenseBlocks(walk, form), shape)
         else:
             parts = inverse.diagonal_plus_root() if form is None else form.inverse_parts()
             found = None if parts is None else _of_parts(walk, parts, shape)
