@@ -95,6 +95,51 @@ class Batch:
             yield "weights", self.weights
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How the batches of a user are read: where they go, how targets lie, and what is checked.
+
+    device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
+    check: called with each batch's targets; raises when they do not suit the likelihood.
+    layout: the layout of the outputs, where a point has several positions: targets (n, *positions, ...) become
+        (n, T, ...), and weights may be (n,) or (n, *positions).
+    weights: whether a third item holds sample weights; in mappings they are named.
+    admit: called with each batch's inputs; raises where the model cannot be run on them.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    check: Callable[[Tensor], None] | None = None
+    layout: Layout | None = None
+    weights: bool = False
+    admit: Callable[[Inputs], None] | None = None
+
+    def read(self, item: object, index: int = 0) -> Batch:
+        """Read one item of the source as a batch on the device; its form is checked, its values are not."""
+        with _in_batch(index):
+            given, targets, w = parts_of(item, self.weights)
+        inputs = normalise(given)
+        _require_aligned(f"batch {index}", inputs, targets, w)
+        if w is not None and not w.is_floating_point():
+            w = w.to(self.dtype or torch.get_default_dtype())
+        layout = self.layout or Layout(torch.Size((1,)))
+        with _in_batch(index):
+            targets = move_tensor(layout.targets(targets), self.device, self.dtype)
+            w = None if w is None else move_tensor(layout.weights(w), self.device, self.dtype)
+        return Batch(move(inputs, self.device, self.dtype), targets, w)
+
+    def read_checked(self, item: object, index: int = 0) -> Batch:
+        """Read one batch and check its values, too; nothing is copied. Waits for the device once a tensor."""
+        batch = self.read(item, index)
+        _require_valid(batch, index)
+        with _in_batch(index):
+            if self.check is not None:
+                self.check(batch.targets)
+            if self.admit is not None:
+                self.admit(batch.inputs)
+        return batch
+
+
 class Batches:
     """The training data: iterating yields each :class:`Batch`, floating tensors in the chosen dtype, on one device.
 
@@ -105,25 +150,14 @@ class Batches:
 
     is_present: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        source: Iterable[object],
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        check: Callable[[Tensor], None] | None,
-        layout: Layout | None,
-        weights: bool,
-        admit: Callable[[Inputs], None] | None,
-        hold: bool = False,
-    ) -> None:
-        self._source, self._device, self._dtype, self._check = source, device, dtype, check
-        self._layout, self._weights, self._admit = layout, weights, admit
+    def __init__(self, source: Iterable[object], reading: Reading, hold: bool = False) -> None:
+        self._source, self._reading = source, reading
         sizes: list[int] = []
         signatures: list[object] = []
         prints: list[Tensor] = []
         held: list[Batch] = []
         for index, item in enumerate(self._items()):
-            batch = checked_batch(item, device, dtype, check, layout, weights, admit, index)
+            batch = reading.read_checked(item, index)
             sizes.append(batch.num_points)
             if hold:
                 held.append(batch.copy())
@@ -133,7 +167,7 @@ class Batches:
         if not sizes:
             raise ValueError(f"The data are empty: a pass over this {type(source).__name__} gave no batch. {ACCEPTED}")
         self._held, self._noted = held, (signatures, prints)
-        self.fingerprint_dtype = dtype
+        self.fingerprint_dtype = reading.dtype
         """The dtype of floating data when the fingerprint was taken."""
         self.sizes = tuple(sizes)
         """The number of points of each batch."""
@@ -158,7 +192,7 @@ class Batches:
     @property
     def weighted(self) -> bool:
         """Whether a third item of each batch holds weights."""
-        return self._weights
+        return self._reading.weights
 
     @property
     def few(self) -> Inputs:
@@ -182,7 +216,7 @@ class Batches:
         for index, item in enumerate(self._items()):
             if index == self.num_batches:
                 raise DataChanged(self._changed(f"there are more than the first pass's {self.num_batches} batches"))
-            batch = _read(item, self._device, self._dtype, self._layout, self._weights, index)
+            batch = self._reading.read(item, index)
             if _signature(batch) != signatures[index]:
                 raise DataChanged(self._changed(f"batch {index} has other shapes or dtypes"))
             prints.append(_fingerprint(batch))
@@ -198,7 +232,7 @@ class Batches:
             )
 
     def _items(self) -> Iterator[object]:
-        return items(self._source, torch.device(self._device or "cpu"))
+        return items(self._source, torch.device(self._reading.device or "cpu"))
 
     def verify(self) -> None:
         """Compare the data with the first pass. Raises :class:`DataChanged`. One pass."""
@@ -208,9 +242,9 @@ class Batches:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batches:
         """Return the data on another device or in another floating dtype (None keeps it). Costs two passes."""
         self.verify()
-        converted = Batches(
-            self._source, device or self._device, dtype or self._dtype, self._check, self._layout, self._weights, None
-        )
+        known = self._reading
+        reading = replace(known, device=device or known.device, dtype=dtype or known.dtype, admit=None)
+        converted = Batches(self._source, reading)
         converted.fingerprint, converted.fingerprint_dtype = self.fingerprint, self.fingerprint_dtype
         return converted
 
@@ -266,18 +300,13 @@ def as_batches(
         or mappings. Inputs may be a tensor, a tuple or list of tensors, or a mapping of tensors; NumPy arrays stand for
         tensors. Nothing is copied.
     batch_size: points per batch, used for tensors in memory and Datasets only.
-    device, dtype: where batches go, and the dtype of their floating tensors; None leaves them as they are.
-    check: called with each batch's targets; raises when they do not suit the likelihood.
-    layout: the layout of the outputs, where a point has several positions: targets (n, *positions, ...) become
-        (n, T, ...), and weights may be (n,) or (n, *positions).
-    weights: whether a third item holds sample weights; in mappings they are named.
-    admit: called with each batch's inputs; raises where the model cannot be run on them.
+    device, dtype, check, layout, weights, admit: see :class:`Reading`.
     hold: keep copies of the batches, from which later passes read instead of the data.
 
     Raises TypeError for data of another form or a one-shot iterator, and ValueError for empty data, lengths that
     differ, NaN or Inf, negative weights, and a third item that was not declared to be weights.
     """
-    return Batches(as_source(data, batch_size, weights), device, dtype, check, layout, weights, admit, hold)
+    return Batches(as_source(data, batch_size, weights), Reading(device, dtype, check, layout, weights, admit), hold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,52 +463,7 @@ def _require_aligned(where: str, inputs: Inputs, targets: Tensor, weights: Tenso
         )
 
 
-def checked_batch(
-    item: object,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    check: Callable[[Tensor], None] | None,
-    layout: Layout | None,
-    weights: bool,
-    admit: Callable[[Inputs], None] | None,
-    index: int = 0,
-) -> Batch:
-    """Read one batch and check it as the first pass of `as_batches` does; nothing is copied."""
-    batch = _read(item, device, dtype, layout, weights, index)
-    _require_valid(batch, index, check)
-    if admit is not None:
-        with _in_batch(index):
-            admit(batch.inputs)
-    return batch
-
-
-def _read(
-    item: object,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    layout: Layout | None,
-    weights: bool,
-    index: int,
-) -> Batch:
-    """Read one item of the source as a batch on the device; its form is checked, its values are not."""
-    with _in_batch(index):
-        given, targets, w = parts_of(item, weights)
-    inputs = normalise(given)
-    _require_aligned(f"batch {index}", inputs, targets, w)
-    if w is not None and not w.is_floating_point():
-        w = w.to(dtype or torch.get_default_dtype())
-    layout = layout or Layout(torch.Size((1,)))
-    with _in_batch(index):
-        targets = layout.targets(targets)
-        w = None if w is None else layout.weights(w)
-    return Batch(
-        move(inputs, device, dtype),
-        move_tensor(targets, device, dtype),
-        None if w is None else move_tensor(w, device, dtype),
-    )
-
-
-def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | None) -> None:
+def _require_valid(batch: Batch, index: int) -> None:
     """Raise ValueError for an empty batch, values that are not finite or negative weights. Waits for the device."""
     if batch.num_points == 0:
         raise ValueError(f"Batch {index} is empty. Leave it out.")
@@ -487,9 +471,6 @@ def _require_valid(batch: Batch, index: int, check: Callable[[Tensor], None] | N
         require_finite(f"Batch {index}: {name}", tensor)
     if batch.weights is not None and bool((batch.weights < 0).any()):
         raise ValueError(f"Batch {index} has negative sample weights. They multiply log-likelihoods: use 0 or more.")
-    if check is not None:
-        with _in_batch(index):
-            check(batch.targets)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from curvops.network.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.poisson import Poisson
 from curvops.network.likelihoods.sequences import Sequences
-from curvops.network.likelihoods.torch_losses import reading_of
+from curvops.network.likelihoods.torch_losses import interpretation_of
 
 __all__ = [
     "Bernoulli",
@@ -67,9 +67,9 @@ def as_likelihood(spec: object, shape: torch.Size | None = None) -> Likelihood:
     """
     if isinstance(spec, Likelihood):
         return spec
-    reading = reading_of(spec)
-    if reading is not None and isinstance(spec, nn.Module):
-        return reading.likelihood(spec, shape)
+    interpretation = interpretation_of(spec)
+    if interpretation is not None and isinstance(spec, nn.Module):
+        return interpretation.likelihood(spec, shape)
     if spec == "classification":
         return Categorical()
     if spec == "regression":

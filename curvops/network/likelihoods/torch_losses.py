@@ -19,7 +19,7 @@ from curvops.network.likelihoods.poisson import Poisson
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """The way a class of losses is read.
 
     likelihood: a function of a loss and the shape of a point's outputs, where that is known. class_dim: the dimension
@@ -76,20 +76,20 @@ class MeansAndVariances(nn.Module):
 NOT_LOSSES = (nn.NLLLoss, nn.BCELoss)
 """Losses of probabilities: the activation that makes these in the model belongs into the likelihood."""
 
-READINGS: dict[type[nn.Module], Reading] = {
-    nn.CrossEntropyLoss: Reading(_cross_entropy, class_dim=1, indices=True),
-    nn.BCEWithLogitsLoss: Reading(_binary_cross_entropy),
-    nn.PoissonNLLLoss: Reading(_poisson),
-    nn.MSELoss: Reading(_squares),
-    nn.GaussianNLLLoss: Reading(_gaussian),
+INTERPRETATIONS: dict[type[nn.Module], Interpretation] = {
+    nn.CrossEntropyLoss: Interpretation(_cross_entropy, class_dim=1, indices=True),
+    nn.BCEWithLogitsLoss: Interpretation(_binary_cross_entropy),
+    nn.PoissonNLLLoss: Interpretation(_poisson),
+    nn.MSELoss: Interpretation(_squares),
+    nn.GaussianNLLLoss: Interpretation(_gaussian),
 }
 
 
-def reading_of(spec: object) -> Reading | None:
+def interpretation_of(spec: object) -> Interpretation | None:
     """Return how a loss of torch, or a user's own module, is read; None for anything else."""
-    found = next((reading for kind, reading in READINGS.items() if isinstance(spec, kind)), None)
+    found = next((interpretation for kind, interpretation in INTERPRETATIONS.items() if isinstance(spec, kind)), None)
     if found is None and isinstance(spec, nn.Module) and not isinstance(spec, NOT_LOSSES):
-        return Reading(lambda loss, shape: FromLoss(loss))
+        return Interpretation(lambda loss, shape: FromLoss(loss))
     return found
 
 
@@ -101,12 +101,12 @@ def require_same_loss(
     `outputs` (n, *shape) and `targets` are as the model and the data give them, `f` are these outputs as rows. Compared
     at these outputs and at random ones, which also detects a subclass that computes something else.
     """
-    reading = reading_of(loss)
-    assert reading is not None
+    interpretation = interpretation_of(loss)
+    assert interpretation is not None
     summed = copy.deepcopy(loss).to(device=outputs.device, dtype=f.dtype)
     summed.__dict__["reduction"] = "sum"
     integers = not targets.is_floating_point()
-    y = targets.long() if integers and reading.indices else targets.to(f.dtype)
+    y = targets.long() if integers and interpretation.indices else targets.to(f.dtype)
     generator = torch.Generator(device=f.device).manual_seed(0)
     random = torch.randn(outputs.shape, dtype=f.dtype, device=f.device, generator=generator)
     for g in (outputs.detach().to(f.dtype), random):
@@ -130,7 +130,7 @@ def require_same_loss(
 
 
 def _plain(loss: nn.Module) -> str:
-    return next(f"torch.nn.{kind.__name__}" for kind in READINGS if isinstance(loss, kind))
+    return next(f"torch.nn.{kind.__name__}" for kind in INTERPRETATIONS if isinstance(loss, kind))
 
 
 def _over(weight: Tensor | None, name: str, shape: torch.Size | None) -> Tensor | None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from curvops.network.data.batches import as_batches, as_source, parts_of
+from curvops.network.data.batches import Reading, as_batches, as_source, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, num_points, take
 from curvops.network.data.layout import Layout
 from curvops.network.data.randomness import items, own_randomness
 from curvops.network.likelihoods import FromLoss, Sequences, as_likelihood
 from curvops.network.likelihoods.likelihood import Likelihood
-from curvops.network.likelihoods.torch_losses import reading_of, require_same_loss
+from curvops.network.likelihoods.torch_losses import interpretation_of, require_same_loss
 from curvops.network.model.model import Model
 
 
@@ -29,11 +30,11 @@ def likelihood_at(model: Model, few: Inputs, spec: Any) -> tuple[Likelihood, Lay
 
     Raises ValueError or TypeError for outputs of the model, or positions, that do not suit it.
     """
-    reading = reading_of(spec)
-    if reading is None:
+    interpretation = interpretation_of(spec)
+    if interpretation is None:
         layout, outputs = checked_layout(model, few)
     else:
-        layout, outputs = checked_layout(model, few, reading.class_dim, numbers=not reading.indices)
+        layout, outputs = checked_layout(model, few, interpretation.class_dim, numbers=not interpretation.indices)
     return *at_positions(as_likelihood(spec, layout.shape), layout), outputs
 
 
@@ -54,6 +55,13 @@ def at_positions(likelihood: Likelihood, layout: Layout) -> tuple[Likelihood, La
 def output_shape(likelihood: Likelihood, layout: Layout) -> torch.Size:
     """(C,) or (T, C): a likelihood of sequences has positions where the model returns rows (N, T·C), too."""
     return likelihood.output_shape if isinstance(likelihood, Sequences) else layout.output_shape
+
+
+def reading_for(model: Model, likelihood: Likelihood, layout: Layout, weights: bool) -> Reading:
+    """Return how batches for a model and a likelihood are read."""
+    theta = model.theta
+    check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
+    return Reading(theta.device, theta.dtype, check, layout, weights, model.admit)
 
 
 def _over_positions(likelihood: Likelihood, layout: Layout) -> Sequences:
@@ -91,7 +99,7 @@ def check_scores(model: Model, likelihood: Likelihood, outputs: Tensor, targets:
     f, rows = model.layout.rows(outputs).to(model.theta.dtype), model.layout.targets(y)
     likelihood.check_scores(f, rows)
     _warn_of_no_curvature(likelihood, f, rows)
-    if reading_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
+    if interpretation_of(spec) is not None and not isinstance(likelihood.of_position, FromLoss):
         require_same_loss(spec, likelihood, model.layout, outputs, y, f)
 
 

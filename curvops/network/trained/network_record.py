@@ -7,14 +7,14 @@ inputs and outputs of two points. Of the weights it keeps those selected, so tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvops.checks import check_limits
-from curvops.network.data.batches import AbsentBatches, Batches, as_batches
+from curvops.network.data.batches import AbsentBatches, Batches, as_source
 from curvops.network.data.fingerprints import fingerprint
 from curvops.network.data.inputs import Inputs, as_inputs, num_points, take
 from curvops.network.data.layout import Layout
@@ -23,7 +23,7 @@ from curvops.network.likelihoods.likelihood import Likelihood
 from curvops.network.likelihoods.likelihood_record import likelihood_state, record_of_likelihood, recorded_likelihood
 from curvops.network.model.model import Model, tensors_of
 from curvops.network.model.parameters import Selection
-from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape
+from curvops.network.trained.first_points import at_positions, checked_layout, first_points, output_shape, reading_for
 from curvops.network.trained.trained_network import N, TrainedNetwork
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.progress import Progress, check_progress
@@ -119,9 +119,9 @@ def _tried(network: Model, few: Inputs, record: Mapping[str, Any]) -> Layout:
 def _same_data(known: Mapping[str, Any], data: Any, likelihood: Likelihood, layout: Layout, network: Model) -> Batches:
     """The batches, once they have the fingerprint that they had (taken before the network was cast, if it was)."""
     theta, dtype = network.theta, _dtype(known)
-    check = partial(likelihood.check_targets, num_outputs=output_shape(likelihood, layout).numel())
-    admit = network.admit if dtype == theta.dtype else None
-    batches = as_batches(data, known["largest_batch"], theta.device, dtype, check, layout, known["weighted"], admit)
+    reading = reading_for(network, likelihood, layout, known["weighted"])
+    reading = replace(reading, dtype=dtype, admit=network.admit if dtype == theta.dtype else None)
+    batches = Batches(as_source(data, known["largest_batch"], known["weighted"]), reading)
     if batches.num_data != known["points"]:
         raise ValueError(
             f"the data have {batches.num_data:,} points, those of the saved posterior were {known['points']:,}."

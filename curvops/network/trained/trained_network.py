@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvops.checkpoint import digest
-from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_batches
+from curvops.network.data.batches import AbsentBatches, Batch, Batches, as_batches, as_source
 from curvops.network.data.inputs import Inputs, as_inputs, components, copy, num_points, take
 from curvops.network.engines.engine import Engines
 from curvops.network.engines.plan import EngineChoice, Plan
@@ -26,7 +26,7 @@ from curvops.network.model.last_layer import last_layer
 from curvops.network.model.model import Model
 from curvops.network.model.tangent_space import TangentSpace
 from curvops.network.trained.drawn_fisher import DrawnFisher, output_fisher
-from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape
+from curvops.network.trained.first_points import check_scores, first_points, likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.network.walks.input_graphs import InputGraph, outputs_at
 from curvops.network.walks.layer_roots import Group
@@ -114,8 +114,8 @@ class TrainedNetwork:
         probability = given.snapshot(theta.device, theta.dtype)
         engines = Engines(network, few, engine, memory.budget)  # the probe belongs to this call, not the first product
         step = max(1, memory.budget // (8 * max(1, engines.plan.routes.saved_bytes)))
-        check = partial(probability.check_targets, num_outputs=layout.output_shape.numel())
-        batches = as_batches(data, step, theta.device, theta.dtype, check, layout, weights, network.admit)
+        reading = reading_for(network, probability, layout, weights)
+        batches = Batches(as_source(data, step, weights), reading)
         check_scores(network, probability, outputs, first_targets, likelihood)
         shape = output_shape(probability, layout)
         return cls(network, batches, probability, shape, engine, memory, progress, engines=engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor
 from curvops.checkpoint import digest
 from curvops.checks import checked_whole
 from curvops.network import Batch, Model
-from curvops.network.data.batches import as_batches, checked_batch, parts_of
+from curvops.network.data.batches import Batches, Reading, parts_of
 from curvops.network.data.inputs import Inputs, move, move_tensor, normalise, take
 from curvops.network.engines.engine import Engines
 from curvops.network.likelihoods import Likelihood, as_likelihood
-from curvops.network.likelihoods.torch_losses import reading_of
-from curvops.network.trained.first_points import likelihood_at, output_shape
+from curvops.network.likelihoods.torch_losses import interpretation_of
+from curvops.network.trained.first_points import likelihood_at, output_shape, reading_for
 from curvops.network.walks.budget import Budget, default_budget
 from curvops.operators import Linearization
 from curvops.posterior.core.priors import Prior
@@ -126,7 +126,7 @@ class LogPosterior:
         pass at later ones; none with the engines that `record` made for these weights and this batch.
         """
         likelihood, network, reading = self._reading(weights, batch)
-        data = as_batches([batch], 1, **reading, hold=True)
+        data = Batches([batch], reading, hold=True)
         memory = Budget(self._budget, self.model.theta.device)
         if engines is None:
             engines = Engines(network, next(iter(data)).inputs, "auto", memory.budget)
@@ -141,7 +141,7 @@ class LogPosterior:
         without a further check.
         """
         likelihood, network, reading = self._reading(weights, batch)
-        checked, held = checked_batch(batch, **reading), self._engines
+        checked, held = reading.read_checked(batch), self._engines
         if held:
             engines = held[0].at(network, checked.inputs)
         else:
@@ -149,17 +149,15 @@ class LogPosterior:
         held[:] = [engines]
         return engines, likelihood, checked
 
-    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, dict[str, Any]]:
-        """Return the likelihood, the network at these weights, and the options with which its batches are read."""
+    def _reading(self, weights: Float[Tensor, " D"], batch: Any) -> tuple[Likelihood, Model, Reading]:
+        """Return the likelihood, the network at these weights, and how its batches are read."""
         theta = self.model.theta
         if not self._likelihood:
             given, targets, _ = parts_of(batch, self.weighted)
             self._likelihood_at(move(normalise(given), theta.device, theta.dtype), targets)
         likelihood, layout, network = self._likelihood[0], self.model.layout, self.model.at(weights)
         assert layout is not None
-        check = partial(likelihood.check_targets, num_outputs=layout.output_shape.numel())
-        reading = {"device": theta.device, "dtype": theta.dtype, "check": check, "layout": layout}
-        return likelihood, network, reading | {"weights": self.weighted, "admit": network.admit}
+        return likelihood, network, reading_for(network, likelihood, layout, self.weighted)
 
     @cached_property
     def _budget(self) -> int:
@@ -256,7 +254,7 @@ def log_posterior(
     if likelihood is None:
         raise ValueError("likelihood is missing: give one of co.likelihoods, a loss of torch, or 'classification'.")
     size = checked_whole("data_size", data_size, kind="the number N of points in all batches together")
-    if reading_of(likelihood) is None:
+    if interpretation_of(likelihood) is None:
         likelihood = as_likelihood(likelihood).snapshot()
     else:  # interpreted at the first batch, whose shapes it needs
         likelihood = copy.deepcopy(likelihood)
