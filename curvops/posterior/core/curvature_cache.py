@@ -61,12 +61,14 @@ _of_data: WeakValueDictionary[int, OfData] = WeakValueDictionary()
 class CurvatureCache:
     """The values of the table above for one linearisation and curvature, shared by posteriors of different priors.
 
-    `generator` is the source of sketches that are asked for without one. Pickling and copying keep the values, and drop
-    the lock and the generator.
+    `data` are the linearisations that the curvature is of, or a sentence on why they are not known, and `power` is how
+    often it counts them: 1/T where their likelihood is tempered. `generator` is the source of sketches that are asked
+    for without one. Pickling and copying keep the values, and drop the lock and the generator.
     """
 
     def __init__(self, lin: Linearization, curvature: LinearOperator, generator: torch.Generator | None = None) -> None:
         self.lin, self.curvature, self.generator = lin, curvature, generator
+        self.data, self.power = data_terms(lin, curvature), power_of(lin, curvature)
         self.lock = threading.RLock()
         self._hyperparameters, self._values = self._present(), dict[str, Any]()
         self.of_data = _of_data.setdefault(id(lin.passes), OfData())
@@ -111,16 +113,6 @@ class CurvatureCache:
             self._values[name] = value
             if nbytes:
                 keep(self.curvature, value, nbytes)
-
-    @cached_property
-    def data(self) -> tuple[Linearization, ...] | str:
-        """The linearisations that the curvature is of; a sentence on why where that is not known."""
-        return data_terms(self.lin, self.curvature)
-
-    @cached_property
-    def power(self) -> float:
-        """How often the curvature counts these data: 1/T where their likelihood is tempered."""
-        return power_of(self.lin, self.curvature)
 
     @cached_property
     def gram_cost(self) -> float:

@@ -57,7 +57,11 @@ def log_determinant(
 def _ratio_above(
     cache: CurvatureCache, prior: Prior, A: Tensor, rtol: float, generator: torch.Generator | None
 ) -> Estimate:
-    P, reference, (system, taken) = prior.plus(cache.curvature), _log_diagonal(cache, A), _route(cache, prior, rtol)
+    P, reference = prior.plus(cache.curvature), _log_diagonal(cache, A)
+    if (form := P._closed_form()) is not None:
+        exact: Estimate = form.logdet_estimate(rtol)
+        return exact + (-reference)
+    system, taken = _route(cache, prior, rtol)
     if taken == "spectrum":
         return _ratio_from(decomposed(cache), A, P, rtol)
     if taken == "formed kernel" and (kernel := formed_kernel(cache, prior)) is not None:
